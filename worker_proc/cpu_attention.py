@@ -110,7 +110,7 @@ def plan_step(context: ForwardContext, cache: torch.Tensor, sliding_window: int 
     slots = context.row_slots.tolist()
     rows = [
         RowShape(start, end - start, length, slot)
-        for start, end, length, slot in zip(starts, starts[1:], lengths, slots, strict=True)
+        for start, end, length, slot in zip(starts[:-1], starts[1:], lengths, slots, strict=True)
         if slot >= 0 and end > start
     ]
     store_indices, stored_tokens = _plan_store(context.slot_mapping, cache)
