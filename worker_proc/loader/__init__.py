@@ -3,10 +3,11 @@
 `load_model` is the one entry; the worker calls it once at start. Nothing here knows of requests or of the cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +24,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 EMBEDDING_NAME, LM_HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
+class Checkpoint(Protocol):
+    """Tensors under their Hugging Face names; `names` has every name as a key."""
+
+    names: Mapping[str, Any]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, each read when it is yielded."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor."""
+
+
 def load_model(
     model_dir: Path,
     *,
@@ -34,8 +47,8 @@ def load_model(
     """Build the model that `model_dir/config.json` describes and fill it.
 
     Args:
-        load_format: `auto` or `safetensors` read the folder's weights; `dummy` needs only config.json and draws random
-            weights from `seed`, the same on every device.
+        load_format: `safetensors` and `gguf` say which weights of the folder to read, `auto` takes what is there;
+            `dummy` needs only config.json and draws random weights from `seed`, the same on every device.
 
     Raises:
         ConfigError: unsupported model; missing, unexpected or misshapen tensors, by name.
@@ -44,10 +57,8 @@ def load_model(
     if load_format == "dummy":
         model = build_model(config, device, dtype)
         fill_with_random(model, seed)
-    elif load_format in ("auto", "safetensors"):
-        model = _load_safetensors(config, model_dir, device, dtype)
     else:
-        raise ConfigError(f"load format {load_format!r} is not supported; supported: auto, safetensors, dummy")
+        model = _load_checkpoint(config, model_dir, _open_checkpoint(model_dir, load_format), device, dtype)
     model.pack()
     return model
 
@@ -71,10 +82,23 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     return torch.float16 if config.dtype == "float16" else torch.bfloat16
 
 
-def _load_safetensors(
-    config: ModelConfig, model_dir: Path, device: torch.device, dtype: torch.dtype
+def _open_checkpoint(model_dir: Path, load_format: str) -> Checkpoint:
+    if load_format not in ("auto", "safetensors", "gguf"):
+        raise ConfigError(f"load format {load_format!r} is not supported; supported: auto, safetensors, gguf, dummy")
+    gguf_paths = sorted(model_dir.glob("*.gguf"))
+    has_safetensors = any(model_dir.glob("*.safetensors"))
+    if load_format == "gguf" or (load_format == "auto" and gguf_paths and not has_safetensors):
+        if len(gguf_paths) != 1:
+            raise ConfigError(f"{model_dir} holds {len(gguf_paths)} .gguf files; wanted one")
+        from worker_proc.loader.gguf_checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(gguf_paths[0])
+    return SafetensorsCheckpoint(model_dir)
+
+
+def _load_checkpoint(
+    config: ModelConfig, model_dir: Path, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> LlamaForCausalLM:
-    checkpoint = SafetensorsCheckpoint(model_dir)
     if config.tie_word_embeddings and not _tables_agree(checkpoint):
         config = replace(config, tie_word_embeddings=False)
     model = build_model(config, device, dtype)
@@ -85,7 +109,7 @@ def _load_safetensors(
     return model
 
 
-def _tables_agree(checkpoint: SafetensorsCheckpoint) -> bool:
+def _tables_agree(checkpoint: Checkpoint) -> bool:
     """False if a checkpoint that says it ties its tables holds two different ones: then both are used, as trained."""
     if EMBEDDING_NAME not in checkpoint.names or LM_HEAD_NAME not in checkpoint.names:
         return True
