@@ -111,7 +111,9 @@ class PagedSequences:
             slots.append(-1)
             context_lengths.append(0)
             starts.append(starts[-1] + padding_tokens)
-        prompts = None if self.prompt_lengths is None else [self.prompt_lengths[slot] if slot >= 0 else 0 for slot in slots]
+        prompts = (
+            None if self.prompt_lengths is None else [self.prompt_lengths[slot] if slot >= 0 else 0 for slot in slots]
+        )
         return ForwardContext(
             slot_mapping=torch.cat(slot_mapping),
             row_slots=torch.tensor(slots, dtype=torch.int32),
@@ -192,7 +194,9 @@ class PlanDriver:
 
     def plan(self, rows: list[tuple[DrivenRequest, int]]) -> StepPlan:
         """One step in which each request computes that many tokens."""
-        decodes = [request for request, count in rows if request.started and request.computed + 1 == len(request.tokens)]
+        decodes = [
+            request for request, count in rows if request.started and request.computed + 1 == len(request.tokens)
+        ]
         chunks = [(request, count) for request, count in rows if request not in decodes]
         decode_blocks = [self._append(request, 1) for request in decodes]
         chunk_blocks = [self._append(request, count) for request, count in chunks]
@@ -276,3 +280,23 @@ def make_driver(load_float32):
         return driver
 
     return make
+
+
+@pytest.fixture
+def plan_driver():
+    """The class PlanDriver, for tests that execute plans in their own way."""
+    return PlanDriver
+
+
+@pytest.fixture
+def reference_tokens():
+    """reference_tokens(transformers model, token ids, count) -> its greedy continuation."""
+
+    def generate(model, ids: list[int], count: int) -> list[int]:
+        output = model.generate(
+            torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0,
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long), eos_token_id=None,
+        )  # fmt: skip
+        return output[0, len(ids) :].tolist()
+
+    return generate

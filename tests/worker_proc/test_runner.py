@@ -3,7 +3,6 @@
 from random import Random
 
 import pytest
-import torch
 
 BLOCK = 4
 
@@ -13,16 +12,8 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 131) for _ in range(count)]
 
 
-def reference_tokens(model, ids: list[int], count: int) -> list[int]:
-    output = model.generate(
-        torch.tensor([ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0,
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long), eos_token_id=None,
-    )  # fmt: skip
-    return output[0, len(ids) :].tolist()
-
-
 @pytest.mark.parametrize("chunk", [1, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
-def test_greedy_equals_transformers_for_every_chunk_size(chunk, tiny_model, make_driver):
+def test_greedy_equals_transformers_for_every_chunk_size(chunk, tiny_model, make_driver, reference_tokens):
     reference, folder = tiny_model("Llama")
     driver = make_driver(folder)
     request = driver.add(prompt(19))
@@ -30,7 +21,7 @@ def test_greedy_equals_transformers_for_every_chunk_size(chunk, tiny_model, make
     assert request.output == reference_tokens(reference, prompt(19), 64)
 
 
-def test_batch_of_unequal_requests_equals_transformers(tiny_model, make_driver):
+def test_batch_of_unequal_requests_equals_transformers(tiny_model, make_driver, reference_tokens):
     reference, folder = tiny_model("Qwen3")
     driver = make_driver(folder)
     requests = [driver.add(prompt(length, seed=length)) for length in (1, 3, 4, 5, 16, 31)]
