@@ -1,52 +1,49 @@
-"""Random numbers for sampling that depend on seed, position and token id alone.
+"""Random numbers for sampling on the CPU, which depend on seed, position and token id alone.
 
 A request's noise at a position is a hash of these three: no generator has a state, so neither neighbours, nor chunking,
-nor preemption, nor run-ahead can change what a seed gives. The first round of the hash is MurmurHash3's 32-bit
-finaliser (Appleby), the second one "lowbias32" of Wellons' hash-prospector; the key is splitmix64 (Steele et al. 2014).
+nor preemption, nor run-ahead can change what a seed gives. The hash and the formula are those of `kernels/noise.py`,
+whose docstring has the sources; a test holds the two to the same bits.
 """
 
 import numpy as np
 
-_MASK64 = 2**64 - 1
-_TOKEN_STEP = np.uint32(0x9E3779B1)
+_MASK = 0xFFFFFFFF
 _LARGEST_BELOW_ONE = np.float32(1 - 2**-24)
 
 
-def row_key(seed: int, position: int) -> tuple[int, int]:
+def _mix(x: int) -> int:
+    x ^= x >> 16
+    x = (x * 0x7FEB352D) & _MASK
+    x ^= x >> 15
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def row_keys(seed: int, position: int) -> tuple[int, int]:
     """Two 32-bit keys of one sampled position; `seed` is a uint64."""
-    state = (seed ^ (position * 0xD1342543DE82EF95)) & _MASK64
-    state = (state + 0x9E3779B97F4A7C15) & _MASK64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-    state ^= state >> 31
-    return state & 0xFFFFFFFF, state >> 32
+    first = _mix(_mix((position + 0x9E3779B9) & _MASK) ^ (seed & _MASK))
+    return first, _mix(((first ^ (seed >> 32)) + 0x85EBCA6B) & _MASK)
 
 
 def random_bits(seed: int, position: int, token_ids: np.ndarray) -> np.ndarray:
     """uint32 [n], uniform, one for each token id (uint32 [n])."""
-    first, second = row_key(seed, position)
-    bits = token_ids * _TOKEN_STEP
-    bits += np.uint32(first)
+    first, second = row_keys(seed, position)
+    bits = token_ids ^ np.uint32(second)
     shifted = np.empty_like(bits)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        _mix(bits, shifted, shift, factor)
-    bits ^= np.right_shift(bits, np.uint32(16), out=shifted)
-    bits += np.uint32(second)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        _mix(bits, shifted, shift, factor)
+        bits ^= np.right_shift(bits, np.uint32(shift), out=shifted)
+        bits *= np.uint32(factor)
     bits ^= np.right_shift(bits, np.uint32(16), out=shifted)
+    bits ^= np.uint32(first)
+    bits *= np.uint32(0x9E3779B1)
+    bits ^= np.right_shift(bits, np.uint32(15), out=shifted)
     return bits
 
 
-def _mix(bits: np.ndarray, shifted: np.ndarray, shift: int, factor: int) -> None:
-    bits ^= np.right_shift(bits, np.uint32(shift), out=shifted)
-    bits *= np.uint32(factor)
-
-
 def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
-    """Gumbel noise, float32 [n], from uniform uint32 [n]: -log(-log(1 - w)), w = (bits + 0.5) / 2^32.
+    """Gumbel noise, float32 [n], from uniform uint32 [n]: -log(-log(1 - u)), u = (bits + 1/2) / 2^32.
 
-    Always finite, from -2.9 to 22.9. Small w keep all their digits, so that unlikely tokens get their due.
+    Always finite, from -2.9 to 22.9. Small u keep all their digits, so that unlikely tokens get their due.
     """
     noise = bits.astype(np.float32)
     noise += np.float32(0.5)

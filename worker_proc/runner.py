@@ -21,7 +21,7 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import logprob_row
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.sampler import Sampler
-from worker_proc.slots import SlotMemory, SlotMirror
+from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
 from worker_proc.step_inputs import PromptRows, StagedStep, StepStager, fill_inputs
 
 PROMPT_LOGPROB_ROWS = 64
@@ -117,10 +117,12 @@ class CpuRunner:
             self._cache.copy_blocks(torch.tensor(_pairs(plan.copy_block_ids)))
         if plan.swap_in_block_ids:
             self._cache.swap_in(_pairs(plan.swap_in_block_ids))
-        staged = self._stager.stage(plan)
+        writes = StateWrites(self.memory)
         for init in plan.new_slots:
+            self.mirror.start(init)
             self._sampler.start(init)
-        return staged
+            writes.add_slot(init)
+        return self._stager.stage(plan, writes)
 
     def _fill(self, staged: StagedStep) -> StepInputs:
         buffer = torch.from_numpy(staged.buffer)

@@ -8,6 +8,7 @@ here: the host knows lengths, because the plan says how they grow, but never val
 Row `slot_count` of every table is scratch: index -1, which stands for padding, wraps to it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,7 @@ ALIGNMENT = 64
 TOKEN_MARGIN = 8
 """Token places beyond max_model_len, for what run-ahead writes after a request's end."""
 
-PARAMETERS = (
-    "known_lengths", "computed_lengths", "prompt_lengths", "min_output_counts", "top_k", "temperature", "top_p",
-    "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
-_FLOATS = frozenset(PARAMETERS[5:])
+_LENGTHS = ("known_lengths", "computed_lengths", "prompt_lengths")
 
 IntArray = np.ndarray
 
@@ -41,58 +38,53 @@ def div_ceil(count: int, size: int) -> int:
 class SlotMemory:
     """Device memory of all slots.
 
+    Args:
+        tables: further int32 tables by name, with their columns; for whoever samples.
+
     Attributes:
         memory: int32 [n], everything; the others are views into it.
         token_ids: int32 [slots + 1, token_capacity]; the first known_lengths are the request's tokens.
         block_tables: int32 [slots + 1, block_capacity].
         known_lengths, computed_lengths, prompt_lengths: int32 [slots + 1].
-        temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty: float32 [slots + 1].
-        top_k, min_output_counts: int32 [slots + 1].
-        seeds: int64 [slots + 1], the bits of a uint64.
-        state: the tables that every step's input preparation reads.
+        tables: name -> int32 [slots + 1, columns].
+        state: what every step's input preparation reads.
 
     Raises:
         ConfigError: more state than 32-bit addresses reach.
     """
 
-    known_lengths: torch.Tensor
-    computed_lengths: torch.Tensor
-    prompt_lengths: torch.Tensor
-    min_output_counts: torch.Tensor
-    top_k: torch.Tensor
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    presence_penalty: torch.Tensor
-    frequency_penalty: torch.Tensor
-    repetition_penalty: torch.Tensor
-
-    def __init__(self, slot_count: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slot_count: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        tables: Mapping[str, int] | None = None,
+    ) -> None:
         self.slot_count, self.block_size, self.device = slot_count, block_size, device
         self.block_capacity = div_ceil(max_model_len + TOKEN_MARGIN, block_size)
         self.token_capacity = self.block_capacity * block_size
+        self.columns = {"token_ids": self.token_capacity, "block_tables": self.block_capacity}
+        self.columns |= dict.fromkeys(_LENGTHS, 1) | dict(tables or {})
         self.offsets: dict[str, int] = {}
-        rows, end = slot_count + 1, 0
-        sizes = {"token_ids": rows * self.token_capacity, "block_tables": rows * self.block_capacity, "seeds": 2 * rows}
-        for name, size in (sizes | dict.fromkeys(PARAMETERS, rows)).items():
+        end = 0
+        for name, columns in self.columns.items():
             self.offsets[name] = end
-            end += div_ceil(size, ALIGNMENT) * ALIGNMENT
+            end += div_ceil((slot_count + 1) * columns, ALIGNMENT) * ALIGNMENT
         if end > 2**31 - 1:
             raise ConfigError(
                 f"--max-num-seqs {slot_count} with {max_model_len} tokens each needs {4 * end} bytes of slot state; "
                 f"at most {2**33} are supported"
             )
         self.memory = torch.zeros(end, dtype=torch.int32, device=device)
-        self.token_ids = self._view("token_ids", sizes["token_ids"]).view(rows, -1)
-        self.block_tables = self._view("block_tables", sizes["block_tables"]).view(rows, -1)
-        self.seeds = self._view("seeds", 2 * rows).view(torch.int64)
-        for name in PARAMETERS:
-            view = self._view(name, rows)
-            setattr(self, name, view.view(torch.float32) if name in _FLOATS else view)
+        self.token_ids, self.block_tables = self._table("token_ids"), self._table("block_tables")
+        self.known_lengths, self.computed_lengths, self.prompt_lengths = (self._table(name)[:, 0] for name in _LENGTHS)
+        self.tables = {name: self._table(name) for name in tables or ()}
         self.state = SlotState(self.token_ids, self.known_lengths, self.computed_lengths, self.block_tables)
 
-    def _view(self, name: str, size: int) -> torch.Tensor:
-        return self.memory[self.offsets[name] : self.offsets[name] + size]
+    def _table(self, name: str) -> torch.Tensor:
+        size = (self.slot_count + 1) * self.columns[name]
+        return self.memory[self.offsets[name] : self.offsets[name] + size].view(self.slot_count + 1, -1)
 
     def apply(self, addresses: torch.Tensor, values: torch.Tensor) -> None:
         """Carry out writes that were collected in a `StateWrites`; both int32 [n] on this device."""
@@ -112,25 +104,19 @@ class StateWrites:
         self._addresses: list[IntArray] = []
         self._values: list[IntArray] = []
 
-    def add_range(self, table: str, start: int, values: IntArray) -> None:
-        """Put consecutive values into a table, seen flat, from `start` on."""
-        first = self._memory.offsets[table] + start
-        self.add(np.arange(first, first + len(values), dtype=np.int32), values)
-
-    def add(self, addresses: IntArray, values: IntArray) -> None:
-        """Put values at any addresses."""
-        self._addresses.append(addresses)
-        self._values.append(values)
+    def add(self, table: str, slot: int, values: Any) -> None:
+        """Put int32 values at the start of the slot's row of a table."""
+        first = self._memory.offsets[table] + slot * self._memory.columns[table]
+        assert len(values) <= self._memory.columns[table], f"{len(values)} values for a row of {table}"
+        self._addresses.append(np.arange(first, first + len(values), dtype=np.int32))
+        self._values.append(np.asarray(values, dtype=np.int32))
 
     def add_slot(self, init: SlotInit) -> None:
-        """Everything that a new slot starts with."""
-        memory, slot = self._memory, init.slot
-        self.add_range("token_ids", slot * memory.token_capacity, as_int32(init.token_ids))
-        self.add_range("block_tables", slot * memory.block_capacity, as_int32(init.block_ids))
-        seed = np.array([init.sampling.seed], dtype=np.uint64).view(np.int32)
-        self.add_range("seeds", 2 * slot, seed)
-        addresses = np.array([memory.offsets[name] + slot for name in PARAMETERS], dtype=np.int32)
-        self.add(addresses, _parameter_bits(init))
+        """What every new slot starts with."""
+        self.add("token_ids", init.slot, init.token_ids)
+        self.add("block_tables", init.slot, init.block_ids)
+        for name, length in zip(_LENGTHS, (len(init.token_ids), init.computed_count, init.prompt_count), strict=True):
+            self.add(name, init.slot, [length])
 
     def arrays(self) -> tuple[IntArray, IntArray]:
         """Addresses and values, int32 [n] each."""
@@ -140,19 +126,6 @@ class StateWrites:
 
 
 _NOTHING = np.empty(0, dtype=np.int32)
-
-
-def _parameter_bits(init: SlotInit) -> IntArray:
-    sampling = init.sampling
-    known, computed = len(init.token_ids), init.computed_count
-    counts = (known, computed, init.prompt_count, sampling.min_output_count, sampling.top_k)
-    numbers = [getattr(sampling, name) for name in PARAMETERS[len(counts) :]]
-    return np.concatenate((np.array(counts, dtype=np.int32), np.array(numbers, dtype=np.float32).view(np.int32)))
-
-
-def as_int32(numbers: Any) -> IntArray:
-    """A number array of a message as int32, without a copy where it is one."""
-    return np.asarray(numbers, dtype=np.int32)
 
 
 @dataclass

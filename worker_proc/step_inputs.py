@@ -76,16 +76,12 @@ class StepStager:
         self._memory = memory
         self._mirror = mirror
 
-    def stage(self, plan: StepPlan) -> StagedStep:
-        """Advance the mirror by the plan and pack it. Cleared slots must have been cleared before.
+    def stage(self, plan: StepPlan, writes: StateWrites) -> StagedStep:
+        """Advance the mirror by the plan's rows and pack it, with what new slots write.
 
         Raises:
             AssertionError: the plan does not fit what the slots hold, which is a fault of ours; the text says how.
         """
-        writes = StateWrites(self._memory)
-        for init in plan.new_slots:
-            self._mirror.start(init)
-            writes.add_slot(init)
         slots, counts = _rows(plan)
         samples = np.ones(len(slots), dtype=bool)
         samples[len(plan.decode_slots) :] = np.asarray(plan.chunk_samples, dtype=bool)
