@@ -334,9 +334,7 @@ def _merge_parts(
             part_maximum = tl.load(statistics, mask=is_part, other=float("-inf"), cache_modifier=".cg")
             part_normaliser = tl.load(statistics + GROUP_ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
             places = (slots[:, None] * GROUP_ROWS + queries[None, :])[:, :, None] * DIM_TILE + dims[None, None, :]
-            part_accumulator = tl.load(
-                partials_ptr + places, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg"
-            )
+            part_accumulator = tl.load(partials_ptr + places, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
             new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=0))
             # Query rows that pad the group have no maximum; they are not stored.
             base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)

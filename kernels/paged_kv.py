@@ -80,7 +80,11 @@ def check_paged_inputs(
     wanted(output.shape == query.shape, "output shape", list(query.shape), list(output.shape))
     for name, tensor in (("output", output), ("query", query)):
         wanted(tensor.stride()[1:] == (head_dim, 1), f"{name} strides", f"(any, {head_dim}, 1)", tensor.stride())
-    for name, tensor in (("block_tables", block_tables), ("row_slots", row_slots), ("context_lengths", context_lengths)):
+    for name, tensor in (
+        ("block_tables", block_tables),
+        ("row_slots", row_slots),
+        ("context_lengths", context_lengths),
+    ):
         wanted(tensor.dtype == torch.int32, f"{name} dtype", torch.int32, tensor.dtype)
         wanted(tensor.stride(-1) == 1, f"{name} last stride", 1, tensor.stride(-1))
     wanted(block_tables.dim() == 2, "block_tables", "[slot_count, max_blocks_per_slot]", list(block_tables.shape))

@@ -101,7 +101,25 @@ def make_batch(
     )
 
 
-def assert_as_exact_as_torch(result: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor, factor: float) -> None:
+def room_for(batches: list[PagedBatch]) -> PagedBatch:
+    """Zeroed tensors large enough to hold any of the batches, for a graph to be captured on."""
+    pairs = zip(*(batch.prefill_inputs for batch in batches), strict=True)
+    return PagedBatch(*(tensors[0].new_zeros(_largest_shape(tensors)) for tensors in pairs))
+
+
+def put(batch: PagedBatch, room: PagedBatch) -> None:
+    """Copy a batch into the leading part of each of the room's tensors."""
+    for target, source in zip(room.prefill_inputs, batch.prefill_inputs, strict=True):
+        target[tuple(slice(0, size) for size in source.shape)].copy_(source)
+
+
+def _largest_shape(tensors: tuple[torch.Tensor, ...]) -> list[int]:
+    return [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+
+
+def assert_as_exact_as_torch(
+    result: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor, factor: float
+) -> None:
     """The error against float64 is at most `factor` times that of the same computation in torch in the same dtype."""
     assert torch.isfinite(result).all(), "the result holds NaN or infinity"
     scale = exact.norm() + 1e-30

@@ -10,6 +10,8 @@ from tests.kernels.paged_batches import (
     PagedBatch,
     assert_as_exact_as_torch,
     make_batch,
+    put,
+    room_for,
     skip_unless_here,
 )
 
@@ -151,39 +153,29 @@ def test_bytes_count_keys_values_queries_and_outputs_once():
 @pytest.mark.gpu
 def test_one_graph_is_right_for_every_mix_of_lengths():
     skip_unless_here("cuda")
-    batch = make_batch(ones(4000, 1, 1, 1), "cuda", torch.bfloat16, query_heads=16, kv_heads=8, head_dim=128)
+    shape = {"query_heads": 16, "kv_heads": 8, "head_dim": 128}
+    mixes = [(1, 4000, 17, 0), (900, 901, 902, 903), (1, 1, 1, 1), (0, 0, 0, 0), (4096, 1, 64, 65)]
+    batches = [make_batch(ones(*mix), "cuda", torch.bfloat16, seed=seed, **shape) for seed, mix in enumerate(mixes)]
+    room = room_for(batches)
     plan = launch_plan(4, 16, 8, 128, 132)
-    output = torch.full_like(batch.query, float("nan"))
+    output = torch.full_like(room.query, float("nan"))
     partials = torch.full((plan.workspace_floats,), float("nan"), device="cuda")
     counters = torch.zeros(plan.counter_count, dtype=torch.int32, device="cuda")
 
     def call() -> None:
-        decode_attention(output, *batch.decode_inputs, partials, counters, plan, scale=0.1)
+        decode_attention(output, *room.decode_inputs, partials, counters, plan, scale=0.1)
 
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    for seed, lengths in enumerate([(1, 4000, 17, 0), (900, 901, 902, 903), (1, 1, 1, 1), (0, 0, 0, 0), (4096, 1, 64, 65)]):
-        other = make_batch(ones(*lengths), "cuda", torch.bfloat16, query_heads=16, kv_heads=8, head_dim=128, seed=seed)
-        replayed = _replay_with(batch, other, graph, output)
-        exact, same = (
-            reference_decode_attention(*other.decode_inputs, scale=0.1, dtype=dtype)
-            for dtype in (torch.float64, torch.bfloat16)
+    for batch in batches:
+        put(batch, room)
+        output.fill_(float("nan"))
+        graph.replay()
+        same, exact = (
+            reference_decode_attention(*batch.decode_inputs, scale=0.1, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float64)
         )
-        assert_as_exact_as_torch(replayed, same, exact, ERROR_FACTOR)
-        assert torch.equal(replayed, run(other, scale=0.1)), "replay and eager call differ"
-
-
-def _replay_with(captured: PagedBatch, other: PagedBatch, graph, output: torch.Tensor) -> torch.Tensor:
-    """Put another batch into the captured tensors and replay."""
-    for name in ("key_cache", "value_cache", "block_tables", "row_slots", "context_lengths", "query"):
-        target, source = getattr(captured, name), getattr(other, name)
-        if target.dim() > 1 and target.shape != source.shape:
-            target = target[: source.shape[0]]
-            if name == "block_tables":
-                target = target[:, : source.shape[1]]
-        target.copy_(source)
-    output.fill_(float("nan"))
-    graph.replay()
-    return output.clone()
+        assert_as_exact_as_torch(output, same, exact, ERROR_FACTOR)
+        assert torch.equal(output, run(batch, scale=0.1)), "replay and eager call differ"
