@@ -11,17 +11,19 @@ each K/V tile is read once and both products run on tensor cores, and the keys o
 How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head. All tiles
 of all rows form one line, row by row and head by head; every program takes an equal piece of that line [3]. A piece
 that covers a whole (row, head) writes the output; any other writes maximum, normaliser and a float32 accumulator, and
-the program that comes last at that (row, head), by an atomic counter, merges the parts by log-sum-exp. A program's piece
-can be cut only at its two ends, so two partial places a program are enough whatever the lengths are, and one captured
-graph is right, and balanced, for every mix of lengths.
+the program that comes last at that (row, head), by an atomic counter, merges the parts by log-sum-exp. A program's
+piece can be cut only at its two ends, so two partial places a program are enough whatever the lengths are, and one
+captured graph is right, and balanced, for every mix of lengths.
 
-| tensor   | axes                                | dtype        | padding                                                  |
-|----------|-------------------------------------|--------------|----------------------------------------------------------|
-| query    | [token_count, query_heads, head_dim]| as the cache | row r's query is token r                                 |
-| output   | as query                            | as the cache | rows with slot -1 or length 0 get zeros; rows at or past decode_row_count are left alone |
-| caches, block_tables, row_slots, context_lengths | see kernels/paged_kv.py | | |
-| partials | [workspace_floats]                  | float32      | contents never matter                                    |
-| counters | [counter_count]                     | int32        | zero before the first call; every call leaves it zero    |
+| tensor   | axes                                 | dtype        | padding                                          |
+|----------|--------------------------------------|--------------|--------------------------------------------------|
+| query    | [token_count, query_heads, head_dim] | as the cache | row r's query is token r                         |
+| output   | as query                             | as the cache | rows with slot -1 or length 0 get zeros; rows at |
+|          |                                      |              | or past decode_row_count are left alone          |
+| partials | [workspace_floats]                   | float32      | contents never matter                            |
+| counters | [counter_count]                      | int32        | zero before the first call and after every call  |
+
+Caches, block_tables, row_slots and context_lengths: see kernels/paged_kv.py.
 
 Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
 
@@ -42,6 +44,7 @@ from kernels.paged_kv import (
     attend_row,
     check_options,
     check_paged_inputs,
+    compile_options,
     gather_row,
     row_of_work,
     soft_capped,
@@ -66,7 +69,7 @@ def reference_decode_attention(
     soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Result [max_rows, query_heads, head_dim] in `dtype` throughout, a row at a time; zeros for padding. Synchronises."""
+    """Result [max_rows, query_heads, head_dim] in `dtype` throughout; zeros for padding rows. Synchronises."""
     result = torch.zeros(len(row_slots), *query.shape[1:], dtype=dtype, device=query.device)
     for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
         if slot < 0 or length == 0:
@@ -90,6 +93,7 @@ class DecodePlan:
     min_tiles: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
     workspace_floats: int
     counter_count: int
 
@@ -106,6 +110,7 @@ def launch_plan(
     min_tiles: int = 1,
     num_warps: int = 4,
     num_stages: int = 3,
+    max_registers: int | None = None,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows. The keyword arguments override the measured choice."""
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -123,6 +128,7 @@ def launch_plan(
         min_tiles=min_tiles,
         num_warps=num_warps,
         num_stages=num_stages,
+        max_registers=max_registers,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
     )
@@ -420,5 +426,5 @@ def decode_attention(
         PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **compile_options(plan.max_registers, pdl),
     )

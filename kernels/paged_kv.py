@@ -2,14 +2,18 @@
 
 Layout of one layer's cache, for K and for V alike:
 
-| tensor          | axes                                          | dtype        | notes                                        |
-|-----------------|-----------------------------------------------|--------------|----------------------------------------------|
-| key_cache       | [block_count, kv_heads, block_size, head_dim] | bf16/f16/f32 | contiguous; block_size a power of two <= 128 |
-| value_cache     | as key_cache                                  | as key_cache | same strides as key_cache                    |
-| block_tables    | [slot_count, max_blocks_per_slot]             | int32        | row stride free; entries past a row's last block are never read |
-| row_slots       | [max_rows]                                    | int32        | the row's line in block_tables; -1: padding row, does nothing |
-| context_lengths | [max_rows]                                    | int32        | tokens in the cache, this step's included; 0 counts as padding |
-| query_starts    | [max_rows + 1]                                | int32        | row r's query tokens are query_starts[r] .. query_starts[r + 1] |
+| tensor          | axes                                          | dtype        | notes                           |
+|-----------------|-----------------------------------------------|--------------|---------------------------------|
+| key_cache       | [block_count, kv_heads, block_size, head_dim] | bf16/f16/f32 | contiguous; block_size a power  |
+| value_cache     | as key_cache                                  | as key_cache | of two <= 128                   |
+| block_tables    | [slot_count, max_blocks_per_slot]             | int32        | row stride free; entries past a |
+|                 |                                               |              | row's last block are not read   |
+| row_slots       | [max_rows]                                    | int32        | the row's line in block_tables; |
+|                 |                                               |              | -1: padding row, does nothing   |
+| context_lengths | [max_rows]                                    | int32        | tokens in the cache, this       |
+|                 |                                               |              | step's included; 0: padding     |
+| query_starts    | [max_rows + 1]                                | int32        | row r's query tokens are from   |
+|                 |                                               |              | [r] up to, not with, [r + 1]    |
 
 Position p of a row lives in block `block_tables[slot, p // block_size]` at `p % block_size`. Positions at or past the
 row's context length may hold anything, NaN included. Offsets into the caches are 64-bit.
@@ -98,6 +102,16 @@ def check_options(scale: float, sliding_window: int, soft_cap: float) -> None:
     wanted(scale > 0, "scale", "> 0", scale)
     wanted(sliding_window >= 0, "sliding_window", ">= 0 (0: none)", sliding_window)
     wanted(soft_cap >= 0, "soft_cap", ">= 0 (0: none)", soft_cap)
+
+
+def compile_options(max_registers: int | None, pdl: bool) -> dict[str, int | bool]:
+    """Compiler options that older Triton does not know, left out where they say nothing."""
+    options: dict[str, int | bool] = {}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
+    if pdl:
+        options["launch_pdl"] = True
+    return options
 
 
 def gather_row(cache: torch.Tensor, table_row: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -15,12 +15,14 @@ How the work is split, all of it on the device: the tiles of a row are ordered f
 first, heads next to one another; the grid is as large as the card holds at once, and a program takes its first tile by
 its number and each later one from a ticket counter, so a program that drew short tiles draws more of them.
 
-| tensor   | axes                                | dtype        | padding                                              |
-|----------|-------------------------------------|--------------|------------------------------------------------------|
-| query    | [token_count, query_heads, head_dim]| as the cache | tokens at or past query_starts[max_rows] belong to no row |
-| output   | as query                            | as the cache | tokens of no row, of slot -1 and of length 0 get zeros; decode rows' tokens are left alone |
-| caches, block_tables, row_slots, context_lengths, query_starts | see kernels/paged_kv.py | | |
-| counters | [2]                                 | int32        | zero before the first call; every call leaves it zero |
+| tensor   | axes                                 | dtype        | padding                                             |
+|----------|--------------------------------------|--------------|-----------------------------------------------------|
+| query    | [token_count, query_heads, head_dim] | as the cache | tokens from query_starts[max_rows] on have no row   |
+| output   | as query                             | as the cache | tokens of no row, of slot -1 or of length 0 get     |
+|          |                                      |              | zeros; decode rows' tokens are left alone           |
+| counters | [2]                                  | int32        | zero before the first call and after every call     |
+
+Caches, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
 Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
 
@@ -40,6 +42,7 @@ from kernels.paged_kv import (
     attend_row,
     check_options,
     check_paged_inputs,
+    compile_options,
     gather_row,
     row_of_work,
     soft_capped,
@@ -91,6 +94,7 @@ class PrefillPlan:
     rows_tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
 
 
 def launch_plan(
@@ -106,6 +110,7 @@ def launch_plan(
     programs_per_multiprocessor: int = 2,
     num_warps: int | None = None,
     num_stages: int | None = None,
+    max_registers: int | None = None,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
@@ -129,6 +134,7 @@ def launch_plan(
         rows_tile=triton.next_power_of_2(max_rows),
         num_warps=num_warps or 4,
         num_stages=num_stages or 2,
+        max_registers=max_registers,
     )
 
 
@@ -414,5 +420,5 @@ def prefill_attention(
         PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **({"launch_pdl": True} if pdl else {}),
+        **compile_options(plan.max_registers, pdl),
     )

@@ -142,7 +142,7 @@ def test_plan_is_sized_by_the_bucket_alone():
     assert plan.rows_tile == 64
     assert plan.counter_count == 48 * 8
     assert plan.workspace_floats == 2 * plan.program_count * 16 * 130
-    with pytest.raises(ValueError, match="max_rows: wanted 1..1024, got 1025"):
+    with pytest.raises(ValueError, match=r"max_rows: wanted 1\.\.1024, got 1025"):
         launch_plan(1025, 16, 8, 128, 132)
 
 
