@@ -87,6 +87,8 @@ class PrefillPlan:
     """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
 
     program_count: int
+    wave: int
+    specialised: bool
     tile_rows: int
     query_tile: int
     key_tile: int
@@ -105,6 +107,7 @@ def launch_plan(
     head_dim: int,
     multiprocessor_count: int,
     *,
+    specialised: bool = False,
     tile_rows: int | None = None,
     key_tile: int | None = None,
     programs_per_multiprocessor: int = 2,
@@ -115,18 +118,23 @@ def launch_plan(
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
-    token_count // query_tile full tiles and one partial tile a row, for each K/V head. The keyword arguments override
-    the measured choice.
+    token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` asks for the
+    Hopper kernel (kernels/prefill_attention_hopper.py), which fixes its own tiles. The other keyword arguments
+    override the measured choice.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
     dim_tile = triton.next_power_of_2(head_dim)
+    if specialised:
+        tile_rows, key_tile, num_warps, programs_per_multiprocessor = 128, 128, 4, 1
     tile_rows = max(tile_rows or (128 if dim_tile <= 128 else 64), triton.next_power_of_2(group))
     query_tile = tile_rows // group
     tile_bound = (token_count // query_tile + min(max_rows, token_count)) * kv_heads
     return PrefillPlan(
         program_count=max(1, min(multiprocessor_count * programs_per_multiprocessor, tile_bound)),
+        wave=multiprocessor_count,
+        specialised=specialised,
         tile_rows=tile_rows,
         query_tile=query_tile,
         key_tile=key_tile or (64 if dim_tile <= 128 else 32),
@@ -160,6 +168,7 @@ def _prefill_kernel(
     counters_ptr,
     max_rows,
     token_count,
+    wave,
     output_stride,
     query_stride,
     table_stride,
@@ -207,6 +216,9 @@ def _prefill_kernel(
     head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
 
     work = program
+    if (total <= programs) & (program >= wave) & (program < total):
+        # Every tile has its program: those that come second to a multiprocessor take the tiles from the light end.
+        work = total - 1 - (program - wave)
     while work < total:
         # 2. Locate: the row, its tile of queries, the K/V head.
         row, row_start = row_of_work(work, ends, KV_HEADS)
@@ -386,6 +398,28 @@ def prefill_attention(
     wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
     wanted(counters.numel() >= COUNTER_COUNT, "counters", f">= {COUNTER_COUNT}", counters.numel())
     wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
+    if plan.specialised:
+        from kernels import prefill_attention_hopper as hopper
+
+        is_supported = hopper.supports(shape, query.dtype, sliding_window, soft_cap)
+        wanted(is_supported, "specialised plan", "what prefill_attention_hopper.supports", (shape, query.dtype))
+        hopper.launch(
+            output,
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            row_slots,
+            context_lengths,
+            query_starts,
+            counters,
+            decode_row_count,
+            shape,
+            plan.program_count,
+            plan.rows_tile,
+            scale * LOG2_E,
+        )
+        return
     _prefill_kernel[(plan.program_count,)](
         output,
         query,
@@ -399,6 +433,7 @@ def prefill_attention(
         counters,
         max_rows,
         query.shape[0],
+        plan.wave,
         output.stride(0),
         query.stride(0),
         block_tables.stride(0),
