@@ -61,18 +61,17 @@ def limits() -> Limits:
     """Measure the ceilings once a process: a large copy, a large reduction, an 8192^3 bf16 product on random data."""
     if not has_cuda():
         return Limits(copy_tb_per_s=0.0, read_tb_per_s=0.0, bf16_tflop_per_s=0.0)
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    byte_count = 1 << 31
+    source = torch.rand(2048, byte_count // 4 // 2048, device="cuda")
     target = torch.empty_like(source)
     copy_us = time_us([lambda: target.copy_(source)], inner=2)
-    words = source.view(torch.int64).view(2048, -1)
-    read_us = time_us([lambda: torch.amax(words, dim=1)], inner=2)
-    del source, target, words
-    left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product = torch.empty_like(left)
+    sums = torch.empty(2048, device="cuda")
+    read_us = time_us([lambda: torch.sum(source, dim=1, out=sums)], inner=2)
+    left, right, product = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     matmul_us = time_us([lambda: torch.mm(left, right, out=product)], inner=2)
     return Limits(
-        copy_tb_per_s=2 * (1 << 31) / copy_us / 1e6,
-        read_tb_per_s=(1 << 31) / read_us / 1e6,
+        copy_tb_per_s=2 * byte_count / copy_us / 1e6,
+        read_tb_per_s=byte_count / read_us / 1e6,
         bf16_tflop_per_s=2 * 8192**3 / matmul_us / 1e6,
     )
 
