@@ -166,7 +166,7 @@ def _qk_norm_rope_store_kernel(
         x = normed_rotated_heads(row, k_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
         _store_heads(k_cache, x, slot, head - QUERY_HEADS, column, inside, k_strides, BLOCK_SIZE, FORMAT)
     else:
-        x = tl.load(row + offset, mask=inside, other=0.0)
+        x = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
         head = head - QUERY_HEADS - KV_HEADS
         _store_heads(v_cache, x, slot, head, column, inside, v_strides, BLOCK_SIZE, FORMAT)
 
