@@ -403,7 +403,6 @@ def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Names
     config = supervisor.config
     where = [supervisor.http and f"HTTP on {supervisor.http}/v1", f"client socket {config.server.client_endpoint}"]
     line = f"ready in {seconds:.1f} s: {config.model_name()}, {', '.join(filter(None, where))}"
-    print(line, file=sys.stdout if arguments.once is None else sys.stderr, flush=True)
     ready = {
         "pid": os.getpid(),
         "model": config.model_name(),
@@ -415,6 +414,7 @@ def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Names
     run_dir.write("ready.json", text)
     if arguments.ready_file:
         write_atomically(Path(arguments.ready_file), text)
+    print(line, file=sys.stdout if arguments.once is None else sys.stderr, flush=True)
 
 
 class _Answer(threading.Thread):
