@@ -24,9 +24,16 @@ _LONGEST_NAME = len("/trireme-12345678/supervisor.sock")
 
 @dataclass(frozen=True)
 class Instance:
-    """A running engine: its directory, and what its supervisor wrote when it was ready ({} before)."""
+    """A running engine.
+
+    Attributes:
+        path: its run directory.
+        pid: its supervisor.
+        ready: what the supervisor wrote when the engine was ready; {} before.
+    """
 
     path: Path
+    pid: int
     ready: dict[str, Any]
 
 
@@ -89,11 +96,11 @@ def instances(base: Path | None = None) -> list[Instance]:
     """The engines of this user that run now."""
     found = []
     for path in _own_dirs(base or base_dir()):
-        if _in_use(path):
-            ready: dict[str, Any] = {}
-            with contextlib.suppress(OSError, ValueError):
-                ready = json.loads((path / "ready.json").read_text())
-            found.append(Instance(path, ready))
+        with contextlib.suppress(OSError, ValueError):  # it may end while we look
+            if _in_use(path):
+                ready = path / "ready.json"
+                pid = int((path / "lock").read_text())
+                found.append(Instance(path, pid, json.loads(ready.read_text()) if ready.exists() else {}))
     return found
 
 
@@ -123,6 +130,7 @@ def _make(base: Path) -> tuple[Path, int]:
         with contextlib.suppress(OSError):
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (path / "lock").exists():  # not taken for stale by another start between these two calls
+                os.write(lock_fd, str(os.getpid()).encode())
                 return path, lock_fd
         os.close(lock_fd)
 

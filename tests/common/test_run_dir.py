@@ -22,10 +22,10 @@ def test_two_instances_do_not_disturb_each_other(tmp_path):
     with RunDir(tmp_path) as first, RunDir(tmp_path) as second:
         first.write("ready.json", '{"pid": 1}')
         assert first.path != second.path
-        assert {instance.path: instance.ready for instance in instances(tmp_path)} == {
-            first.path: {"pid": 1},
-            second.path: {},
-        }
+        found = {instance.path: instance for instance in instances(tmp_path)}
+        assert found[first.path].ready == {"pid": 1}
+        assert found[second.path].ready == {}
+        assert {instance.pid for instance in found.values()} == {os.getpid()}
 
 
 def test_a_killed_instances_directory_is_removed_by_the_next_start(tmp_path):
