@@ -20,6 +20,7 @@ from common.messages import (
     decode_from_worker,
 )
 from worker_proc.kv_cache import KVCache, cache_specs
+from worker_proc.loader import load_model
 from worker_proc.runner import CpuRunner
 
 TINY = {
