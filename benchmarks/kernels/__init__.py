@@ -1,0 +1,1 @@
+"""One benchmark a kernel, each against the limit measured in the same run; `harness` is what they share."""

@@ -1,0 +1,252 @@
+"""The parts of `kernels.sampling` that decide what a row keeps: adjusted logits, and thresholds found without a sort.
+
+The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search: each
+round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach one value.
+The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of `kernels.sampling`,
+whose docstring says what is computed. `params` is `SamplingState.arguments`, `work` is
+`SamplingWorkspace.tensors`, both in the order given there.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.noise import gumbel, noise_bits, noise_keys
+
+
+@triton.jit
+def _ends_with(words, tokens, known):
+    """The id that a bad word bans now: its last, if its others are the last `known` tokens; -1 if they are not."""
+    others = tl.load(words) - 1
+    matches = others <= known
+    for i in range(0, others):
+        token_id = tl.load(tokens + known - others + i, mask=others <= known, other=-1)
+        matches = matches & (token_id == tl.load(words + 1 + i))
+    return tl.where(matches, tl.load(words + 1 + others), -1)
+
+
+@triton.jit
+def penalised(x, token_id, inside, slot, known, params):
+    """Logits after masks, bans, bias, penalties and temperature; float32, of any shape."""
+    (numbers, choices, bias_ids, bias_values, banned_ids, counts, allowed, bad_words, slot_token_ids,
+     bias_stride, banned_stride, counts_stride, allowed_stride, bad_words_stride, tokens_stride) = params  # fmt: skip
+    number = numbers + slot * 8
+    choice = choices + slot * 16
+    allowed_row = tl.load(choice + 8)
+    if allowed_row >= 0:
+        words = tl.load(allowed + allowed_row * allowed_stride + token_id // 32, mask=inside, other=0)
+        x = tl.where((words >> (token_id % 32)) & 1 != 0, x, float("-inf"))
+    bad_word_count = tl.load(choice + 9)
+    for j in range(0, bad_word_count):
+        banned = _ends_with(bad_words + slot * bad_words_stride + j * 8, slot_token_ids + slot * tokens_stride, known)
+        x = tl.where(token_id == banned, float("-inf"), x)
+    banned_count = tl.where(known < tl.load(choice + 5), tl.load(choice + 4), 0)
+    for j in range(0, banned_count):
+        x = tl.where(token_id == tl.load(banned_ids + slot * banned_stride + j), float("-inf"), x)
+    bias_count = tl.load(choice + 3)
+    for j in range(0, bias_count):
+        biased = token_id == tl.load(bias_ids + slot * bias_stride + j)
+        x = tl.where(biased, x + tl.load(bias_values + slot * bias_stride + j), x)
+    count_row = tl.load(choice + 2)
+    if count_row >= 0:
+        repetition = tl.load(number + 3)
+        count = tl.load(counts + count_row.to(tl.int64) * counts_stride + token_id, mask=inside, other=0).to(tl.int32)
+        x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        x -= tl.load(number + 5) * (count >> 1).to(tl.float32)
+        x -= tl.where(count > 1, tl.load(number + 4), 0.0)
+    temperature = tl.load(number)
+    if temperature > 0:
+        x = x / temperature
+    return tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def is_truncated(slot, params, VOCABULARY):
+    """Whether a row keeps only part of the vocabulary: then its choice needs thresholds."""
+    number = params[0] + slot * 8
+    top_k = tl.load(params[1] + slot * 16)
+    some = ((top_k > 0) & (top_k < VOCABULARY)) | (tl.load(number + 1) < 1.0) | (tl.load(number + 2) > 0.0)
+    return some & (tl.load(number) > 0)
+
+
+@triton.jit
+def noisy_scores(x, token_id, slot, known, params):
+    """What is maximised: logits with noise; the logits themselves at temperature 0."""
+    if tl.load(params[0] + slot * 8) > 0:
+        choice = params[1] + slot * 16
+        first, second = noise_keys(tl.load(choice + 6), tl.load(choice + 7), known)
+        x += gumbel(noise_bits(first, second, token_id))
+    return x
+
+
+@triton.jit
+def _order_key(x):
+    """An int64 that orders as the float32 does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _narrow(low, high, reached):
+    """The next interval of a five-way search, from how many of its four inner thresholds are still reached."""
+    span = high - low
+    return low + span * reached // 5, tl.where(reached == 4, high, low + span * (reached + 1) // 5)
+
+
+@triton.jit
+def _kth_largest_key(x, k, low, high):
+    """The largest key that at least k of x's elements reach, in [low, high)."""
+    quarter = tl.arange(0, 4) + 1
+    key = _order_key(x)
+    while high - low > 1:
+        threshold = low + (high - low) * quarter // 5
+        count = tl.sum((key[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
+        low, high = _narrow(low, high, tl.sum((count >= k).to(tl.int64), axis=0))
+    return low
+
+
+@triton.jit
+def _from_key(key):
+    """The float32 whose order key this is."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mass_of(x, top):
+    """Unnormalised probability as an integer, 2^32 for the largest: sums are exact in any order."""
+    return (tl.exp(x - top) * 4294967296.0).to(tl.int64)
+
+
+@triton.jit
+def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
+                CHUNK: tl.constexpr):  # fmt: skip
+    """`(values, ids)` of one tile: the gathered candidates, or a chunk of the whole row."""
+    lane = tl.arange(0, CHUNK)
+    if gathered:
+        inside = lane < count
+        token_id = tl.load(work[7] + row * CHUNK + lane, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
+        x = tl.load(work[6] + row * CHUNK + lane, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    else:
+        token_id = tile * CHUNK + lane
+        inside = token_id < VOCABULARY
+        x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+        x = penalised(x, token_id, inside, slot, known, params)
+    return x, token_id
+
+
+@triton.jit
+def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
+               top, pivot, row_mass, CHUNK: tl.constexpr):  # fmt: skip
+    """The smallest value that is kept, by min-p, top-k, then top-p; and whether the candidates were enough to tell."""
+    quarter = tl.arange(0, 4) + 1
+    top_k = tl.load(params[1] + slot * 16)
+    top_p = tl.load(params[0] + slot * 8 + 1)
+    high = _order_key(top) + 1
+    low = _order_key(pivot)
+    enough = True
+    if (top_k > 0) & (top_k < VOCABULARY):
+        k_high = high
+        while k_high - low > 1:
+            threshold = low + (k_high - low) * quarter // 5
+            found = tl.zeros((4,), tl.int32)
+            for tile in range(0, tiles):
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+                                   VOCABULARY, CHUNK)  # fmt: skip
+                found += tl.sum((_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
+            low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0))
+    if top_p < 1.0:
+        kept = tl.zeros((1,), tl.int64)
+        for tile in range(0, tiles):
+            x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+                               VOCABULARY, CHUNK)  # fmt: skip
+            kept += tl.sum(tl.where(_order_key(x) >= low, _mass_of(x, top), 0), axis=0)
+        total = tl.sum(kept, axis=0)
+        if gathered & (row_mass > 0):
+            enough = total >= (row_mass * top_p * 4294967296.0).to(tl.int64)
+            total = (row_mass * 4294967296.0).to(tl.int64)
+        target = (total.to(tl.float64) * top_p).to(tl.int64)
+        while high - low > 1:
+            threshold = low + (high - low) * quarter // 5
+            mass = tl.zeros((4,), tl.int64)
+            for tile in range(0, tiles):
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+                                   VOCABULARY, CHUNK)  # fmt: skip
+                above = _order_key(x)[None, :] >= threshold[:, None]
+                mass += tl.sum(tl.where(above, _mass_of(x, top)[None, :], 0), axis=1)
+            low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0))
+    return low, enough
+
+
+@triton.jit
+def truncated_choice(count, row, logits, logits_stride, work, slot, known, params, VOCABULARY, top, pivot, row_mass,
+                      CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """The chosen id of a row that keeps only part of the vocabulary."""
+    floor = tl.load(params[0] + slot * 8 + 2)
+    floor = tl.where(floor > 0, top + tl.log(tl.maximum(floor, 1e-30)), float("-inf"))  # min-p, whatever is gathered
+    gathered = (pivot > float("-inf")) & (count <= CHUNK)
+    tiles = tl.where(gathered, 1, CHUNKS)
+    start = tl.where(gathered, pivot, floor)
+    low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
+                             top, start, row_mass, CHUNK)  # fmt: skip
+    if not enough:
+        gathered = False
+        tiles = CHUNKS
+        low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, params,
+                                 VOCABULARY, top, floor, row_mass, CHUNK)  # fmt: skip
+    best = float("-inf")
+    best_id = 0x7FFFFFFF
+    for tile in range(0, tiles):
+        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+                                  VOCABULARY, CHUNK)  # fmt: skip
+        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, params), float("-inf"))
+        tile_best = tl.max(x, axis=0)
+        tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
+        better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
+        best_id = tl.where(better, tile_id, best_id)
+        best = tl.maximum(best, tile_best)
+    return best_id
+
+
+@triton.jit
+def gather(row, pivot, logits, logits_stride, work, slot, known, params, VOCABULARY,
+            CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
+    """Copy this program's share of the values from `pivot` up into the row's candidates, in any order."""
+    PIECES: tl.constexpr = CHUNK // PIECE
+    piece = tl.arange(0, PIECES)
+    for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
+        holds = tl.load(work[2] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
+        if tl.max(holds.to(tl.int32), axis=0) > 0:
+            token_id = chunk * CHUNK + piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+            inside = (token_id < VOCABULARY) & holds[:, None]  # pieces without a candidate are not read
+            x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+            x = penalised(x, token_id, inside, slot, known, params)
+            kept = (inside & (x >= pivot)).to(tl.int32)
+            in_piece = tl.sum(kept, axis=1)
+            before = tl.cumsum(in_piece, axis=0) - in_piece
+            base = tl.atomic_add(work[8] + row * 2, tl.sum(in_piece, axis=0), sem="relaxed")
+            place = base + before[:, None] + tl.cumsum(kept, axis=1) - 1
+            fits = (kept > 0) & (place < CHUNK)
+            tl.store(work[6] + row * CHUNK + place, x, mask=fits)
+            tl.store(work[7] + row * CHUNK + place, token_id, mask=fits)
+
+
+@triton.jit
+def pivot_of(maxima, top, slot, params, VOCABULARY, PIECE_COUNT):
+    """A value that no kept id lies below, from the pieces' maxima; -inf where none can be told.
+
+    At least k values reach the k-th largest piece maximum. With top-p alone any bound is a guess that `_threshold` checks:
+    here the value that nine tenths of the pieces reach.
+    """
+    top_k = tl.load(params[1] + slot * 16)
+    min_p = tl.load(params[0] + slot * 8 + 2)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    rank = tl.where(has_k, top_k, tl.maximum(PIECE_COUNT * 9 // 10, 1))
+    pivot = float("-inf")
+    if tl.where(has_k, top_k <= PIECE_COUNT, min_p <= 0):
+        finite = maxima > float("-inf")
+        if tl.sum(finite.to(tl.int32), axis=0) >= rank:
+            low = _order_key(tl.min(tl.where(finite, maxima, top), axis=0))
+            pivot = _from_key(_kth_largest_key(maxima, rank, low, _order_key(top) + 1))
+    if min_p > 0:
+        pivot = tl.maximum(pivot, top + tl.log(min_p))
+    return pivot
