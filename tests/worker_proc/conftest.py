@@ -183,7 +183,7 @@ def make_driver():
         )
         poison(cache)
         runner = CpuRunner(model, cache, StepLimits(slot_count, 256), limits.get("max_model_len", 200), vocab)
-        driver = PlanDriver(runner.execute, slot_count, block_count, block_size)
+        driver = PlanDriver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
         driver.runner, driver.cache = runner, cache
         return driver
 
