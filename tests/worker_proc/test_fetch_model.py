@@ -1,4 +1,4 @@
-"""Resolving `--model`: local folders, the default model's wheel, and errors that say what to do, with nothing left behind."""
+"""Resolving `--model`: folders, the default model's wheel, errors that say what to do and leave nothing behind."""
 
 import threading
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_a_hub_id_without_network_is_one_line(cache, capsys):
 
 
 def test_two_writers_of_one_folder_are_safe(tmp_path):
-    """Both fill their own temporary folder; one is renamed, the other thrown away, and no reader sees half of either."""
+    """Both fill their own temporary folder; one is renamed, the other thrown away; nobody sees half of either."""
     target, barrier, errors = tmp_path / "models" / "m", threading.Barrier(2), []
 
     def fill(folder: Path) -> None:

@@ -62,7 +62,9 @@ def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfi
     writer.add_chat_template(tiny.CHAT_TEMPLATE)
 
 
-def write_gguf(folder: Path, path: Path, *, quantization: gguf.GGMLQuantizationType | None = None, factors=None) -> None:
+def write_gguf(
+    folder: Path, path: Path, *, quantization: gguf.GGMLQuantizationType | None = None, factors=None
+) -> None:
     """Write a Hugging Face folder of a tiny model as GGUF; matrices quantised if asked."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     writer = gguf.GGUFWriter(path, model.config.model_type)
@@ -125,7 +127,9 @@ def test_round_trip_gives_the_same_logits(family, overrides, tmp_path, cache):
 
 
 def test_quantised_file_read_and_converted_give_the_same_exact_values(tmp_path):
-    folder = tiny.save_model(tmp_path / "original", "Llama", hidden_size=96, intermediate_size=64, num_key_value_heads=6)
+    folder = tiny.save_model(
+        tmp_path / "original", "Llama", hidden_size=96, intermediate_size=64, num_key_value_heads=6
+    )
     write_gguf(folder, tmp_path / "tiny.gguf", quantization=gguf.GGMLQuantizationType.Q8_0)
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "linked", copy_weights=False)
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "copied", copy_weights=True)
