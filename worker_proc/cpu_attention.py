@@ -54,7 +54,7 @@ def _store(source: torch.Tensor, cache: torch.Tensor, plan: StepPlan) -> None:
 
 
 def _gather(key_cache: torch.Tensor, value_cache: torch.Tensor, plan: GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the planned rows in the plan's workspace, [rows, kv_head, keys, head_dim], with zeros for the unwritten."""
+    """K and V of the planned rows in the plan's workspace, [rows, kv_head, keys, head_dim]; zeros where unwritten."""
     _, kv_head_count, block_size, head_dim = key_cache.shape
     workspace = plan.workspace
     torch.index_select(key_cache.view(-1, block_size * head_dim), 0, plan.indices, out=workspace[0])

@@ -45,7 +45,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(output)
 
     def normalize(self, query_key: torch.Tensor) -> torch.Tensor:
-        """What is done to query and key heads [T, head_count + kv_head_count, head_dim] before the rotation: nothing."""
+        """Done to query and key heads [T, head_count + kv_head_count, head_dim] before the rotation: here nothing."""
         return query_key
 
 
