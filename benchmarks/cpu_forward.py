@@ -10,10 +10,13 @@ shapes; `other` is the rest of the step: additions, views and Python. The last l
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the worker does, see worker_proc/main.py
 
 import torch
 

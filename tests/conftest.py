@@ -1,8 +1,11 @@
 """Fixtures for every room's tests."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in worker_proc/main.py; tests often share their cores
 
 
 @pytest.fixture(scope="session")
