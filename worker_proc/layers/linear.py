@@ -72,7 +72,8 @@ def cpu_has_bfloat16() -> bool:
     """True if this CPU multiplies bfloat16 natively (AVX512-BF16 or AMX) and this torch can use it."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(probe is not None and probe() for probe in probes)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
