@@ -52,13 +52,13 @@ class Sampled:
 
     Attributes:
         token_ids: int32 [S].
-        logprob_rows: for each row of `logprobs` its index along token_ids, and how many likeliest tokens it wants.
+        logprob_rows: for rows that asked: the row of `logprobs`, the index along token_ids, how many likeliest tokens.
         logprobs: of the rows that asked; None if none did.
         done: the event to wait for; None if there is nothing to wait for.
     """
 
     token_ids: np.ndarray
-    logprob_rows: list[tuple[int, int]] = field(default_factory=list)
+    logprob_rows: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: LogprobTable | None = None
     done: torch.cuda.Event | None = None
 
@@ -66,8 +66,7 @@ class Sampled:
         """The log probabilities as they travel."""
         if self.logprobs is None:
             return ()
-        rows = enumerate(self.logprob_rows)
-        return tuple(self.logprobs.entry(row, index, top_count) for row, (index, top_count) in rows)
+        return tuple(self.logprobs.entry(row, index, top_count) for row, index, top_count in self.logprob_rows)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A step is three actions: the packed plan goes to the device, the step runs there on buffers at fixed addresses, the
 sampled ids come back. `Runner` is what the devices share; `CpuRunner`, where the first and the last action cost
-nothing, is here, `CudaRunner` in `cuda_runner.py`. Sockets, and when a plan comes, are the worker's business (`worker.py`).
+nothing, is here, `CudaRunner` in `cuda_runner.py`. Sockets, and when a plan comes, are `worker.py`'s business.
 """
 
 import time
@@ -101,7 +101,7 @@ class Runner(ABC):
         if plan.swap_out_block_ids:
             self._cache.swap_out(_pairs(plan.swap_out_block_ids))
         if plan.copy_block_ids:
-            self._cache.copy_blocks(torch.tensor(_pairs(plan.copy_block_ids)))
+            self._cache.copy_blocks(_pairs(plan.copy_block_ids))
         if plan.swap_in_block_ids:
             self._cache.swap_in(_pairs(plan.swap_in_block_ids))
         writes = StateWrites(self.memory)
@@ -132,7 +132,7 @@ class Runner(ABC):
     def _sampled_hidden(self, hidden: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> torch.Tensor:
         """The hidden states whose logits are used, [S, hidden_size]."""
         if staged.samples_every_row:
-            return hidden
+            return hidden[: staged.token_count]
         return hidden[inputs.sample_rows[self._sampled_rows(staged)]]
 
     @abstractmethod
