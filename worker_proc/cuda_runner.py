@@ -76,7 +76,7 @@ class CudaRunner(Runner):
         table = None
         if wanted:
             table = LogprobTable(*(to_host(part) for part in (out.logprobs, out.ranks, out.top_ids, out.top_logprobs)))
-        return Sampled(token_ids, wanted, table, self._event())
+        return Sampled(token_ids, wanted, table)
 
     def _wanted_logprobs(self, staged: StagedStep) -> list[tuple[int, int, int]]:
         wanted = []
@@ -92,7 +92,7 @@ class CudaRunner(Runner):
         tensors = logprob_tensors(logits[:, : self._vocab_size], token_ids, top_count)
         return PromptPiece(slot, first_position, top_count, LogprobTable(*(to_host(tensor) for tensor in tensors)))
 
-    def _event(self) -> torch.cuda.Event | None:
+    def _done(self) -> torch.cuda.Event | None:
         if self.memory.device.type == "cpu":
             return None
         event = torch.cuda.Event()

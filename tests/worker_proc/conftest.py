@@ -305,7 +305,12 @@ def make_driver(load_float32):
             from worker_proc.cuda_runner import CudaRunner
 
             runner = CudaRunner(
-                model, cache, limits, max_model_len=max_model_len, tokenizer_vocab_size=vocab, device=torch.device("cpu")
+                model,
+                cache,
+                limits,
+                max_model_len=max_model_len,
+                tokenizer_vocab_size=vocab,
+                device=torch.device("cpu"),
             )
         else:
             runner = CpuRunner(model, cache, limits, max_model_len, vocab)

@@ -1,6 +1,6 @@
 """The runner gives transformers' greedy tokens, whatever the chunking, the neighbours and the state of unused memory.
 
-Each runner test runs twice: on the CPU's runner, and on the GPU's in Triton's interpreter.
+Most run twice: on the CPU's runner, and on the GPU's in Triton's interpreter.
 """
 
 from array import array
@@ -21,15 +21,13 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 131) for _ in range(count)]
 
 
-@both_runners
 @pytest.mark.parametrize("chunk", [1, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
-def test_greedy_equals_transformers_for_every_chunk_size(chunk, kernels, tiny_model, make_driver, reference_tokens):
+def test_greedy_equals_transformers_for_every_chunk_size(chunk, tiny_model, make_driver, reference_tokens):
     reference, folder = tiny_model("Llama")
-    driver = make_driver(folder, kernels=kernels)
+    driver = make_driver(folder)
     request = driver.add(prompt(19))
-    count = 8 if kernels else 64
-    driver.run([request], count, chunk)
-    assert request.output == reference_tokens(reference, prompt(19), count)
+    driver.run([request], 64, chunk)
+    assert request.output == reference_tokens(reference, prompt(19), 64)
 
 
 @both_runners
@@ -63,7 +61,7 @@ def test_the_kernels_sample_what_the_cpu_samples(tiny_model, make_driver):
     for kernels in (False, True):
         driver = make_driver(folder, kernels=kernels, vocab=120)
         requests = [driver.add(prompt(4 + index, seed=index), sampling) for index, sampling in enumerate(SAMPLED)]
-        driver.run(requests, 9, chunk=3)
+        driver.run(requests, 6, chunk=8)
         outputs.append(requests)
     for ours, theirs in zip(*outputs, strict=True):
         assert ours.output == theirs.output, ours.sampling
@@ -74,8 +72,7 @@ def test_the_kernels_sample_what_the_cpu_samples(tiny_model, make_driver):
             np.testing.assert_allclose(kernel.top_logprobs, cpu.top_logprobs, rtol=1e-4, atol=1e-4)
 
 
-@both_runners
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "kernels"), [(1, False), (2, False), (2, True)])
 def test_run_ahead_gives_the_same_tokens_with_penalties_and_bad_words(depth, kernels, tiny_model, make_driver):
     """FAULTS B10: no placeholder may reach penalties or bad words."""
     _, folder = tiny_model("Llama")
@@ -83,7 +80,7 @@ def test_run_ahead_gives_the_same_tokens_with_penalties_and_bad_words(depth, ker
     for ahead in (0, depth):
         driver = make_driver(folder, kernels=kernels)
         requests = [driver.add(prompt(5, seed=index), sampling) for index, sampling in enumerate(SAMPLED)]
-        driver.run_ahead(requests, 7, ahead)
+        driver.run_ahead(requests, 4 if kernels else 7, ahead)
         results.append([request.output for request in requests])
     assert results[0] == results[1]
 
@@ -120,7 +117,9 @@ def test_padding_rows_and_poisoned_free_blocks_change_nothing(tiny_model, make_d
         driver.run(requests, 12, chunk=4)
         outputs.append([request.output for request in requests])
     assert outputs[0] == outputs[1]
-    written = sum(-(-(len(tokens) - 1) // BLOCK) for tokens in (requests[0].tokens, requests[1].tokens, requests[2].tokens))
+    written = sum(
+        -(-(len(tokens) - 1) // BLOCK) for tokens in (requests[0].tokens, requests[1].tokens, requests[2].tokens)
+    )
     touched = sum(bool(block.isfinite().any()) for block in padded.cache.key_caches[0])
     assert touched == written
 
@@ -135,6 +134,7 @@ class Padded:
         return self._bucket(self._inputs, row_count + 2, token_count + 5)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy, in Triton's interpreter
 @both_runners
 def test_logits_that_are_not_numbers_fail_their_request_alone(kernels, tiny_model, make_driver):
     _, folder = tiny_model("Llama")
