@@ -10,6 +10,9 @@ import re
 import sys
 from pathlib import Path
 
+import setproctitle
+
+from common.child import watch_supervisor
 from common.config import DEFAULT_MODEL
 from common.errors import ConfigError
 from common.model_cache import gguf_model_dir, ready_model_dir
@@ -17,7 +20,7 @@ from common.model_cache import gguf_model_dir, ready_model_dir
 EXIT_CONFIG_ERROR = 2
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,4 +82,6 @@ def _fetch_from_hub(model: str, revision: str, tokenizer_only: bool) -> Path:
 
 
 if __name__ == "__main__":
+    setproctitle.setproctitle("trireme-fetch-model")
+    watch_supervisor()
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Copies between host and device that nobody waits for.
 
-On a GPU they go through page-locked memory, whose allocator keeps it until the copy is done; on the CPU nothing is copied
-on the way to the device.
+On a GPU they go through page-locked memory, whose allocator keeps it until the copy is done; on the CPU nothing is
+copied on the way to the device.
 """
 
 import numpy as np
