@@ -181,7 +181,8 @@ def test_c8_tokens_in_flight_at_a_preemption_are_delivered_once(run_ahead):
     state = run.core.state
     while not run.core.is_idle:
         while run.plan() is not None:
-            in_flight_at_preemption += sum(s.last_step > state.completed_step for s in state.preempted)
+            pass
+        in_flight_at_preemption += sum(s.last_step > state.completed_step for s in state.preempted)
         run.deliver()
     assert run.core.stats().preemptions > 0
     assert (in_flight_at_preemption > 0) == (run_ahead > 0)
