@@ -28,6 +28,8 @@ from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536
 """Live requests of one client at most."""
+GONE_DELAYS_S = (0.02, 0.5)
+"""When to look who is gone after a connection has ended: the socket learns of it a little later than its monitor."""
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,7 @@ class ClientServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._reader = ZmqReader(socket, self._on_frames, self.flush)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._monitor_reader = ZmqReader(self._monitor, lambda _: None, self._look_for_gone_clients)
+        self._monitor_reader = ZmqReader(self._monitor, lambda _: None, self._on_disconnect)
 
     @property
     def client_count(self) -> int:
@@ -176,7 +178,14 @@ class ClientServer:
         self._reader.close()
         self._socket.close(linger=linger_ms)
 
+    def _on_disconnect(self) -> None:
+        loop = asyncio.get_running_loop()
+        for delay_s in GONE_DELAYS_S:
+            loop.call_later(delay_s, self._look_for_gone_clients)
+
     def _look_for_gone_clients(self) -> None:
+        if self._socket.closed:
+            return
         for client in list(self._clients.values()):
             self._send(client, wire.Pong("").to_wire())
         self.flush()
