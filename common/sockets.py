@@ -15,7 +15,8 @@ import zmq
 from common.errors import StartupError
 
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
-CLIENT_QUEUE_LIMIT = 10_000
+CLIENT_QUEUE_LIMIT = 2048
+"""Messages that may wait for a client that does not read; one more, and its requests are aborted."""
 CLIENT_HEARTBEAT_MS = 2000
 CLIENT_HEARTBEAT_TIMEOUT_MS = 10_000
 """A client or engine whose machine or process stands still this long is taken for gone by the other."""

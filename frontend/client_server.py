@@ -28,6 +28,8 @@ from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536
 """Live requests of one client at most."""
+ROWS_LIMIT = 256
+"""Deltas in one message at most, so that the bound on waiting messages bounds memory."""
 GONE_DELAYS_S = (0.02, 0.5)
 """When to look who is gone after a connection has ended: the socket learns of it a little later than its monitor."""
 
@@ -119,7 +121,10 @@ class ClientRecord:
 
     def messages(self) -> list[bytes]:
         """What waits for this client, deltas first; empties it."""
-        waiting = [pack([wire.Deltas.CODE, self.rows])] if self.rows else []
+        waiting = [
+            pack([wire.Deltas.CODE, self.rows[start : start + ROWS_LIMIT]])
+            for start in range(0, len(self.rows), ROWS_LIMIT)
+        ]
         waiting += self.ends
         self.rows, self.ends = [], []
         return waiting

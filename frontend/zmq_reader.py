@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-SLICE_LIMIT = 256
+SLICE_LIMIT = 32
 """Messages read before other work on the loop gets its turn."""
 
 
