@@ -1,5 +1,7 @@
 """Joined pieces equal the decoding of the whole, for every family of tokenizers, cut anywhere."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +46,8 @@ def test_pieces_do_not_depend_on_how_the_ids_arrive(fallback_tokenizer, ids):
     pieces = [detokenizer.push(token_id) for token_id in ids]
     whole = "".join(pieces) + detokenizer.finish()
     valid = b"".join(fallback_tokenizer.token_bytes(token_id) for token_id in ids if token_id not in (0, 1, 2))
-    assert whole.replace(REPLACEMENT, "") == valid.decode("utf-8", "ignore").removeprefix(" ").replace(REPLACEMENT, "")
+    runs = re.compile(REPLACEMENT + "+")  # how many stand for an invalid run is another test's business
+    assert runs.sub(REPLACEMENT, whole) == runs.sub(REPLACEMENT, valid.decode("utf-8", "replace").removeprefix(" "))
 
 
 @pytest.mark.parametrize("character", ["é", "海", "🌊"])
