@@ -14,6 +14,9 @@ from common.errors import StartupError
 
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
 CLIENT_QUEUE_LIMIT = 10_000
+CLIENT_HEARTBEAT_MS = 2000
+CLIENT_HEARTBEAT_TIMEOUT_MS = 10_000
+"""A client or engine whose machine or process stands still this long is taken for gone by the other."""
 SOCKET_LIMIT = 65_536
 
 
@@ -55,8 +58,39 @@ def bind_client_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, CLIENT_MESSAGE_LIMIT_BYTES)
     socket.set(zmq.SNDHWM, CLIENT_QUEUE_LIMIT)
+    socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
     _bind(socket, endpoint)
     return socket
+
+
+def connect_client(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str
+) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
+    """A client program's socket, and the socket that tells when its connection has ended.
+
+    Messages are queued for a connection that stands, never for one to come: what was meant for an engine that is gone
+    does not reach its successor.
+
+    Raises:
+        StartupError: not an endpoint.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.IMMEDIATE, 1)
+    socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.disable_monitor()
+        monitor.close()
+        socket.close()
+        raise StartupError(f"cannot connect to {endpoint!r}: {error}") from None
+    return socket, monitor
 
 
 def _internal(

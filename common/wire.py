@@ -178,6 +178,10 @@ class FieldReader:
             raise self._fail(what, f"a map of at most {limit} string keys", value)
         return value
 
+    def anything(self, what: str) -> Any:
+        """Whatever stands there: plain msgpack values that the caller has to check."""
+        return self._next(what)
+
     def nested(self, what: str, item: Callable[[Any], T]) -> T:
         """One nested array, decoded by `item`."""
         return item(self._next(what))

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from common.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from frontend.client import AsyncClient, Client
+    from frontend.async_client import AsyncClient
+    from frontend.client import Client
     from frontend.llm import LLM
 
 __all__ = ["LLM", "AsyncClient", "Client", "SamplingParams"]
 
-_HOMES = {"Client": "frontend.client", "AsyncClient": "frontend.client", "LLM": "frontend.llm"}
+_HOMES = {"Client": "frontend.client", "AsyncClient": "frontend.async_client", "LLM": "frontend.llm"}
 
 
 def __getattr__(name: str) -> Any:

@@ -261,6 +261,24 @@ class Engine:
             return await self.encode(prompt, add_special_tokens=add_special_tokens is not False)
         return _as_ids(prompt)
 
+    def prompt_ids_now(self, prompt: Prompt, add_special_tokens: bool | None = None) -> "array[int] | None":
+        """The token ids of a prompt that needs no thread; None for one that does."""
+        if isinstance(prompt, ChatPrompt) or (isinstance(prompt, str) and len(prompt) > INLINE_TEXT_LIMIT):
+            return None
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)
+        return _as_ids(prompt)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids, in a thread.
+
+        Raises:
+            RequestError: ids below 0.
+        """
+        if any(token_id < 0 for token_id in token_ids):
+            raise RequestError("token ids are numbers from 0", param="token_ids")
+        return await self.in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
         """Token ids of a text; a long text is encoded in a thread."""
         if len(text) <= INLINE_TEXT_LIMIT:

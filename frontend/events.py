@@ -1,83 +1,17 @@
 """What a request gives back: pieces of text on the way, one result at the end.
 
-Plain values without behaviour. The core makes them, the HTTP API and the client socket turn them into their own forms.
+Plain values without behaviour. The core makes them; the HTTP API and the client socket turn them into their own forms.
+Those parts of them that clients get as they are come from `common.client_messages`.
 """
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
+from common.client_messages import Delta, SampleResult, TokenLogprob, TopLogprob
 from common.errors import RequestError
 
-
-@dataclass(frozen=True, slots=True)
-class TopLogprob:
-    """One of the likeliest tokens at a position."""
-
-    token_id: int
-    text: str
-    raw: bytes
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """The log probability of the token at a position, and of the likeliest ones there.
-
-    Attributes:
-        text: what the token added to the text, so that the texts of all tokens join to the whole text: a character
-            that several tokens make up stands with the last of them.
-        raw: the token's bytes.
-        logprob: natural logarithm, at least -9999.
-        rank: 1 for the likeliest.
-        top: the likeliest tokens, likeliest first; their text is that of the token alone.
-    """
-
-    token_id: int
-    text: str
-    raw: bytes
-    logprob: float
-    rank: int
-    top: tuple[TopLogprob, ...] = ()
-
-
-@dataclass(slots=True)
-class Delta:
-    """New output of one sample since the last delta.
-
-    Attributes:
-        text: may be empty while a character or a possible stop string is incomplete.
-        token_ids: int32.
-        logprobs: aligned with token_ids, if asked for.
-        finish_reason, stop_reason: set on a sample's last delta, as in SampleResult.
-    """
-
-    sample_index: int
-    text: str
-    token_ids: "array[int]"
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SampleResult:
-    """The whole of one sample.
-
-    Attributes:
-        token_ids: int32, with the end token if there was one.
-        finish_reason: `stop`, `length` or `abort`.
-        stop_reason: the stop string or the stop token id that ended it; None for the model's own end and for others.
-        logprobs: aligned with token_ids, or None if not asked for.
-    """
-
-    index: int
-    text: str
-    token_ids: "array[int]"
-    finish_reason: str
-    stop_reason: str | int | None = None
-    logprobs: "tuple[TokenLogprob, ...] | None" = None
+__all__ = ["Delta", "Final", "SampleResult", "Sink", "Timings", "TokenLogprob", "TopLogprob", "Usage"]
 
 
 @dataclass(frozen=True, slots=True)

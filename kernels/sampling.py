@@ -2,9 +2,11 @@
 
 For a row with slot s, raw logits l and known length p (the position that its token will take), in this order:
 
+    bans          -inf where an id is not in the allowed mask, would end a bad word, or is banned while p < banned_until
+                  (stop ids before min_tokens)
+    bias          l + bias[id]
     penalties     l > 0 ? l / repetition : l * repetition        ids in prompt or output; then
                   l - frequency * count - presence * (count > 0) count of the id in the output
-    bias          l + bias[id];   -inf for banned ids while p < banned_until (stop ids before min_tokens)
     temperature   v = l / temperature;  0: the largest l is taken, no further step
     min-p         keep v >= max(v) + log(min_p)
     top-k         keep v >= the k-th largest v                   equal values are kept together
@@ -29,6 +31,7 @@ light, the search runs over the whole row: slower, and as exact. The last progra
 | sample_rows   | [R]               | int32             | -1: the row yields no token                                |
 | out_ids       | [R]               | int32             |                                                            |
 | out_logprobs  | [R]               | float32           | of the chosen id; NaN where not asked for                  |
+| out_ranks     | [R]               | int32             | of the chosen id among the raw logits, 1: the largest; where asked for |
 | top_ids, top_logprobs | [R, n]    | int32, float32    | the n largest where asked for, else untouched              |
 """
 
@@ -40,8 +43,10 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
-from kernels.noise import gumbel_reference, noise_bits_reference
+from kernels.noise import MASK, gumbel_reference, noise_bits_reference
 from kernels.sampling_state import (
+    ALLOWED_ROW,
+    BAD_WORD_COUNT,
     BANNED_COUNT,
     BANNED_UNTIL,
     BIAS_COUNT,
@@ -67,19 +72,30 @@ from kernels.sampling_state import (
 from kernels.truncation import gather, is_truncated, noisy_scores, penalised, pivot_of, truncated_choice
 
 
-def adjusted_reference(logits: torch.Tensor, slot: int, position: int, state: SamplingState) -> torch.Tensor:
-    """One row of logits [V] after penalties, bias, bans and temperature, in float32."""
+def adjusted_reference(logits: torch.Tensor, slot: int, tokens: torch.Tensor, state: SamplingState) -> torch.Tensor:
+    """One row of logits [V] after everything that does not depend on the other ids, in float32.
+
+    tokens: int32 [n], what the slot holds so far.
+    """
     x = logits.float().clone()
     numbers, choices = state.numbers[slot], state.choices[slot].tolist()
+    if choices[ALLOWED_ROW] >= 0:
+        words = state.allowed[choices[ALLOWED_ROW]]
+        ids = torch.arange(len(x), device=x.device)
+        x[(words[ids // 32] >> (ids % 32)) & 1 == 0] = float("-inf")
+    for word in state.bad_words[slot, : choices[BAD_WORD_COUNT]].tolist():
+        *others, last = word[1 : 1 + word[0]]
+        if tokens[len(tokens) - len(others) :].tolist() == others:
+            x[last] = float("-inf")
+    if len(tokens) < choices[BANNED_UNTIL]:
+        x[state.banned_ids[slot, : choices[BANNED_COUNT]].long()] = float("-inf")
+    for j in range(choices[BIAS_COUNT]):
+        x[state.bias_ids[slot, j]] += state.bias_values[slot, j]
     if choices[COUNT_ROW] >= 0:
         count = state.counts[choices[COUNT_ROW], : len(x)].to(torch.int32)
         repetition = numbers[REPETITION]
         x = torch.where(count > 0, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - numbers[FREQUENCY] * (count >> 1) - numbers[PRESENCE] * (count > 1)
-    for j in range(choices[BIAS_COUNT]):
-        x[state.bias_ids[slot, j]] += state.bias_values[slot, j]
-    if position < choices[BANNED_UNTIL]:
-        x[state.banned_ids[slot, : choices[BANNED_COUNT]].long()] = float("-inf")
     return x / numbers[TEMPERATURE] if numbers[TEMPERATURE] > 0 else x
 
 
@@ -99,16 +115,16 @@ def kept_reference(x: torch.Tensor, slot: int, state: SamplingState) -> torch.Te
     return kept
 
 
-def sample_reference(logits: torch.Tensor, slot: int, position: int, state: SamplingState) -> int:
-    """The token of one row of logits [vocabulary], or FAILED_ID; updates nothing."""
-    x = adjusted_reference(logits, slot, position, state)
+def sample_reference(logits: torch.Tensor, slot: int, tokens: torch.Tensor, state: SamplingState) -> int:
+    """The token of one row of logits [vocabulary], or FAILED_ID; updates nothing. `tokens`: what the slot holds."""
+    x = adjusted_reference(logits, slot, tokens, state)
     if not torch.isfinite(x.max()) or x.isnan().any():
         return FAILED_ID
     if state.numbers[slot, TEMPERATURE] > 0:
         kept = kept_reference(x, slot, state)
-        seed = (state.choices[slot, SEED_LOW].long() & 0xFFFFFFFF) | (state.choices[slot, SEED_HIGH].long() << 32)
+        low, high = state.choices[slot, SEED_LOW].long(), state.choices[slot, SEED_HIGH].long()
         ids = torch.arange(len(x), device=x.device)
-        bits = noise_bits_reference(seed, torch.tensor(position, device=x.device), ids)
+        bits = noise_bits_reference((low & MASK) | (high << 32), torch.tensor(len(tokens), device=x.device), ids)
         x = torch.where(kept, x + gumbel_reference(bits), float("-inf"))
     return int((x == x.max()).nonzero()[0])
 
@@ -165,7 +181,7 @@ def _scan_kernel(
         at = row * CHUNKS + chunk
         at_piece = at * PIECES + piece
         # 3. For logprobs: maxima and mass of the raw logits.
-        if tl.load(params[1] + slot * 8 + 1) >= 0:
+        if tl.load(params[1] + slot * 16 + 1) >= 0:
             maxima = tl.max(raw, axis=1)
             top = tl.max(maxima, axis=0)
             mass = tl.sum(tl.sum(tl.exp(raw - tl.where(top == float("-inf"), 0.0, top)), axis=1), axis=0)
@@ -190,7 +206,7 @@ def _scan_kernel(
 
 
 @triton.jit
-def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, top_ids, top_logprobs, top_stride,
+def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride,
                     VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
                     CHUNK_TILE: tl.constexpr, PIECE_TILE: tl.constexpr):  # fmt: skip
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
@@ -202,7 +218,16 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
     chunk = tl.arange(0, CHUNK_TILE)
     mass = tl.load(work[5] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
     log_mass = top + tl.log(tl.sum(mass * tl.exp(chunk_maxima - top), axis=0))
-    tl.store(out_logprobs + row, tl.load(logits + row * logits_stride + chosen).to(tl.float32) - log_mass)
+    raw = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
+    tl.store(out_logprobs + row, raw - log_mass)
+    rank = 1
+    if raw < top:
+        lane = tl.arange(0, CHUNK)
+        for tile in range(0, CHUNKS):
+            inside = tile * CHUNK + lane < VOCABULARY
+            x = tl.load(logits + row * logits_stride + tile * CHUNK + lane, mask=inside, other=float("-inf"))
+            rank += tl.sum((x.to(tl.float32) > raw).to(tl.int32), axis=0)
+    tl.store(out_ranks + row, rank)
     last = float("inf")
     last_id = -1
     for place in range(0, top_count):
@@ -224,7 +249,7 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
 @triton.jit
 def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, params, work,
-    out_ids, out_logprobs, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
+    out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
     PIECE_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +287,7 @@ def _choose_kernel(
                 if mine:
                     count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
                     sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-                    top_k = tl.load(params[1] + slot * 8)
+                    top_k = tl.load(params[1] + slot * 16)
                     alone = (top_k <= 0) | (top_k >= VOCABULARY)
                     alone = alone & (tl.load(params[0] + slot * 8 + 2) <= 0)
                     row_mass = tl.where(alone, tl.sum(sums * tl.exp(scores - top), axis=0), 0.0)
@@ -277,15 +302,15 @@ def _choose_kernel(
         # 3. Report, and feed the next step.
         if mine:
             tl.store(out_ids + row, tl.where(valid, chosen, -1))
-            top_count = tl.minimum(tl.load(params[1] + slot * 8 + 1), top_columns)
+            top_count = tl.minimum(tl.load(params[1] + slot * 16 + 1), top_columns)
             if valid & (top_count >= 0):
-                _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, top_ids, top_logprobs,
+                _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids, top_logprobs,
                                 top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
-            count_row = tl.load(params[1] + slot * 8 + 2)
+            count_row = tl.load(params[1] + slot * 16 + 2)
             if valid & (count_row >= 0):
-                place = params[5] + count_row.to(tl.int64) * params[8] + chosen
+                place = params[5] + count_row.to(tl.int64) * params[11] + chosen
                 tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 2, 32767).to(tl.int16))
             tl.store(slot_token_ids + slot * slot_stride + known, chosen, mask=known < MAX_LENGTH)
             tl.debug_barrier()  # every thread has read the old value
@@ -293,7 +318,7 @@ def _choose_kernel(
 
 
 def _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary) -> None:
-    out_ids, out_logprobs, top_ids, top_logprobs = outputs
+    out_ids, out_logprobs, out_ranks, top_ids, top_logprobs = outputs
     check_tensor("logits", logits, (None, None), FLOATS)
     rows = logits.shape[0]
     slots = state.numbers.shape[0]
@@ -309,6 +334,7 @@ def _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state,
         ("slot_token_ids", slot_token_ids, (slots, None), torch.int32),
         ("out_ids", out_ids, (rows,), torch.int32),
         ("out_logprobs", out_logprobs, (rows,), torch.float32),
+        ("out_ranks", out_ranks, (rows,), torch.int32),
         ("top_ids", top_ids, (rows, None), torch.int32),
         ("top_logprobs", top_logprobs, tuple(top_ids.shape), torch.float32),
     ):
@@ -326,6 +352,7 @@ class SampledTokens:
 
     ids: torch.Tensor
     logprobs: torch.Tensor
+    ranks: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
 
@@ -335,6 +362,7 @@ class SampledTokens:
         return cls(
             torch.full((row_count,), NO_SAMPLE_ID, dtype=torch.int32, device=device),
             torch.full((row_count,), float("nan"), device=device),
+            torch.zeros(row_count, dtype=torch.int32, device=device),
             torch.zeros(row_count, top_count, dtype=torch.int32, device=device),
             torch.zeros(row_count, top_count, device=device),
         )
@@ -356,14 +384,13 @@ def sample(
     `vocabulary` is the number of ids that can be chosen, the first of the logits' columns.
     Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace of another size.
     """
-    outputs = (out.ids, out.logprobs, out.top_ids, out.top_logprobs)
+    outputs = (out.ids, out.logprobs, out.ranks, out.top_ids, out.top_logprobs)
     _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary)
     rows = logits.shape[0]
     if rows == 0:
         return
     plan = launch_plan(rows, vocabulary)
-    params = (state.numbers, state.choices, state.bias_ids, state.bias_values, state.banned_ids, state.counts,
-              state.bias_ids.stride(0), state.banned_ids.stride(0), state.counts.stride(0))  # fmt: skip
+    params = state.arguments(slot_token_ids)
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, params, workspace.tensors(), vocabulary,

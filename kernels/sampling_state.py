@@ -17,8 +17,10 @@ NO_SAMPLE_ID = -2
 
 # Columns of SamplingState.numbers and SamplingState.choices.
 TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, NUMBER_COUNT = 0, 1, 2, 3, 4, 5, 8
-TOP_K, LOGPROB_COUNT, COUNT_ROW, BIAS_COUNT, BANNED_COUNT, BANNED_UNTIL, SEED_LOW, SEED_HIGH = range(8)
-CHOICE_COUNT = 8
+(TOP_K, LOGPROB_COUNT, COUNT_ROW, BIAS_COUNT, BANNED_COUNT, BANNED_UNTIL, SEED_LOW, SEED_HIGH, ALLOWED_ROW,
+ BAD_WORD_COUNT) = range(10)  # fmt: skip
+CHOICE_COUNT = 16
+BAD_WORD_TOKENS = 7  # the longest bad word
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,14 @@ class SamplingState:
     """How each slot samples, on the device.
 
     numbers     [slots, 8] float32        columns TEMPERATURE .. FREQUENCY
-    choices     [slots, 8] int32          columns TOP_K (0: all) .. SEED_HIGH; LOGPROB_COUNT -1: none, 0: the chosen id's;
-                                          COUNT_ROW is the slot's row of `counts`, -1 without penalties
+    choices     [slots, 16] int32         columns TOP_K (0: all) .. BAD_WORD_COUNT; LOGPROB_COUNT -1: none, 0: the chosen
+                                          id's; COUNT_ROW, ALLOWED_ROW: the slot's row of `counts`, `allowed`; -1: none
     bias_ids    [slots, b] int32, bias_values [slots, b] float32        the first BIAS_COUNT hold
     banned_ids  [slots, c] int32          the first BANNED_COUNT hold, while known length < BANNED_UNTIL
     counts      [rows, V] int16           2 x occurrences in the output + (1 if in the prompt)
+    allowed     [rows, ceil(V / 32)] int32        bit i % 32 of word i // 32: id i may be chosen
+    bad_words   [slots, w, 8] int32       token count, then the tokens: the last is banned where the others were the last
+                                          tokens; the first BAD_WORD_COUNT hold
     """
 
     numbers: torch.Tensor
@@ -39,19 +44,22 @@ class SamplingState:
     bias_values: torch.Tensor
     banned_ids: torch.Tensor
     counts: torch.Tensor
+    allowed: torch.Tensor
+    bad_words: torch.Tensor
 
     @classmethod
     def allocate(
         cls, slot_count: int, vocabulary: int, device: torch.device | str, max_bias: int = 320, max_banned: int = 64,
-        count_rows: int | None = None,
+        max_bad_words: int = 32, count_rows: int | None = None, allowed_rows: int | None = None,
     ) -> "SamplingState":  # fmt: skip
-        """Greedy slots; penalties can be on in `count_rows` slots at a time (all by default)."""
+        """Greedy slots; `count_rows` of them at a time can have penalties, `allowed_rows` a mask (all by default)."""
+        masks = slot_count if allowed_rows is None else allowed_rows
         rows = slot_count if count_rows is None else count_rows
         numbers = torch.zeros(slot_count, NUMBER_COUNT, device=device)
         numbers[:, TOP_P] = 1.0
         numbers[:, REPETITION] = 1.0
         choices = torch.zeros(slot_count, CHOICE_COUNT, dtype=torch.int32, device=device)
-        choices[:, LOGPROB_COUNT] = choices[:, COUNT_ROW] = -1
+        choices[:, LOGPROB_COUNT] = choices[:, COUNT_ROW] = choices[:, ALLOWED_ROW] = -1
         return cls(
             numbers,
             choices,
@@ -59,7 +67,16 @@ class SamplingState:
             torch.zeros(slot_count, max_bias, device=device),
             torch.zeros(slot_count, max_banned, dtype=torch.int32, device=device),
             torch.zeros(max(rows, 1), vocabulary, dtype=torch.int16, device=device),
+            torch.zeros(max(masks, 1), triton.cdiv(vocabulary, 32), dtype=torch.int32, device=device),
+            torch.zeros(slot_count, max_bad_words, BAD_WORD_TOKENS + 1, dtype=torch.int32, device=device),
         )
+
+    def arguments(self, slot_token_ids: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+        """As the kernels take them: the tensors, the slots' tokens, and the strides of their rows."""
+        tables = (self.bias_ids, self.banned_ids, self.counts, self.allowed, self.bad_words, slot_token_ids)
+        strides = (table.stride(0) for table in tables)
+        return (self.numbers, self.choices, self.bias_ids, self.bias_values, self.banned_ids, self.counts, self.allowed,
+                self.bad_words, slot_token_ids, *strides)  # fmt: skip
 
 
 def fill_counts(counts_row: torch.Tensor, token_ids: torch.Tensor, prompt_length: int) -> None:

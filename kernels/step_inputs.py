@@ -20,7 +20,7 @@ Inputs, per slot (the worker's state):
 | computed_lengths | [slots]             | int32 | tokens whose K/V are stored; advanced here                   |
 | block_tables     | [slots, max_blocks] | int32 | appended to here                                             |
 
-The plan is one int32 buffer, one copy a step; `PlanLayout` says where each part lies:
+The plan is one int32 buffer, one copy a step; `PlanLayout` (in `kernels.step_layout`) says where each part lies:
 | part          | size     | notes                                                             |
 |---------------|----------|-------------------------------------------------------------------|
 | header        | 4        | row_count, decode_row_count (those rows come first), token_count, appended block count |
@@ -51,94 +51,9 @@ import triton.language as tl
 
 from kernels.checks import check_tensor
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
+from kernels.step_layout import HEADER, PlanLayout, SlotState, StepInputs
 
-HEADER = 4
 MAX_BLOCK = 1024  # tokens that one program handles at a time
-
-
-@dataclass(frozen=True)
-class PlanLayout:
-    """Where the parts of a plan for up to `rows` rows and `blocks` appended blocks lie in the int32 buffer."""
-
-    rows: int
-    blocks: int
-
-    @property
-    def row_slots(self) -> slice:
-        return slice(HEADER, HEADER + self.rows)
-
-    @property
-    def token_counts(self) -> slice:
-        return slice(self.row_slots.stop, self.row_slots.stop + self.rows)
-
-    @property
-    def query_starts(self) -> slice:
-        return slice(self.token_counts.stop, self.token_counts.stop + self.rows + 1)
-
-    @property
-    def first_blocks(self) -> slice:
-        return slice(self.query_starts.stop, self.query_starts.stop + self.rows)
-
-    @property
-    def append_starts(self) -> slice:
-        return slice(self.first_blocks.stop, self.first_blocks.stop + self.rows + 1)
-
-    @property
-    def appended_ids(self) -> slice:
-        return slice(self.append_starts.stop, self.append_starts.stop + self.blocks)
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole buffer."""
-        return self.appended_ids.stop
-
-
-@dataclass(frozen=True)
-class SlotState:
-    """What the device keeps for each slot: the first table of the module's docstring."""
-
-    slot_token_ids: torch.Tensor
-    known_lengths: torch.Tensor
-    computed_lengths: torch.Tensor
-    block_tables: torch.Tensor
-
-    @classmethod
-    def allocate(cls, slot_count: int, max_length: int, max_blocks: int, device: torch.device | str) -> "SlotState":
-        """Empty slots."""
-        options = {"dtype": torch.int32, "device": device}
-        return cls(
-            torch.zeros(slot_count, max_length, **options),
-            torch.zeros(slot_count, **options),
-            torch.zeros(slot_count, **options),
-            torch.zeros(slot_count, max_blocks, **options),
-        )
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """The step's inputs for one bucket: the last table of the module's docstring."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    row_slots: torch.Tensor
-    query_starts: torch.Tensor
-    context_lengths: torch.Tensor
-    sample_rows: torch.Tensor
-
-    @classmethod
-    def allocate(cls, row_count: int, token_count: int, device: torch.device | str) -> "StepInputs":
-        """Buffers for a bucket of `row_count` rows and `token_count` tokens, all of them padding."""
-        options = {"dtype": torch.int32, "device": device}
-        return cls(
-            token_ids=torch.zeros(token_count, **options),
-            positions=torch.zeros(token_count, **options),
-            slot_mapping=torch.full((token_count,), -1, dtype=torch.int64, device=device),
-            row_slots=torch.full((row_count,), -1, **options),
-            query_starts=torch.zeros(row_count + 1, **options),
-            context_lengths=torch.zeros(row_count, **options),
-            sample_rows=torch.full((row_count,), -1, **options),
-        )
 
 
 def step_inputs_reference(

@@ -3,8 +3,8 @@
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search: each
 round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach one value.
 The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of `kernels.sampling`,
-whose docstring says what is computed. `params` and `work` are the tensors of SamplingState (then their three row strides)
-and of SamplingWorkspace, in their order.
+whose docstring says what is computed. `params` is `SamplingState.arguments`, `work` is
+`SamplingWorkspace.tensors`, both in the order given there.
 """
 
 import triton
@@ -14,11 +14,38 @@ from kernels.noise import gumbel, noise_bits, noise_keys
 
 
 @triton.jit
+def _ends_with(words, tokens, known):
+    """The id that a bad word bans now: its last, if its others are the last `known` tokens; -1 if they are not."""
+    others = tl.load(words) - 1
+    matches = others <= known
+    for i in range(0, others):
+        token_id = tl.load(tokens + known - others + i, mask=others <= known, other=-1)
+        matches = matches & (token_id == tl.load(words + 1 + i))
+    return tl.where(matches, tl.load(words + 1 + others), -1)
+
+
+@triton.jit
 def penalised(x, token_id, inside, slot, known, params):
-    """Logits after penalties, bias, bans and temperature; float32, of any shape."""
-    numbers, choices, bias_ids, bias_values, banned_ids, counts, bias_stride, banned_stride, counts_stride = params
+    """Logits after masks, bans, bias, penalties and temperature; float32, of any shape."""
+    (numbers, choices, bias_ids, bias_values, banned_ids, counts, allowed, bad_words, slot_token_ids,
+     bias_stride, banned_stride, counts_stride, allowed_stride, bad_words_stride, tokens_stride) = params  # fmt: skip
     number = numbers + slot * 8
-    choice = choices + slot * 8
+    choice = choices + slot * 16
+    allowed_row = tl.load(choice + 8)
+    if allowed_row >= 0:
+        words = tl.load(allowed + allowed_row * allowed_stride + token_id // 32, mask=inside, other=0)
+        x = tl.where((words >> (token_id % 32)) & 1 != 0, x, float("-inf"))
+    bad_word_count = tl.load(choice + 9)
+    for j in range(0, bad_word_count):
+        banned = _ends_with(bad_words + slot * bad_words_stride + j * 8, slot_token_ids + slot * tokens_stride, known)
+        x = tl.where(token_id == banned, float("-inf"), x)
+    banned_count = tl.where(known < tl.load(choice + 5), tl.load(choice + 4), 0)
+    for j in range(0, banned_count):
+        x = tl.where(token_id == tl.load(banned_ids + slot * banned_stride + j), float("-inf"), x)
+    bias_count = tl.load(choice + 3)
+    for j in range(0, bias_count):
+        biased = token_id == tl.load(bias_ids + slot * bias_stride + j)
+        x = tl.where(biased, x + tl.load(bias_values + slot * bias_stride + j), x)
     count_row = tl.load(choice + 2)
     if count_row >= 0:
         repetition = tl.load(number + 3)
@@ -26,13 +53,6 @@ def penalised(x, token_id, inside, slot, known, params):
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         x -= tl.load(number + 5) * (count >> 1).to(tl.float32)
         x -= tl.where(count > 1, tl.load(number + 4), 0.0)
-    bias_count = tl.load(choice + 3)
-    for j in range(0, bias_count):
-        biased = token_id == tl.load(bias_ids + slot * bias_stride + j)
-        x = tl.where(biased, x + tl.load(bias_values + slot * bias_stride + j), x)
-    banned_count = tl.where(known < tl.load(choice + 5), tl.load(choice + 4), 0)
-    for j in range(0, banned_count):
-        x = tl.where(token_id == tl.load(banned_ids + slot * banned_stride + j), float("-inf"), x)
     temperature = tl.load(number)
     if temperature > 0:
         x = x / temperature
@@ -43,7 +63,7 @@ def penalised(x, token_id, inside, slot, known, params):
 def is_truncated(slot, params, VOCABULARY):
     """Whether a row keeps only part of the vocabulary: then its choice needs thresholds."""
     number = params[0] + slot * 8
-    top_k = tl.load(params[1] + slot * 8)
+    top_k = tl.load(params[1] + slot * 16)
     some = ((top_k > 0) & (top_k < VOCABULARY)) | (tl.load(number + 1) < 1.0) | (tl.load(number + 2) > 0.0)
     return some & (tl.load(number) > 0)
 
@@ -52,7 +72,7 @@ def is_truncated(slot, params, VOCABULARY):
 def noisy_scores(x, token_id, slot, known, params):
     """What is maximised: logits with noise; the logits themselves at temperature 0."""
     if tl.load(params[0] + slot * 8) > 0:
-        choice = params[1] + slot * 8
+        choice = params[1] + slot * 16
         first, second = noise_keys(tl.load(choice + 6), tl.load(choice + 7), known)
         x += gumbel(noise_bits(first, second, token_id))
     return x
@@ -119,7 +139,7 @@ def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, k
                top, pivot, row_mass, CHUNK: tl.constexpr):  # fmt: skip
     """The smallest value that is kept, by min-p, top-k, then top-p; and whether the candidates were enough to tell."""
     quarter = tl.arange(0, 4) + 1
-    top_k = tl.load(params[1] + slot * 8)
+    top_k = tl.load(params[1] + slot * 16)
     top_p = tl.load(params[0] + slot * 8 + 1)
     high = _order_key(top) + 1
     low = _order_key(pivot)
@@ -217,7 +237,7 @@ def pivot_of(maxima, top, slot, params, VOCABULARY, PIECE_COUNT):
     At least k values reach the k-th largest piece maximum. With top-p alone any bound is a guess that `_threshold` checks:
     here the value that nine tenths of the pieces reach.
     """
-    top_k = tl.load(params[1] + slot * 8)
+    top_k = tl.load(params[1] + slot * 16)
     min_p = tl.load(params[0] + slot * 8 + 2)
     has_k = (top_k > 0) & (top_k < VOCABULARY)
     rank = tl.where(has_k, top_k, tl.maximum(PIECE_COUNT * 9 // 10, 1))

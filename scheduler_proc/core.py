@@ -217,6 +217,10 @@ class SchedulerCore:
         """Recount everything; raises AssertionError."""
         self.state.check()
 
+    def check_idle(self) -> None:
+        """What must hold when idle, without the recount: cheap enough to do each time; raises AssertionError."""
+        self.state.check_idle()
+
 
 def _failed(message: AddRequest, code: str, text: str, param: str | None = None) -> RequestFailed:
     return RequestFailed(message.request_id, code, text, param=param)

@@ -8,7 +8,9 @@ of it. `SimulatedEngine` joins core and worker through encoded messages and keep
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceABC
+from typing import Any
 
 import xxhash
 
@@ -28,13 +30,16 @@ from common.messages import (
     decode_for_worker,
     decode_from_worker,
 )
+from common.sampling_params import SamplingParams
 from scheduler_proc.core import SchedulerCore
+from scheduler_proc.prefix_cache import Chain
+from scheduler_proc.sequence import Request, Sequence, slot_sampling
 from scheduler_proc.state import Limits
 
 VOCAB_SIZE = 997
 
 
-def draw_token(prefix: Sequence[int], sampling: SlotSampling, output_count: int) -> int:
+def draw_token(prefix: SequenceABC[int], sampling: SlotSampling, output_count: int) -> int:
     """The token that follows the prefix: a hash of prefix and seed, no end token before its time."""
     token = xxhash.xxh64_intdigest(array("i", prefix).tobytes(), sampling.seed) % VOCAB_SIZE
     while output_count < sampling.min_output_count and token in sampling.end_token_ids:
@@ -42,7 +47,7 @@ def draw_token(prefix: Sequence[int], sampling: SlotSampling, output_count: int)
     return token
 
 
-def expected_tokens(prompt: Sequence[int], sampling: SlotSampling, max_tokens: int) -> list[int]:
+def expected_tokens(prompt: SequenceABC[int], sampling: SlotSampling, max_tokens: int) -> list[int]:
     """What a request must give, whatever runs beside it."""
     tokens = list(prompt)
     for output_count in range(max_tokens):
@@ -50,6 +55,30 @@ def expected_tokens(prompt: Sequence[int], sampling: SlotSampling, max_tokens: i
         if tokens[-1] in sampling.end_token_ids:
             break
     return tokens[len(prompt) :]
+
+
+def simple_request(
+    request_id: int, prompt: Iterable[int], max_tokens: int = 8, end: Iterable[int] = (), **params: Any
+) -> AddRequest:
+    """A request whose seed is its id."""
+    return AddRequest(
+        request_id=request_id,
+        prompt_token_ids=array("i", prompt),
+        params=SamplingParams(max_tokens=max_tokens, seed=request_id, **params),
+        end_token_ids=tuple(end),
+    )
+
+
+def expected_outputs(messages: Iterable[AddRequest], max_len: int = 1 << 30) -> dict[tuple[int, int], list[int]]:
+    """What all samples of the requests must give, by request id and sample."""
+    outputs = {}
+    for message in messages:
+        prompt, params = message.prompt_token_ids, message.params
+        limit = min(params.max_tokens or max_len, max_len - len(prompt))
+        for sample_index in range(params.n):
+            sampling = slot_sampling(Sequence(Request(message), sample_index, 0, Chain(-1)))
+            outputs[message.request_id, sample_index] = expected_tokens(prompt, sampling, limit)
+    return outputs
 
 
 class Slot:
@@ -131,7 +160,9 @@ class SimulatedWorker:
             slot = self.slots[number]
             first = slot.computed_count
             self._store(slot, count, users)
-            assert bool(samples) == (slot.computed_count == len(slot.tokens)), f"slot {number} samples too early or late"
+            assert bool(samples) == (slot.computed_count == len(slot.tokens)), (
+                f"slot {number} samples too early or late"
+            )
             if slot.sampling.prompt_logprobs >= 0:
                 prompt_logprobs.append((number, self._prompt_logprobs(slot, first)))
         return prompt_logprobs

@@ -202,8 +202,19 @@ class State:
         slots = [s.slot for s in self.prefilling + self.decoding]
         assert sorted([*slots, *self.free_slots]) == list(range(self.limits.max_num_seqs)), "a slot is lost or doubled"
         if self.is_idle:
-            assert not (live or len(self.waiting) or self.preempted or self.running_count or self.pending_count)
-            assert self.several_samples_count == 0 and self.pool.held_count == 0
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """What must hold when nothing is live or in flight.
+
+        Raises:
+            AssertionError: something is left over.
+        """
+        left = len(self.waiting) + len(self.preempted) + self.running_count + self.several_samples_count
+        assert left == 0, f"{left} sequences are left in the queues of an idle scheduler"
+        assert len(self.free_slots) == self.limits.max_num_seqs, f"only {len(self.free_slots)} slots are free when idle"
+        held = self.pool.held_count
+        assert held == 0 and self.pending_count == 0, f"{held} blocks are held when idle, {self.pending_count} pending"
 
     def _check_sequences(self, live: list[Sequence]) -> None:
         by_status: Counter[Status] = Counter(s.status for s in live)

@@ -8,27 +8,18 @@ to the likeliest), `top_k`, `top_p` (of what the others left). Then the token wi
 Gumbel noise is taken, which draws from their softmax (Gumbel 1954; Maddison et al. 2014).
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from common.messages import SlotInit, SlotSampling
 from common.sampling_params import TEMPERATURE_FLOOR
 from worker_proc.logit_rules import LogitRules
-from worker_proc.logprobs import LogprobRow, logprob_row
+from worker_proc.logprobs import logprob_table
 from worker_proc.noise import gumbel_noise
+from worker_proc.pending import Sampled
 from worker_proc.slots import IntArray, SlotMemory, SlotMirror
 
 NOT_A_TOKEN = -1
 """Reported for a row whose logits are not numbers, or leave nothing to sample."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What a step sampled: token ids int32 [S], and for rows that asked: (index along them, log probabilities)."""
-
-    token_ids: IntArray
-    logprobs: tuple[tuple[int, LogprobRow], ...]
 
 
 class Sampler:
@@ -43,14 +34,14 @@ class Sampler:
         self._vocab_size = tokenizer_vocab_size
         self._rules: list[LogitRules | None] = [None] * memory.slot_count
         self._plain = np.ones(memory.slot_count, dtype=bool)
+        self._logprob_counts = np.full(memory.slot_count, -1, dtype=np.int32)
 
     def start(self, init: SlotInit) -> None:
         """A slot gets a request."""
         sampling = init.sampling
         self._rules[init.slot] = LogitRules.of(sampling)
-        self._plain[init.slot] = (
-            self._rules[init.slot] is None and sampling.logprobs < 0 and sampling.temperature < TEMPERATURE_FLOOR
-        )
+        self._plain[init.slot] = self._rules[init.slot] is None and sampling.temperature < TEMPERATURE_FLOOR
+        self._logprob_counts[init.slot] = sampling.logprobs
 
     def sample(self, logits: np.ndarray, slots: IntArray, positions: IntArray) -> Sampled:
         """Choose a token for each row, write it to the slot and count it as known.
@@ -63,20 +54,21 @@ class Sampler:
         logits[:, self._vocab_size :] = -np.inf
         token_ids = logits.argmax(axis=1).astype(np.int32)
         token_ids[~np.isfinite(logits[np.arange(len(slots)), token_ids])] = NOT_A_TOKEN
-        logprobs = []
+        logprob_rows = [(i, count) for i, count in enumerate(self._logprob_counts[slots].tolist()) if count >= 0]
+        raw = logits[[index for index, _ in logprob_rows]]
         for index in np.flatnonzero(~self._plain[slots]).tolist():
             slot = int(slots[index])
             sampling = self._mirror.sampling[slot]
             assert sampling is not None, f"slot {slot} samples, but it is free"
-            row = logits[index]
-            raw = row.copy() if sampling.logprobs >= 0 else row
             if token_ids[index] != NOT_A_TOKEN:
-                token_ids[index] = self._sample_row(row, slot, sampling, int(positions[index]))
-            if sampling.logprobs >= 0:
-                logprobs.append((index, logprob_row(raw, int(token_ids[index]), sampling.logprobs)))
+                token_ids[index] = self._sample_row(logits[index], slot, sampling, int(positions[index]))
         self._memory.token_ids.numpy()[slots, positions] = np.maximum(token_ids, 0)
         self._memory.known_lengths.numpy()[slots] = positions + 1
-        return Sampled(token_ids, tuple(logprobs))
+        if not logprob_rows:
+            return Sampled(token_ids)
+        chosen = token_ids[[index for index, _ in logprob_rows]]
+        top_count = max(count for _, count in logprob_rows)
+        return Sampled(token_ids, logprob_rows, logprob_table(raw, chosen, top_count))
 
     def _sample_row(self, logits: np.ndarray, slot: int, sampling: SlotSampling, position: int) -> int:
         rules = self._rules[slot]

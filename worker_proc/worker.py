@@ -16,11 +16,14 @@ import zmq
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import PROTOCOL_VERSION, StepPlan, WorkerReady, decode_for_worker
+from common.messages import PROTOCOL_VERSION, PeerFailed, StepPlan, WorkerReady, decode_for_worker
 from common.sockets import bind_pull, connect_push, new_context
 from worker_proc.engine import Engine, load_engine
+from worker_proc.reporter import InlineReporter, ThreadReporter
 
 logger = logging.getLogger(__name__)
+
+Reporter = InlineReporter | ThreadReporter
 
 
 class Worker:
@@ -48,7 +51,7 @@ class Worker:
             if self._stop_ordered():
                 return 0
             self._announce(engine, time.monotonic() - start)
-            self._serve(engine)
+            self._serve(engine, self._make_reporter(engine))
             return 0
         finally:
             self._plans.close(linger=0)
@@ -73,16 +76,20 @@ class Worker:
         self._link.ready(detail)
         logger.info("ready: %s", detail)
 
-    def _serve(self, engine: Engine) -> None:
-        while True:
-            plan = self._next_plan()
-            if plan is None:
-                return
-            result = engine.runner.execute(plan)
-            start = time.perf_counter_ns()
-            self._results.send(result.to_wire())
-            engine.runner.note_report((time.perf_counter_ns() - start) // 1000)
-            self._link.progress += 1
+    def _make_reporter(self, engine: Engine) -> Reporter:
+        if engine.device_name == "cpu":
+            return InlineReporter(self._results)
+        process = f"worker-{self._rank}"
+        return ThreadReporter(self._results, lambda message: self._link.order(PeerFailed(process, message)))
+
+    def _serve(self, engine: Engine, reporter: Reporter) -> None:
+        try:
+            while (plan := self._next_plan()) is not None:
+                reporter.report(engine.runner.execute(plan))
+                self._link.progress += 1
+            reporter.check()
+        finally:
+            reporter.close()
 
     def _next_plan(self) -> StepPlan | None:
         """The next plan, waiting for it; None once the supervisor wants the end."""

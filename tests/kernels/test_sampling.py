@@ -5,8 +5,11 @@ from dataclasses import dataclass, fields
 import pytest
 import torch
 
+from kernels.noise import gumbel_reference, noise_bits_reference
 from kernels.sampling import SampledTokens, adjusted_reference, kept_reference, launch_plan, sample, sample_reference
 from kernels.sampling_state import (
+    ALLOWED_ROW,
+    BAD_WORD_COUNT,
     BANNED_COUNT,
     BANNED_UNTIL,
     BIAS_COUNT,
@@ -55,7 +58,7 @@ class Bench:
         self.out = SampledTokens.allocate(self.rows, self.top_count, DEVICE)
 
     def set(self, row: int, *, top_k=0, seed=0, logprobs=-1, bias=None, banned=(), banned_until=0, prompt=None,
-            output=(), **numbers) -> int:  # fmt: skip
+            output=(), allowed=None, bad_words=(), **numbers) -> int:  # fmt: skip
         """Set how a row samples; returns its slot."""
         slot = int(self.row_slots[row])
         for name, value in numbers.items():
@@ -69,6 +72,13 @@ class Bench:
             self.state.banned_ids[slot, j] = token_id
         for j, (token_id, value) in enumerate((bias or {}).items()):
             self.state.bias_ids[slot, j], self.state.bias_values[slot, j] = token_id, value
+        choices[BAD_WORD_COUNT] = len(bad_words)
+        for j, word in enumerate(bad_words):
+            self.state.bad_words[slot, j, : len(word) + 1] = torch.tensor([len(word), *word])
+        if allowed is not None:
+            choices[ALLOWED_ROW] = slot
+            for token_id in allowed:
+                self.state.allowed[slot, token_id // 32] |= (1 << (token_id % 32)) - ((token_id % 32 == 31) << 32)
         if prompt is not None:
             choices[COUNT_ROW] = slot
             ids = torch.tensor([*prompt, *output], dtype=torch.int32, device=DEVICE)
@@ -86,7 +96,7 @@ class Bench:
         cpu = SamplingState(*(getattr(self.state, item.name).cpu() for item in fields(self.state)))
         rows = logits[:, : self.vocabulary].cpu()
         return [
-            sample_reference(rows[row], int(slot), int(self.known[slot]), cpu)
+            sample_reference(rows[row], slot, self.slot_token_ids[slot, : self.known[slot]].cpu(), cpu)
             for row, slot in enumerate(self.row_slots.tolist())
         ]
 
@@ -110,6 +120,9 @@ SETTINGS = [
     {"bias": {5: 100.0, 6: -100.0}, "temperature": 1.0, "top_k": 2},
     {"banned": [3, 17], "banned_until": 11, "temperature": 1.0, "min_p": 1.0},
     {"banned": [3, 17], "banned_until": 10},
+    {"allowed": [0, 31, 32, 36], "temperature": 1.0},
+    {"allowed": [31]},
+    {"bad_words": [[5], [0, 0, 9], [1, 7]], "bias": {5: 50.0, 9: 40.0, 7: 30.0}},
 ]
 
 
@@ -207,6 +220,7 @@ def test_logprobs_are_of_the_raw_logits():
     ids = bench.launch(logits)
     want = logits.log_softmax(-1)
     for row in range(3):
+        assert bench.out.ranks[row] == 1 + int((want[row] > want[row, ids[row]]).sum())
         assert abs(float(bench.out.logprobs[row] - want[row, ids[row]])) < 1e-4
     for row, count in ((0, 5), (2, 8)):
         values, order = torch.sort(want[row], descending=True, stable=True)
@@ -256,8 +270,6 @@ def test_reference_distribution(setting):
     cpu = SamplingState(*(getattr(bench.state, item.name).cpu() for item in fields(bench.state)))
     logits = logits_of(1, 12, seed=8, scale=1.5)[0].cpu()
     probability = exact_probability(logits, cpu)
-    from kernels.noise import gumbel_reference, noise_bits_reference
-
     draws = 30_000
     bits = noise_bits_reference(torch.tensor(3), torch.arange(draws)[:, None], torch.arange(12)[None, :])
     scores = probability.log() + gumbel_reference(bits)
@@ -267,7 +279,7 @@ def test_reference_distribution(setting):
 
 
 def exact_probability(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    x = adjusted_reference(logits, 0, 10, state)
+    x = adjusted_reference(logits, 0, torch.zeros(10, dtype=torch.int32), state)
     return x.double().masked_fill(~kept_reference(x, 0, state), float("-inf")).softmax(0)
 
 

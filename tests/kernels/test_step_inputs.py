@@ -6,15 +6,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from kernels.step_inputs import (
-    HEADER,
-    PlanLayout,
-    SlotState,
-    StepInputs,
-    launch_plan,
-    step_inputs,
-    step_inputs_reference,
-)
+from kernels.step_inputs import launch_plan, step_inputs, step_inputs_reference
+from kernels.step_layout import HEADER, PlanLayout, SlotState, StepInputs
 from tests.kernels.closeness import DEVICE
 
 BLOCK_SIZE = 4
@@ -45,10 +38,12 @@ def make_plan(layout: PlanLayout, rows: list[tuple[int, int, int, list[int]]], d
 
 def make_state(slots: int, max_length: int, seed: int) -> SlotState:
     generator = torch.Generator().manual_seed(seed)
-    state = SlotState.allocate(slots, max_length, max_length // BLOCK_SIZE, "cpu")
-    state.slot_token_ids.copy_(torch.randint(50_000, state.slot_token_ids.shape, generator=generator))
-    state.block_tables.copy_(torch.randint(1, 900, state.block_tables.shape, generator=generator))
-    return state
+    return SlotState(
+        slot_token_ids=torch.randint(50_000, (slots, max_length), generator=generator).int(),
+        known_lengths=torch.zeros(slots, dtype=torch.int32),
+        computed_lengths=torch.zeros(slots, dtype=torch.int32),
+        block_tables=torch.randint(1, 900, (slots, max_length // BLOCK_SIZE), generator=generator).int(),
+    )
 
 
 def copy_of(group, device):

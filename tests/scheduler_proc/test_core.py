@@ -1,15 +1,10 @@
 """The core against the simulated worker: every request gives what it gives alone, and the books balance."""
 
-from array import array
 from random import Random
 
 import pytest
 
-from common.messages import AbortRequests, AddRequest
-from common.sampling_params import SamplingParams
-from scheduler_proc.sequence import Request, Sequence, slot_sampling
-from scheduler_proc.prefix_cache import Chain
-from scheduler_proc.simulation import SimulatedEngine, VOCAB_SIZE, expected_tokens
+from scheduler_proc.simulation import VOCAB_SIZE, SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
 
 END = (3, 7, 11, 500)
@@ -22,33 +17,12 @@ def limits(**changes):
     return Limits(**{**values, **changes})
 
 
-def add(request_id, prompt, max_tokens=8, end=(), n=1, **params):
-    return AddRequest(
-        request_id=request_id,
-        prompt_token_ids=array("i", prompt),
-        params=SamplingParams(max_tokens=max_tokens, n=n, seed=request_id, **params),
-        end_token_ids=tuple(end),
-    )
-
-
-def expected(message, max_len=200):
-    request = Request(message)
-    out = {}
-    for index in range(message.params.n):
-        sampling = slot_sampling(Sequence(request, index, 0, Chain(-1)))
-        limit = min(message.params.max_tokens, max_len - len(message.prompt_token_ids))
-        out[message.request_id, index] = expected_tokens(message.prompt_token_ids, sampling, limit)
-    return out
-
-
 def random_prompt(random, length, shared=()):
     return [*shared, *(random.randrange(VOCAB_SIZE) for _ in range(length - len(shared)))]
 
 
 def check_outputs(engine, messages, max_len=200):
-    wanted = {}
-    for message in messages:
-        wanted |= expected(message, max_len)
+    wanted = expected_outputs(messages, max_len)
     assert engine.outputs == wanted
     assert set(engine.reasons) == set(wanted)
     for message in messages:
@@ -65,8 +39,13 @@ def test_requests_give_what_they_give_alone(run_ahead, budget, block_count):
     engine = SimulatedEngine(limits(max_num_batched_tokens=budget, block_count=block_count, run_ahead=run_ahead))
     shared = random_prompt(random, 9)
     messages = [
-        add(i, random_prompt(random, random.randrange(10, 20), shared if i % 2 else ()), random.randrange(1, 12), END,
-            n=1 + i % 3)
+        simple_request(
+            i,
+            random_prompt(random, random.randrange(10, 20), shared if i % 2 else ()),
+            random.randrange(1, 12),
+            END,
+            n=1 + i % 3,
+        )
         for i in range(12)
     ]
     for message in messages:
