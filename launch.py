@@ -167,9 +167,11 @@ class Supervisor:
             return
         others = [name for name in self._peers if name != "frontend"]
         for names, seconds in ((["frontend"], grace_s), (others, 0.0)):
+            began = time.monotonic()
             self._order(names, Stop(int(seconds * 1000)))
             if not self._wait_ended(names, seconds + EXIT_TIMEOUT_S):
                 return
+            logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 
     def announce_loss(self, lost: ProcessLost) -> None:
         """Tell the other processes, and give the frontend a moment to tell its clients."""
