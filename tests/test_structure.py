@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks import file_list
 from tasks.__main__ import smoke_benchmarks
 
 ROOT = Path(__file__).parents[1]
@@ -153,3 +154,8 @@ def test_nothing_names_the_machine_it_was_written_on():
 
 def test_the_bench_verb_finds_the_benchmarks():
     assert "benchmarks.throughput" in smoke_benchmarks(ROOT)
+
+
+def test_the_list_of_files_is_current():
+    text = file_list.DOCUMENT.read_text()
+    assert text == file_list.updated(text), "docs/structure.md is out of date: run python -m tasks fix"
