@@ -19,13 +19,13 @@ import time
 import weakref
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common import client_messages as wire
+from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
-from common.config import GROUPS
 from common.errors import ConfigError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
@@ -34,6 +34,7 @@ from frontend.client_state import Params, chat_options
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 15.0
 CONFIG_EXIT_CODE = 2
+LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a map with `prompt_token_ids` or `prompt`."""
@@ -183,20 +184,10 @@ def command_line(model: str, options: Mapping[str, Any]) -> list[str]:
     """The command that starts the engine.
 
     Raises:
-        ConfigError: an option that does not exist.
+        ConfigError: an option that does not exist, or a value that is refused.
     """
-    known = {item.name for group in GROUPS.values() for item in fields(group)}
-    arguments = [sys.executable, "-m", "launch", "serve", "--model", str(model), "--no-http"]
-    for name, value in options.items():
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r}; known are {', '.join(sorted(known))}")
-        flag = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            values = value if isinstance(value, list | tuple) else [value]
-            arguments += [part for entry in values for part in (flag, str(entry))]
-    return arguments
+    config = config_from_options(**{"model": str(model), "http": False, **options})
+    return [sys.executable, str(LAUNCH), "serve", *to_arguments(config)]
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log_file: Path) -> dict[str, Any]:
