@@ -89,6 +89,7 @@ class PrefillPlan:
     program_count: int
     wave: int
     specialised: bool
+    split_diagonal: bool
     tile_rows: int
     query_tile: int
     key_tile: int
@@ -108,6 +109,7 @@ def launch_plan(
     multiprocessor_count: int,
     *,
     specialised: bool = False,
+    split_diagonal: bool = True,
     tile_rows: int | None = None,
     key_tile: int | None = None,
     programs_per_multiprocessor: int = 2,
@@ -135,6 +137,7 @@ def launch_plan(
         program_count=max(1, min(multiprocessor_count * programs_per_multiprocessor, tile_bound)),
         wave=multiprocessor_count,
         specialised=specialised,
+        split_diagonal=split_diagonal,
         tile_rows=tile_rows,
         query_tile=query_tile,
         key_tile=key_tile or (64 if dim_tile <= 128 else 32),
@@ -186,6 +189,7 @@ def _prefill_kernel(
     KEY_TILE: tl.constexpr,
     DIM_TILE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
+    SPLIT_DIAGONAL: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -255,11 +259,14 @@ def _prefill_kernel(
                 window_begin, edge_end, key_end, scale_log2, soft_cap,
                 True, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
             )  # fmt: skip
-        accumulator, maximum, normaliser = _accumulate(
-            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
-            full_begin, full_end, key_end, scale_log2, soft_cap,
-            False, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
-        )  # fmt: skip
+        if SPLIT_DIAGONAL:
+            accumulator, maximum, normaliser = _accumulate(
+                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
+                full_begin, full_end, key_end, scale_log2, soft_cap,
+                False, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+            )  # fmt: skip
+        else:
+            full_end = full_begin
         accumulator, maximum, normaliser = _accumulate(
             accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
             full_end, key_end, key_end, scale_log2, soft_cap,
@@ -267,7 +274,7 @@ def _prefill_kernel(
         )  # fmt: skip
 
         # 4. Store.
-        result = accumulator / tl.where(is_query, normaliser, 1.0)[:, None]
+        result = accumulator * (1.0 / tl.where(is_query, normaliser, 1.0))[:, None]
         output_places = output_ptr + token_places * output_stride + head * (GROUP * HEAD_DIM) + head_places
         tl.store(output_places, result.to(output_ptr.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
 
@@ -451,6 +458,7 @@ def prefill_attention(
         KEY_TILE=plan.key_tile,
         DIM_TILE=plan.dim_tile,
         ROWS_TILE=plan.rows_tile,
+        SPLIT_DIAGONAL=plan.split_diagonal,
         TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim),
         PDL=pdl,
         num_warps=plan.num_warps,
