@@ -324,7 +324,7 @@ def _merge_parts(
     PARTS: tl.constexpr,
     MERGE_GROUP: tl.constexpr,
 ):
-    """Merge the parts of one (row, head) into its output, PARTS of them at a time, MERGE_GROUP query heads at a time."""
+    """Merge the parts of one (row, head) into its output, PARTS parts of MERGE_GROUP query heads at a time."""
     dims = tl.arange(0, DIM_TILE)
     for first_query in range(0, GROUP, MERGE_GROUP):
         queries = first_query + tl.arange(0, MERGE_GROUP)

@@ -68,7 +68,7 @@ def reference_prefill_attention(
     soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Result [token_count, query_heads, head_dim], in `dtype` throughout, a row at a time; zeros for padding. Synchronises."""
+    """Result [token_count, query_heads, head_dim], in `dtype` throughout; zeros for padding. Synchronises."""
     result = torch.zeros(query.shape, dtype=dtype, device=query.device)
     starts = query_starts.tolist()
     for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
@@ -279,10 +279,9 @@ def _prefill_kernel(
         tl.store(output_places, result.to(output_ptr.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
 
         # 5. Draw the next tile, where there are more tiles than programs.
+        work = total
         if total > programs:
             work = programs + tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-        else:
-            work = total
 
     # 6. The last program to finish puts the counters back to zero.
     if total > programs:

@@ -154,7 +154,7 @@ def _produce(
             for page in gl.static_range(PAGES):
                 # edge: blocks past the row's last one are not in the table; the last is copied again in their place
                 block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
-                box_rows = box_rows + ((block * KV_HEADS + head) * BLOCK_SIZE,)
+                box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
             mbarrier.wait(key_empty.index(stage), phase)
             mbarrier.expect(key_full.index(stage), KEY_TILE * HALVES * BOX * 2)
             for page in gl.static_range(PAGES):
@@ -170,10 +170,9 @@ def _produce(
                         value_desc, [box_rows[page], half * BOX], value_full.index(stage), box
                     )
             copied += 1
+        work = total
         if total > programs:
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-        else:
-            work = total
 
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
@@ -368,7 +367,7 @@ def _consume(
         maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout))
         normaliser = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, score_layout))
         accumulator = gl.zeros([ROWS, HEAD_DIM], gl.float32, value_layout)
-        probabilities, maximum, normaliser, shrink = _softmax(
+        probabilities, maximum, normaliser, _ = _softmax(
             scores, maximum, normaliser, positions, last_tile * TILE, scale_log2, True, score_layout
         )
 
@@ -499,9 +498,9 @@ def _hopper_kernel(
             (
                 _produce,
                 (
-                    query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
-                    max_rows, table_stride, query_boxes, key_pages, value_pages, key_full, key_empty, value_full, value_empty,
-                    mail, mail_full, mail_empty,
+                    query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr,
+                    first_row, max_rows, table_stride, query_boxes, key_pages, value_pages, key_full, key_empty,
+                    value_full, value_empty, mail, mail_full, mail_empty,
                     KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, COPY_QUERY,
                 ),
             ),
