@@ -11,7 +11,8 @@ backwards, so that the masked ones come first.
     warps 4-7     rows 64-127   the same, on its own
 
 Layouts, padding and results are those of kernels/prefill_attention.py, its only caller. Limits beside those there:
-compute capability 9, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap (`supports`).
+compute capability 9, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap
+(`can_specialise` there). Its start costs more than the plain kernel's: it pays from some two thousand tokens on.
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -33,26 +34,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.paged_kv import HeadShape
+from kernels.paged_kv import HeadShape, compile_options
 
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
-ORDERED = False
 MAIL_SLOTS = gl.constexpr(2)
 MAIL_FIELDS = gl.constexpr(8)
-
-
-def supports(shape: HeadShape, dtype: torch.dtype, sliding_window: int, soft_cap: float) -> bool:
-    """Whether this kernel computes the call; the card's capability is the plan's business."""
-    is_plain = sliding_window == 0 and soft_cap == 0
-    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= KEY_TILE and shape.group <= TILE_ROWS
-    return is_plain and is_size and dtype in (torch.bfloat16, torch.float16)
 
 
 @gluon.jit
 def _add(left, right):
     return left + right
+
+
+@gluon.jit
+def _zero_unowned(
+    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
+):  # fmt: skip
+    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    places = gl.arange(0, TOKEN_TILE, layout=line)
+    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
+    for row in range(first_row + program, max_rows, programs):
+        if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
+            for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
+                token_ptr = output_ptr + token.to(gl.int64) * output_stride
+                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+    for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
+        token_ptr = output_ptr + token.to(gl.int64) * output_stride
+        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
 
 
 @gluon.jit
@@ -234,7 +248,6 @@ def _steps(
     begin,
     end,
     read,
-    turn,
     probabilities,
     accumulator,
     maximum,
@@ -243,7 +256,6 @@ def _steps(
     positions,
     keys,
     values,
-    turns,
     key_full,
     key_empty,
     value_full,
@@ -251,8 +263,6 @@ def _steps(
     scale_log2,
     MASKED: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUP_INDEX: gl.constexpr,
-    ORDERED: gl.constexpr,
     score_layout: gl.constexpr,
     value_layout: gl.constexpr,
 ):
@@ -266,15 +276,10 @@ def _steps(
         stage = read % STAGES
         next_stage = (read + 1) % STAGES
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
-        if ORDERED:
-            mbarrier.wait(turns.index(GROUP_INDEX), turn & 1)
         scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
         operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
-        if ORDERED:
-            mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
-            turn += 1
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
         mbarrier.arrive(key_empty.index(next_stage), count=1)
         probabilities, maximum, normaliser, shrink = _softmax(
@@ -285,7 +290,7 @@ def _steps(
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
         accumulator = accumulator * shrink[:, None]
         read += 1
-    return read, turn, probabilities, accumulator, maximum, normaliser
+    return read, probabilities, accumulator, maximum, normaliser
 
 
 @gluon.jit
@@ -298,7 +303,6 @@ def _consume(
     queries,
     keys,
     values,
-    turns,
     key_full,
     key_empty,
     value_full,
@@ -311,7 +315,6 @@ def _consume(
     QUERY_TILE: gl.constexpr,
     STAGES: gl.constexpr,
     COPY_QUERY: gl.constexpr,
-    ORDERED: gl.constexpr,
 ):
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
@@ -322,18 +325,16 @@ def _consume(
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
     tile_rows = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, copy_layout))
     token_in_tile = tile_rows // GROUP
     head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
     score_tokens = (GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout))) // GROUP
-    key_places = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile_layout))
+    key_places = gl.arange(0, TILE, layout=gl.SliceLayout(1, copy_layout))
     empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
 
     read = 0
-    turn = 0
     letter = 0
     is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(mail, mail_full, letter)
     while is_work != 0:
@@ -360,7 +361,7 @@ def _consume(
         if tile_count * TILE > length:
             # Past the row's end the copied blocks may hold anything; both groups write the same zeros there.
             mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
-            value = values.index(stage).load(tile_layout)
+            value = values.index(stage).load(copy_layout)
             is_token = last_tile * TILE + key_places < length
             values.index(stage).store(gl.where(is_token[:, None], value, gl.zeros_like(value)))
             fence_async_shared()
@@ -371,15 +372,15 @@ def _consume(
             scores, maximum, normaliser, positions, last_tile * TILE, scale_log2, True, score_layout
         )
 
-        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
-            last_tile, full_count, read, turn, probabilities, accumulator, maximum, normaliser, query, positions,
-            keys, values, turns, key_full, key_empty, value_full, value_empty, scale_log2,
-            True, STAGES, GROUP_INDEX, ORDERED, score_layout, value_layout,
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
+            keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
+            True, STAGES, score_layout, value_layout,
         )  # fmt: skip
-        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
-            full_count, 0, read, turn, probabilities, accumulator, maximum, normaliser, query, positions,
-            keys, values, turns, key_full, key_empty, value_full, value_empty, scale_log2,
-            False, STAGES, GROUP_INDEX, ORDERED, score_layout, value_layout,
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            full_count, 0, read, probabilities, accumulator, maximum, normaliser, query, positions,
+            keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
+            False, STAGES, score_layout, value_layout,
         )  # fmt: skip
 
         stage = read % STAGES
@@ -436,8 +437,13 @@ def _hopper_kernel(
     COMPUTE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     COPY_QUERY: gl.constexpr,
-    ORDERED: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     dtype: gl.constexpr = output_ptr.dtype.element_ty
     HALVES: gl.constexpr = HEAD_DIM // 64
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
@@ -456,7 +462,6 @@ def _hopper_kernel(
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     mail_full = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     mail_empty = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
@@ -466,9 +471,6 @@ def _hopper_kernel(
     for slot in gl.static_range(MAIL_SLOTS):
         mbarrier.init(mail_full.index(slot), count=2 if COPY_QUERY else 1)
         mbarrier.init(mail_empty.index(slot), count=2)
-        mbarrier.init(turns.index(slot), count=1)
-    if ORDERED:
-        mbarrier.arrive(turns.index(0), count=1)
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
     key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
     query_boxes = key_pages
@@ -482,17 +484,17 @@ def _hopper_kernel(
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, turns,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
+                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, turns,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
+                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
@@ -512,27 +514,6 @@ def _hopper_kernel(
         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
         KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
     )  # fmt: skip
-
-
-@gluon.jit
-def _zero_unowned(
-    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
-):  # fmt: skip
-    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
-    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    places = gl.arange(0, TOKEN_TILE, layout=line)
-    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
-    for row in range(first_row + program, max_rows, programs):
-        if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
-            for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
-                token_ptr = output_ptr + token.to(gl.int64) * output_stride
-                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
-    for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
-        token_ptr = output_ptr + token.to(gl.int64) * output_stride
-        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
 
 
 @cache
@@ -570,6 +551,7 @@ def launch(
     program_count: int,
     rows_tile: int,
     scale_log2: float,
+    pdl: bool,
 ) -> None:
     """Launch on arguments that `prefill_attention` has checked."""
     query_desc = _query_descriptor(query, shape.group)
@@ -604,6 +586,7 @@ def launch(
         COMPUTE_REGISTERS=240,
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
-        ORDERED=ORDERED,
+        PDL=pdl,
         num_warps=4,
+        **compile_options(None, pdl),
     )

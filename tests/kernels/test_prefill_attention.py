@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from kernels.prefill_attention import COUNTER_COUNT, flops, launch_plan, prefill_attention, reference_prefill_attention
+from kernels.paged_kv import HeadShape
+from kernels.prefill_attention import (
+    COUNTER_COUNT,
+    can_specialise,
+    flops,
+    launch_plan,
+    prefill_attention,
+    reference_prefill_attention,
+)
 from tests.kernels.paged_batches import (
     DEVICES,
     MULTIPROCESSORS,
@@ -256,3 +264,15 @@ def check_specialised(rows: list[tuple[int, int]], head_dim: int = 128, **shape)
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel for Hopper")
     check(make_batch(rows, "cuda", torch.bfloat16, head_dim=head_dim, **shape), plan_options={"specialised": True})
+
+
+def test_the_hopper_kernel_is_for_what_it_can_compute():
+    shape = HeadShape(query_heads=16, kv_heads=8, head_dim=128, block_size=16)
+    assert can_specialise(shape, torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.float32, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, sliding_window=64, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
+    assert not can_specialise(HeadShape(16, 8, 128, block_size=4), torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(HeadShape(16, 8, 256, block_size=16), torch.bfloat16, triton_version="3.6.0")
