@@ -159,7 +159,7 @@ def bytes_moved(row_count: int, vocabulary: int, element_bytes: int) -> int:
 
 @triton.jit
 def _scan_kernel(
-    logits, logits_stride, row_slots, sample_rows, known_lengths, params, work, VOCABULARY,
+    logits, logits_stride, row_slots, sample_rows, known_lengths, settings, work, VOCABULARY,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: one chunk of one row, as PIECES x PIECE.
@@ -181,14 +181,14 @@ def _scan_kernel(
         at = row * CHUNKS + chunk
         at_piece = at * PIECES + piece
         # 3. For logprobs: maxima and mass of the raw logits.
-        if tl.load(params[1] + slot * 16 + 1) >= 0:
+        if tl.load(settings[1] + slot * 16 + 1) >= 0:
             maxima = tl.max(raw, axis=1)
             top = tl.max(maxima, axis=0)
             mass = tl.sum(tl.sum(tl.exp(raw - tl.where(top == float("-inf"), 0.0, top)), axis=1), axis=0)
             tl.store(raw_piece_maxima + at_piece, maxima)
             tl.store(raw_chunk_sums + at, mass)
-        x = penalised(raw, token_id, inside, slot, known, params)
-        if is_truncated(slot, params, VOCABULARY):
+        x = penalised(raw, token_id, inside, slot, known, settings)
+        if is_truncated(slot, settings, VOCABULARY):
             # 4. For thresholds: maxima and mass of what is sampled from.
             maxima = tl.max(x, axis=1)
             top = tl.max(maxima, axis=0)
@@ -198,7 +198,7 @@ def _scan_kernel(
             tl.store(best_scores + at, tl.where(has_nan, float("nan"), top))
         else:
             # 5. Otherwise the chunk's best score, and the lowest id that has it.
-            x = noisy_scores(x, token_id, slot, known, params)
+            x = noisy_scores(x, token_id, slot, known, settings)
             top = tl.max(tl.max(x, axis=1), axis=0)
             best = tl.min(tl.min(tl.where(x == top, token_id, 0x7FFFFFFF), axis=1), axis=0)
             tl.store(best_scores + at, tl.where(has_nan, float("nan"), top))
@@ -248,7 +248,7 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
 
 @triton.jit
 def _choose_kernel(
-    logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, params, work,
+    logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
     PIECE_TILE: tl.constexpr, PDL: tl.constexpr,
@@ -274,24 +274,24 @@ def _choose_kernel(
         chosen = 0
         # 2. A row without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
         if valid:
-            if is_truncated(slot, params, VOCABULARY):
+            if is_truncated(slot, settings, VOCABULARY):
                 piece = tl.arange(0, PIECE_TILE)
                 in_row = piece < CHUNKS * PIECES
                 maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
-                pivot = pivot_of(maxima, top, slot, params, VOCABULARY, tl.cdiv(VOCABULARY, PIECE))
+                pivot = pivot_of(maxima, top, slot, settings, VOCABULARY, tl.cdiv(VOCABULARY, PIECE))
                 if pivot > float("-inf"):
-                    gather(row, pivot, logits, logits_stride, work, slot, known, params, VOCABULARY,
+                    gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                             CHUNKS, CHUNK, PIECE)  # fmt: skip
                 tl.debug_barrier()
                 mine = tl.atomic_add(work[8] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
                     count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
                     sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-                    top_k = tl.load(params[1] + slot * 16)
+                    top_k = tl.load(settings[1] + slot * 16)
                     alone = (top_k <= 0) | (top_k >= VOCABULARY)
-                    alone = alone & (tl.load(params[0] + slot * 8 + 2) <= 0)
+                    alone = alone & (tl.load(settings[0] + slot * 8 + 2) <= 0)
                     row_mass = tl.where(alone, tl.sum(sums * tl.exp(scores - top), axis=0), 0.0)
-                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
+                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                                                top, pivot, row_mass, CHUNKS, CHUNK)  # fmt: skip
                     tl.debug_barrier()
                     tl.store(work[8] + row * 2, 0)
@@ -302,15 +302,15 @@ def _choose_kernel(
         # 3. Report, and feed the next step.
         if mine:
             tl.store(out_ids + row, tl.where(valid, chosen, -1))
-            top_count = tl.minimum(tl.load(params[1] + slot * 16 + 1), top_columns)
+            top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
             if valid & (top_count >= 0):
                 _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids, top_logprobs,
                                 top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
-            count_row = tl.load(params[1] + slot * 16 + 2)
+            count_row = tl.load(settings[1] + slot * 16 + 2)
             if valid & (count_row >= 0):
-                place = params[5] + count_row.to(tl.int64) * params[11] + chosen
+                place = settings[5] + count_row.to(tl.int64) * settings[11] + chosen
                 tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 2, 32767).to(tl.int16))
             tl.store(slot_token_ids + slot * slot_stride + known, chosen, mask=known < MAX_LENGTH)
             tl.debug_barrier()  # every thread has read the old value
@@ -390,15 +390,15 @@ def sample(
     if rows == 0:
         return
     plan = launch_plan(rows, vocabulary)
-    params = state.arguments(slot_token_ids)
+    settings = state.arguments(slot_token_ids)
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
-        logits, logits.stride(0), row_slots, sample_rows, known_lengths, params, workspace.tensors(), vocabulary,
+        logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
         num_warps=4, **common,
     )  # fmt: skip
     _choose_kernel[plan.choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
-        params, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
+        settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
         num_warps=8, **common,
     )  # fmt: skip

@@ -17,7 +17,10 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: "matvec", "small_m" or "library", and the tile for the first two."""
+    """How one product is launched: "matvec", "small_m" or "library", and the tile for the first two.
+
+    held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own launch.
+    """
 
     kernel: str
     block_n: int = 0
@@ -25,7 +28,8 @@ class LinearPlan:
     num_warps: int = 4
     num_stages: int = 1
     split_k: int = 1
-    prefetch: bool = False
+    held: bool = False
+    norm_apart: bool = False
 
 
 LIBRARY = LinearPlan("library")
