@@ -31,7 +31,7 @@ def _mix_reference(x: torch.Tensor) -> torch.Tensor:
 def noise_bits_reference(seed: torch.Tensor, position: torch.Tensor, token_id: torch.Tensor) -> torch.Tensor:
     """The hash as int64 values below 2^32; the arguments are int64 and broadcast. Only seed's 64 bits matter."""
     low, high = seed & MASK, (seed >> 32) & MASK
-    first = _mix_reference((_mix_reference((position + 0x9E3779B9) & MASK) ^ low))
+    first = _mix_reference(_mix_reference((position + 0x9E3779B9) & MASK) ^ low)
     second = _mix_reference(((first ^ high) + 0x85EBCA6B) & MASK)
     x = _mix_reference((token_id & MASK) ^ second) ^ first
     x = (x * 0x9E3779B1) & MASK

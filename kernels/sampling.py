@@ -55,7 +55,6 @@ from kernels.sampling_state import (
     FAILED_ID,
     FREQUENCY,
     GATHER_PROGRAMS,
-    LOGPROB_COUNT,
     MIN_P,
     NO_SAMPLE_ID,
     PIECE,
@@ -317,7 +316,9 @@ def _choose_kernel(
             tl.store(known_lengths + slot, known + 1)
 
 
-def _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary) -> None:
+def _check(
+    logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary
+) -> None:
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs = outputs
     check_tensor("logits", logits, (None, None), FLOATS)
     rows = logits.shape[0]
@@ -341,9 +342,7 @@ def _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state,
         check_tensor(name, tensor, shape, dtype, like=logits)
     chunks = triton.cdiv(vocabulary, CHUNK)
     if workspace.best_scores.shape[0] < rows or workspace.best_scores.shape[1] != chunks:
-        raise ValueError(
-            f"workspace: wanted {rows} rows of {chunks} chunks, got {list(workspace.best_scores.shape)}"
-        )
+        raise ValueError(f"workspace: wanted {rows} rows of {chunks} chunks, got {list(workspace.best_scores.shape)}")
 
 
 @dataclass(frozen=True)

@@ -320,9 +320,7 @@ def _check(x, weight, out, norm_weight, residual, silu_mul) -> None:
             raise ValueError("residual and silu_mul: wanted at most one of them, got both")
 
 
-def run_plan(
-    plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming=None
-) -> None:
+def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming=None) -> None:
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
     if plan.norm_apart and norm_weight is not None:

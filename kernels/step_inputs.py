@@ -187,9 +187,7 @@ def _check(plan: torch.Tensor, layout: PlanLayout, state: SlotState, inputs: Ste
             check_tensor(item.name, getattr(group, item.name), shapes[item.name], dtype, like=plan)
 
 
-def step_inputs(
-    plan: torch.Tensor, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int
-) -> None:
+def step_inputs(plan: torch.Tensor, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int) -> None:
     """Fill `inputs` from the plan and the slots, and advance the slots. Shapes: the module's tables.
 
     Raises ValueError for a shape, dtype or device that differs from the tables.

@@ -14,7 +14,6 @@ import torch
 from benchmarks.kernels import harness
 from kernels import interpreter
 
-
 Calls = Sequence[Callable[[], object]]
 
 

@@ -73,7 +73,11 @@ def held_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
             for warps in (2, 4, 8):
                 for block_k in (128, 256):
                     held = block_n * halves * shape.inputs * 2 / split_k / (32 * warps)
-                    if 96 <= held <= (256 if halves == 2 else 512) and shape.inputs % (block_k * split_k) == 0 and rows * block_k <= 16_384:
+                    if (
+                        96 <= held <= (256 if halves == 2 else 512)
+                        and shape.inputs % (block_k * split_k) == 0
+                        and rows * block_k <= 16_384
+                    ):
                         for apart in (False, True) if "norm" in shape.fusion and rows >= 16 else (False,):
                             yield LinearPlan("small_m", block_n, block_k, warps, 1, split_k, True, apart)
 

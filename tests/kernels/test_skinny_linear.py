@@ -39,7 +39,9 @@ def workspace_for(dtype) -> Workspace:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
+)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 96), (5, 34, 100)])
 def test_matches_float32(rows, outputs, inputs, plan, fusion, dtype):
     x, weight, out, norm_weight, residual, silu = make_case(rows, outputs, inputs, dtype, fusion)
@@ -121,10 +123,10 @@ def test_prefetching_the_next_weight_changes_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", PLANS[:-1], ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}")
+@pytest.mark.parametrize(
+    "plan", PLANS[:-1], ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
+)
 def test_replay_equals_eager(plan):
     x, weight, out, norm_weight, _, _ = make_case(3, 256, 256, torch.bfloat16, "norm")
     workspace = workspace_for(torch.bfloat16)
-    assert_replay_equals_eager(
-        lambda: run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace), out
-    )
+    assert_replay_equals_eager(lambda: run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace), out)
