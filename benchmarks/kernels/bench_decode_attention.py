@@ -1,0 +1,56 @@
+"""Decode attention: bytes a second against the read limit of the same run, inputs cold in the L2 cache.
+
+python -m benchmarks.kernels.bench_decode_attention --output benchmarks/results/decode_attention.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.kernels import harness
+from benchmarks.kernels.paged_inputs import device_and_dtype, make_inputs, multiprocessor_count
+from benchmarks.kernels.shapes import DECODE_SHAPES, SMOKE_DECODE_SHAPES, AttentionShape
+from kernels import interpreter
+
+
+def kernel_calls(shape: AttentionShape, **plan_options: int) -> list[Callable[[], None]]:
+    """Calls of the kernel on as many input sets as it takes to leave the L2 cache."""
+    from kernels.decode_attention import decode_attention, launch_plan
+
+    plan = launch_plan(
+        shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim, multiprocessor_count(), **plan_options
+    )
+    device, _ = device_and_dtype()
+    partials = torch.empty(plan.workspace_floats, device=device)
+    counters = torch.zeros(plan.counter_count, dtype=torch.int32, device=device)
+    scale = shape.head_dim**-0.5
+
+    def call_on(inputs) -> Callable[[], None]:
+        return lambda: decode_attention(*inputs.decode_arguments, partials, counters, plan, scale=scale)
+
+    return [call_on(make_inputs(shape)) for _ in range(harness.copies_to_exceed_l2(bytes_of(shape)))]
+
+
+def bytes_of(shape: AttentionShape) -> int:
+    from kernels.decode_attention import bytes_moved
+
+    element_bytes = device_and_dtype()[1].itemsize
+    return bytes_moved([shape.context] * shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim, element_bytes)
+
+
+def main() -> None:
+    arguments = harness.argument_parser(__doc__).parse_args()
+    report = harness.Report("decode")
+    for shape in SMOKE_DECODE_SHAPES if arguments.smoke else DECODE_SHAPES:
+        if arguments.only in shape.name:
+            runs_us = harness.time_runs_us(kernel_calls(shape))
+            report.add(shape.name, runs_us, bytes_moved=bytes_of(shape), options={"block_size": shape.block_size})
+    report.write(arguments.output)
+
+
+if __name__ == "__main__":
+    if not harness.has_cuda():
+        interpreter.enable()
+    main()

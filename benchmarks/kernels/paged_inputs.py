@@ -1,0 +1,70 @@
+"""Random paged batches for the attention benchmarks, blocks in random order. Called by bench_*_attention.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.kernels.harness import has_cuda
+from benchmarks.kernels.shapes import AttentionShape
+
+
+@dataclass
+class PagedInputs:
+    """The tensors of one call; layouts in kernels/paged_kv.py."""
+
+    output: torch.Tensor
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    row_slots: torch.Tensor
+    context_lengths: torch.Tensor
+    query_starts: torch.Tensor
+
+    @property
+    def decode_arguments(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.output,
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.row_slots,
+            self.context_lengths,
+        )
+
+    @property
+    def prefill_arguments(self) -> tuple[torch.Tensor, ...]:
+        return (*self.decode_arguments, self.query_starts)
+
+
+def device_and_dtype() -> tuple[str, torch.dtype]:
+    """bf16 on the GPU; float32 in the interpreter, which computes bf16 products wrongly."""
+    return ("cuda", torch.bfloat16) if has_cuda() else ("cpu", torch.float32)
+
+
+def make_inputs(shape: AttentionShape) -> PagedInputs:
+    """Fresh random tensors for one shape."""
+    device, dtype = device_and_dtype()
+    blocks_per_row = -(-shape.context // shape.block_size)
+    cache_size = (shape.batch * blocks_per_row, shape.kv_heads, shape.block_size, shape.head_dim)
+    query = torch.randn(shape.batch * shape.query_tokens, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
+    tables = torch.randperm(cache_size[0], device=device).int().view(shape.batch, blocks_per_row)
+    rows = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    return PagedInputs(
+        output=torch.empty_like(query),
+        query=query,
+        key_cache=torch.randn(cache_size, device=device, dtype=dtype),
+        value_cache=torch.randn(cache_size, device=device, dtype=dtype),
+        block_tables=tables,
+        row_slots=rows[:-1].clone(),
+        context_lengths=torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device),
+        query_starts=rows * shape.query_tokens,
+    )
+
+
+def multiprocessor_count() -> int:
+    """Of the card at hand; 2 in the interpreter."""
+    return torch.cuda.get_device_properties(0).multi_processor_count if has_cuda() else 2

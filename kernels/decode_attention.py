@@ -1,0 +1,430 @@
+"""Paged decode attention: one query token a row against its cached keys and values, split over the whole card.
+
+For each row r and query head h, with g = h // group, n = context_lengths[r] and position n - 1 for the query:
+
+    s_p   = cap(scale * q . K[g, p])            for p in 0 .. n - 1 (the last `sliding_window` of them, if > 0)
+    out   = sum_p softmax(s)_p * V[g, p]        cap(x) = soft_cap * tanh(x / soft_cap), or x
+
+computed in tiles with a running maximum and normaliser [1], the query heads of a group as the rows of one tile so that
+each K/V tile is read once and both products run on tensor cores, and the keys of a row split between programs [2].
+
+How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head. All tiles
+of all rows form one line, row by row and head by head; every program takes an equal piece of that line [3]. A piece
+that covers a whole (row, head) writes the output; any other writes maximum, normaliser and a float32 accumulator, and
+the program that comes last at that (row, head), by an atomic counter, merges the parts by log-sum-exp. A program's
+piece can be cut only at its two ends, so two partial places a program are enough whatever the lengths are, and one
+captured graph is right, and balanced, for every mix of lengths.
+
+| tensor   | axes                                 | dtype        | padding                                          |
+|----------|--------------------------------------|--------------|--------------------------------------------------|
+| query    | [token_count, query_heads, head_dim] | as the cache | row r's query is token r                         |
+| output   | as query                             | as the cache | rows with slot -1 or length 0 get zeros; rows at |
+|          |                                      |              | or past decode_row_count are left alone          |
+| partials | [workspace_floats]                   | float32      | contents never matter                            |
+| counters | [counter_count]                      | int32        | zero before the first call and after every call  |
+
+Caches, block_tables, row_slots and context_lengths: see kernels/paged_kv.py.
+
+Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
+
+Sources: [1] Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135. [2] Flash-Decoding, PyTorch blog,
+2023-10. [3] the stream-k idea of Osama et al., arXiv:2301.03598, applied to keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.paged_kv import (
+    LOG2_E,
+    attend_row,
+    check_options,
+    check_paged_inputs,
+    compile_options,
+    gather_row,
+    row_of_work,
+    soft_capped,
+    wanted,
+)
+
+MAX_ROWS = 1024
+MAX_GROUP = 128
+MERGE_ELEMENTS = 4096
+
+
+def reference_decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Result [max_rows, query_heads, head_dim] in `dtype` throughout; zeros for padding rows. Synchronises."""
+    result = torch.zeros(len(row_slots), *query.shape[1:], dtype=dtype, device=query.device)
+    for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
+        if slot < 0 or length == 0:
+            continue
+        key, value = (gather_row(cache, block_tables[slot], length, dtype) for cache in (key_cache, value_cache))
+        result[row] = attend_row(
+            query[row : row + 1], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
+        )[0]
+    return result
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
+
+    program_count: int
+    tile_tokens: int
+    group_rows: int
+    dim_tile: int
+    rows_tile: int
+    min_tiles: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    workspace_floats: int
+    counter_count: int
+
+
+def launch_plan(
+    max_rows: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    multiprocessor_count: int,
+    *,
+    tile_tokens: int | None = None,
+    programs_per_multiprocessor: int | None = None,
+    min_tiles: int = 1,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    max_registers: int | None = None,
+) -> DecodePlan:
+    """The launch for a bucket of `max_rows` rows. The keyword arguments override the measured choice."""
+    wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
+    wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
+    dim_tile = triton.next_power_of_2(head_dim)
+    tile_tokens = tile_tokens or (64 if dim_tile <= 128 else 32)
+    program_count = multiprocessor_count * (programs_per_multiprocessor or 2)
+    group_rows = max(16, triton.next_power_of_2(query_heads // kv_heads))
+    return DecodePlan(
+        program_count=program_count,
+        tile_tokens=tile_tokens,
+        group_rows=group_rows,
+        dim_tile=dim_tile,
+        rows_tile=triton.next_power_of_2(max_rows),
+        min_tiles=min_tiles,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        max_registers=max_registers,
+        workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
+        counter_count=max_rows * kv_heads,
+    )
+
+
+def bytes_moved(context_lengths: list[int], query_heads: int, kv_heads: int, head_dim: int, element_bytes: int) -> int:
+    """Bytes a call must move: each K and V read once, each query read and output written once."""
+    tokens = sum(context_lengths)
+    return element_bytes * head_dim * (2 * kv_heads * tokens + 2 * query_heads * len(context_lengths))
+
+
+@triton.jit
+def _decode_kernel(
+    output_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    tables_ptr,
+    slots_ptr,
+    lengths_ptr,
+    row_count_ptr,
+    partials_ptr,
+    counters_ptr,
+    max_rows,
+    output_stride,
+    query_stride,
+    table_stride,
+    scale_log2,
+    soft_cap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_ROW_COUNT: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # 1. Lay all tiles of all rows on one line and take an equal piece of it.
+    rows = tl.arange(0, ROWS_TILE)
+    row_count = max_rows
+    if HAS_ROW_COUNT:
+        row_count = tl.minimum(tl.load(row_count_ptr), max_rows)
+    is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
+    slots = tl.load(slots_ptr + rows, mask=is_row, other=-1)
+    lengths = tl.load(lengths_ptr + rows, mask=is_row & (slots >= 0), other=0)  # edge: padding rows have no tiles
+    tile_counts = tl.cdiv(lengths, TILE)
+    if WINDOW > 0:
+        tile_counts -= tl.maximum(lengths - WINDOW, 0) // TILE
+    ends = tl.cumsum(tile_counts, axis=0)
+    total = tl.max(ends) * KV_HEADS
+    piece = tl.maximum(tl.cdiv(total, programs), MIN_TILES)
+    work = program * piece
+    work_end = tl.minimum(work + piece, total)
+
+    dims = tl.arange(0, DIM_TILE)
+    is_dim = dims < HEAD_DIM  # edge: head dims that are no power of two
+    group_rows = tl.arange(0, GROUP_ROWS)
+    is_query = (group_rows < GROUP)[:, None] & is_dim[None, :]  # edge: groups smaller than a tensor core's tile
+    head_places = group_rows[:, None] * HEAD_DIM + dims[None, :]
+    tile_places = tl.arange(0, TILE)
+
+    while work < work_end:
+        # 2. Locate: which row and head, and which of its tiles are in this piece.
+        row, row_start = row_of_work(work, ends, KV_HEADS)
+        length = tl.load(lengths_ptr + row)
+        table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+        first_position = 0
+        if WINDOW > 0:
+            first_position = (tl.maximum(length - WINDOW, 0) // TILE) * TILE
+        row_tiles = tl.cdiv(length - first_position, TILE)
+        head = (work - row_start) // row_tiles
+        segment_start = row_start + head * row_tiles
+        segment_end = tl.minimum(work_end, segment_start + row_tiles)
+        first_tile = work - segment_start
+        tile_end = segment_end - segment_start
+
+        query = tl.load(
+            query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places,
+            mask=is_query,
+            other=0.0,
+        )
+        maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
+        normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
+        accumulator = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=tl.float32)
+
+        # 3. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values.
+        positions = first_position + first_tile * TILE + tile_places
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < length, other=0)
+        for tile in range(first_tile, tile_end):
+            is_token = positions < length  # edge: the row's last tile
+            offsets = (blocks.to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM)
+            offsets += (positions % BLOCK_SIZE) * HEAD_DIM
+            places = offsets[:, None] + dims[None, :]
+            is_loaded = is_token[:, None] & is_dim[None, :]
+            next_positions = positions + TILE
+            blocks = tl.load(
+                table_ptr + next_positions // BLOCK_SIZE,
+                mask=(next_positions < length) & (tile + 1 < tile_end),  # edge: no tile follows
+                other=0,
+            )
+            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0)
+            scores = tl.dot(query, tl.trans(key))
+            if HAS_SOFT_CAP:
+                scores = soft_capped(scores * (scale_log2 / 1.4426950408889634), soft_cap) * 1.4426950408889634
+            else:
+                scores = scores * scale_log2
+            is_seen = is_token
+            if WINDOW > 0:
+                is_seen = is_seen & (positions >= length - WINDOW)  # edge: the window's first tile
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            # Every tile holds a seen position, so the new maximum is finite.
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+            probabilities = tl.exp2(scores - new_maximum[:, None])
+            shrink = tl.exp2(maximum - new_maximum)
+            normaliser = normaliser * shrink + tl.sum(probabilities, axis=1)
+            maximum = new_maximum
+            value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
+            accumulator = tl.dot(probabilities.to(value.dtype), value, accumulator * shrink[:, None])
+            positions = next_positions
+
+        # 4. Store: a whole (row, head) at once, or this piece's part of it.
+        output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
+        if (first_tile == 0) & (tile_end == row_tiles):
+            result = accumulator / normaliser[:, None]
+            tl.store(output_places + head_places, result.to(output_ptr.dtype.element_ty), mask=is_query)
+        else:
+            part = program * 2 + (first_tile == 0).to(tl.int32)
+            statistics_ptr = partials_ptr + programs * (2 * GROUP_ROWS * DIM_TILE)
+            tl.store(
+                partials_ptr + (part * GROUP_ROWS + group_rows)[:, None] * DIM_TILE + dims[None, :],
+                accumulator,
+                mask=(group_rows < GROUP)[:, None],
+            )
+            tl.store(statistics_ptr + part * (2 * GROUP_ROWS) + group_rows, maximum)
+            tl.store(statistics_ptr + part * (2 * GROUP_ROWS) + GROUP_ROWS + group_rows, normaliser)
+            first_program = segment_start // piece
+            part_count = (segment_start + row_tiles - 1) // piece - first_program + 1
+            counter_ptr = counters_ptr + row * KV_HEADS + head
+            tl.debug_barrier()  # all threads' parts are written before the counter says so
+            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            if arrived == part_count - 1:
+                # 5. Merge: the last to arrive reads every part.
+                tl.store(counter_ptr, 0)
+                _merge_parts(
+                    output_places,
+                    partials_ptr,
+                    statistics_ptr,
+                    first_program,
+                    part_count,
+                    GROUP,
+                    HEAD_DIM,
+                    GROUP_ROWS,
+                    DIM_TILE,
+                    MERGE_PARTS,
+                    MERGE_GROUP,
+                )
+        work = segment_end
+
+    # 6. Rows without tokens get zeros.
+    for empty in range(program, row_count, programs):
+        if (tl.load(slots_ptr + empty) < 0) | (tl.load(lengths_ptr + empty) <= 0):
+            for head in range(KV_HEADS):
+                empty_places = output_ptr + tl.cast(empty, tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
+                zeros = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=output_ptr.dtype.element_ty)
+                tl.store(empty_places + head_places, zeros, mask=is_query)
+
+
+@triton.jit
+def _merge_parts(
+    output_ptr,
+    partials_ptr,
+    statistics_ptr,
+    first_program,
+    part_count,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr,
+):
+    """Merge the parts of one (row, head) into its output, PARTS of them at a time, MERGE_GROUP query heads at a time."""
+    dims = tl.arange(0, DIM_TILE)
+    for first_query in range(0, GROUP, MERGE_GROUP):
+        queries = first_query + tl.arange(0, MERGE_GROUP)
+        maximum = tl.full([MERGE_GROUP], float("-inf"), dtype=tl.float32)
+        normaliser = tl.zeros([MERGE_GROUP], dtype=tl.float32)
+        accumulator = tl.zeros([MERGE_GROUP, DIM_TILE], dtype=tl.float32)
+        for first_part in range(0, part_count, PARTS):
+            parts = first_part + tl.arange(0, PARTS)
+            is_part = (parts < part_count)[:, None] & (queries < GROUP)[None, :]
+            # A (row, head) starts inside its first program's piece and at the start of every later one's.
+            slots = (first_program + parts) * 2 + (parts == 0).to(tl.int32)
+            statistics = statistics_ptr + slots[:, None] * (2 * GROUP_ROWS) + queries[None, :]
+            part_maximum = tl.load(statistics, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            part_normaliser = tl.load(statistics + GROUP_ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
+            places = (slots[:, None] * GROUP_ROWS + queries[None, :])[:, :, None] * DIM_TILE + dims[None, None, :]
+            part_accumulator = tl.load(partials_ptr + places, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+            new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=0))
+            # Query rows that pad the group have no maximum; they are not stored.
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.exp2(part_maximum - base[None, :])
+            shrink = tl.exp2(maximum - base)
+            normaliser = normaliser * shrink + tl.sum(part_normaliser * weights, axis=0)
+            accumulator = accumulator * shrink[:, None] + tl.sum(part_accumulator * weights[:, :, None], axis=0)
+            maximum = new_maximum
+        result = accumulator / tl.where(queries < GROUP, normaliser, 1.0)[:, None]
+        tl.store(
+            output_ptr + queries[:, None] * HEAD_DIM + dims[None, :],
+            result.to(output_ptr.dtype.element_ty),
+            mask=(queries < GROUP)[:, None] & (dims < HEAD_DIM)[None, :],
+        )
+
+
+def decode_attention(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    partials: torch.Tensor,
+    counters: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    decode_row_count: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write the attention of the decode rows to `output` (layout table in the module's docstring).
+
+    `plan` is `launch_plan` of the bucket; `partials` and `counters` are its workspace, shared by calls that follow one
+    another on a stream. `decode_row_count`, an int32 device scalar [1], says how many leading rows are decode rows;
+    None: all. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
+    synchronises. Raises ValueError naming the argument, what was wanted and what came.
+    """
+    shape = check_paged_inputs(output, query, key_cache, value_cache, block_tables, row_slots, context_lengths)
+    check_options(scale, sliding_window, soft_cap)
+    max_rows = row_slots.shape[0]
+    wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
+    wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
+    wanted(partials.dtype == torch.float32, "partials dtype", torch.float32, partials.dtype)
+    wanted(partials.numel() >= plan.workspace_floats, "partials", f">= {plan.workspace_floats}", partials.numel())
+    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
+    wanted(counters.numel() >= max_rows * shape.kv_heads, "counters", max_rows * shape.kv_heads, counters.numel())
+    merge_group = min(triton.next_power_of_2(shape.group), 4)
+    _decode_kernel[(plan.program_count,)](
+        output,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        row_slots,
+        context_lengths,
+        decode_row_count,
+        partials,
+        counters,
+        max_rows,
+        output.stride(0),
+        query.stride(0),
+        block_tables.stride(0),
+        scale * LOG2_E,
+        soft_cap,
+        KV_HEADS=shape.kv_heads,
+        GROUP=shape.group,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_SIZE=shape.block_size,
+        WINDOW=sliding_window,
+        HAS_SOFT_CAP=soft_cap > 0,
+        HAS_ROW_COUNT=decode_row_count is not None,
+        TILE=plan.tile_tokens,
+        GROUP_ROWS=plan.group_rows,
+        DIM_TILE=plan.dim_tile,
+        ROWS_TILE=plan.rows_tile,
+        MIN_TILES=plan.min_tiles,
+        MERGE_PARTS=max(1, MERGE_ELEMENTS // (merge_group * plan.dim_tile)),
+        MERGE_GROUP=merge_group,
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **compile_options(plan.max_registers, pdl),
+    )

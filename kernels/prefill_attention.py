@@ -1,0 +1,459 @@
+"""Packed variable-length attention over the paged cache: all query tokens of all chunk rows in one launch.
+
+Row r holds the query tokens query_starts[r] .. query_starts[r + 1] of the packed batch, the last of its
+n = context_lengths[r] tokens; all n keys and values are in the cache already, this step's included. For query token i
+of m, at position q = n - m + i, and query head h, with g = h // group:
+
+    s_p   = cap(scale * query[i, h] . K[g, p])   for p <= q (and p > q - sliding_window, if that is > 0)
+    out   = sum_p softmax(s)_p * V[g, p]         cap(x) = soft_cap * tanh(x / soft_cap), or x
+
+A tile is `query_tile` = tile_rows // group tokens times the query heads of one group, so that a K/V tile serves the
+whole group; tiles of keys are taken with a running maximum and normaliser [1]. Only tiles that meet the diagonal, the
+row's end or the window's edge are masked.
+
+How the work is split, all of it on the device: the tiles of a row are ordered from its last tokens (most keys) to its
+first, heads next to one another; the grid is as large as the card holds at once, and a program takes its first tile by
+its number and each later one from a ticket counter, so a program that drew short tiles draws more of them.
+
+| tensor   | axes                                 | dtype        | padding                                             |
+|----------|--------------------------------------|--------------|-----------------------------------------------------|
+| query    | [token_count, query_heads, head_dim] | as the cache | tokens from query_starts[max_rows] on have no row   |
+| output   | as query                             | as the cache | tokens of no row, of slot -1 or of length 0 get     |
+|          |                                      |              | zeros; decode rows' tokens are left alone           |
+| counters | [2]                                  | int32        | zero before the first call and after every call     |
+
+Caches, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
+
+Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
+
+Sources: [1] Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135 and 2307.08691.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.paged_kv import (
+    LOG2_E,
+    attend_row,
+    check_options,
+    check_paged_inputs,
+    compile_options,
+    gather_row,
+    row_of_work,
+    soft_capped,
+    wanted,
+)
+
+MAX_ROWS = 1024
+MAX_GROUP = 128
+COUNTER_COUNT = 2
+
+
+def reference_prefill_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Result [token_count, query_heads, head_dim], in `dtype` throughout, a row at a time; zeros for padding. Synchronises."""
+    result = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    starts = query_starts.tolist()
+    for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
+        start, end = starts[row], starts[row + 1]
+        if slot < 0 or length == 0 or start == end:
+            continue
+        key, value = (gather_row(cache, block_tables[slot], length, dtype) for cache in (key_cache, value_cache))
+        result[start:end] = attend_row(
+            query[start:end], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
+
+    program_count: int
+    wave: int
+    specialised: bool
+    tile_rows: int
+    query_tile: int
+    key_tile: int
+    dim_tile: int
+    rows_tile: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+
+
+def launch_plan(
+    token_count: int,
+    max_rows: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    multiprocessor_count: int,
+    *,
+    specialised: bool = False,
+    tile_rows: int | None = None,
+    key_tile: int | None = None,
+    programs_per_multiprocessor: int = 2,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    max_registers: int | None = None,
+) -> PrefillPlan:
+    """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
+
+    The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
+    token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` asks for the
+    Hopper kernel (kernels/prefill_attention_hopper.py), which fixes its own tiles. The other keyword arguments
+    override the measured choice.
+    """
+    group = query_heads // kv_heads
+    wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
+    wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
+    dim_tile = triton.next_power_of_2(head_dim)
+    if specialised:
+        tile_rows, key_tile, num_warps, programs_per_multiprocessor = 128, 128, 4, 1
+    tile_rows = max(tile_rows or (128 if dim_tile <= 128 else 64), triton.next_power_of_2(group))
+    query_tile = tile_rows // group
+    tile_bound = (token_count // query_tile + min(max_rows, token_count)) * kv_heads
+    return PrefillPlan(
+        program_count=max(1, min(multiprocessor_count * programs_per_multiprocessor, tile_bound)),
+        wave=multiprocessor_count,
+        specialised=specialised,
+        tile_rows=tile_rows,
+        query_tile=query_tile,
+        key_tile=key_tile or (64 if dim_tile <= 128 else 32),
+        dim_tile=dim_tile,
+        rows_tile=triton.next_power_of_2(max_rows),
+        num_warps=num_warps or 4,
+        num_stages=num_stages or 2,
+        max_registers=max_registers,
+    )
+
+
+def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int, head_dim: int) -> int:
+    """Multiplications and additions of the two products over the (query, key) pairs that causality leaves."""
+    pairs = 0
+    for query_length, context_length in zip(query_lengths, context_lengths, strict=True):
+        pairs += query_length * (context_length - query_length) + query_length * (query_length + 1) // 2
+    return 4 * pairs * query_heads * head_dim
+
+
+@triton.jit
+def _prefill_kernel(
+    output_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    tables_ptr,
+    slots_ptr,
+    lengths_ptr,
+    starts_ptr,
+    decode_rows_ptr,
+    counters_ptr,
+    max_rows,
+    token_count,
+    wave,
+    output_stride,
+    query_stride,
+    table_stride,
+    scale_log2,
+    soft_cap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_DECODE_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+    TOKEN_TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    # 1. Count the tiles of every row.
+    rows = tl.arange(0, ROWS_TILE)
+    first_row = 0
+    if HAS_DECODE_ROWS:
+        first_row = tl.load(decode_rows_ptr)
+    is_row = (rows >= first_row) & (rows < max_rows)  # edge: rows past the bucket, and decode rows
+    slots = tl.load(slots_ptr + rows, mask=is_row, other=-1)
+    lengths = tl.load(lengths_ptr + rows, mask=is_row, other=0)
+    query_counts = tl.load(starts_ptr + rows + 1, mask=is_row, other=0)
+    query_counts -= tl.load(starts_ptr + rows, mask=is_row, other=0)
+    query_counts = tl.where((slots >= 0) & (lengths > 0), query_counts, 0)  # edge: padding rows have no tiles
+    ends = tl.cumsum(tl.cdiv(query_counts, QUERY_TILE), axis=0)
+    total = tl.max(ends) * KV_HEADS
+
+    dims = tl.arange(0, DIM_TILE)
+    is_dim = dims < HEAD_DIM  # edge: head dims that are no power of two
+    tile_rows = tl.arange(0, TILE_ROWS)
+    token_in_tile = tile_rows // GROUP
+    head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+
+    work = program
+    if (total <= programs) & (program >= wave) & (program < total):
+        # Every tile has its program: those that come second to a multiprocessor take the tiles from the light end.
+        work = total - 1 - (program - wave)
+    while work < total:
+        # 2. Locate: the row, its tile of queries, the K/V head.
+        row, row_start = row_of_work(work, ends, KV_HEADS)
+        query_start = tl.load(starts_ptr + row)
+        query_count = tl.load(starts_ptr + row + 1) - query_start
+        length = tl.load(lengths_ptr + row)
+        table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+        head = (work - row_start) % KV_HEADS
+        query_tile = tl.cdiv(query_count, QUERY_TILE) - 1 - (work - row_start) // KV_HEADS
+        first_token = query_tile * QUERY_TILE
+        first_position = length - query_count + first_token
+        key_end = length - query_count + tl.minimum(first_token + QUERY_TILE, query_count)
+
+        tokens = first_token + token_in_tile
+        is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)  # edge: the row's last tile, odd groups
+        token_places = (query_start + tokens).to(tl.int64)[:, None]
+        query_places = query_ptr + token_places * query_stride + head * (GROUP * HEAD_DIM) + head_places
+        query = tl.load(query_places, mask=is_query[:, None] & is_dim[None, :], other=0.0)
+        positions = first_position + token_in_tile
+        maximum = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+        normaliser = tl.zeros([TILE_ROWS], dtype=tl.float32)
+        accumulator = tl.zeros([TILE_ROWS, DIM_TILE], dtype=tl.float32)
+
+        # 3. Accumulate: the window's edge with masks, the full tiles without, the diagonal with masks.
+        full_begin = 0
+        full_end = (first_position + 1) // KEY_TILE * KEY_TILE
+        if WINDOW > 0:
+            window_begin = tl.maximum(first_position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE
+            full_begin = tl.cdiv(tl.maximum(key_end - WINDOW, 0), KEY_TILE) * KEY_TILE
+            full_end = tl.maximum(full_begin, full_end)
+            edge_end = tl.minimum(full_begin, tl.cdiv(key_end, KEY_TILE) * KEY_TILE)
+            accumulator, maximum, normaliser = _accumulate(
+                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
+                window_begin, edge_end, key_end, scale_log2, soft_cap,
+                True, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+            )  # fmt: skip
+        accumulator, maximum, normaliser = _accumulate(
+            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
+            full_begin, full_end, key_end, scale_log2, soft_cap,
+            False, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+        )  # fmt: skip
+        accumulator, maximum, normaliser = _accumulate(
+            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
+            full_end, key_end, key_end, scale_log2, soft_cap,
+            True, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+        )  # fmt: skip
+
+        # 4. Store.
+        result = accumulator / tl.where(is_query, normaliser, 1.0)[:, None]
+        output_places = output_ptr + token_places * output_stride + head * (GROUP * HEAD_DIM) + head_places
+        tl.store(output_places, result.to(output_ptr.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
+
+        # 5. Draw the next tile, where there are more tiles than programs.
+        if total > programs:
+            work = programs + tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+        else:
+            work = total
+
+    # 6. The last program to finish puts the counters back to zero.
+    if total > programs:
+        finished = tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
+        if finished == programs - 1:
+            tl.store(counters_ptr, 0)
+            tl.store(counters_ptr + 1, 0)
+
+    _zero_unowned(
+        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+        KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _accumulate(
+    accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
+    begin, end, key_end, scale_log2, soft_cap,
+    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
+):  # fmt: skip
+    """Take the keys begin .. end (begin a multiple of KEY_TILE) into the running sums; masks only where MASKED."""
+    dims = tl.arange(0, DIM_TILE)
+    is_dim = dims < HEAD_DIM
+    places_in_tile = tl.arange(0, KEY_TILE)
+    blocks = tl.load(table_ptr + (begin + places_in_tile) // BLOCK_SIZE, mask=begin + places_in_tile < end, other=0)
+    for start in range(begin, end, KEY_TILE):
+        keys = start + places_in_tile
+        offsets = (blocks.to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (keys % BLOCK_SIZE) * HEAD_DIM
+        places = offsets[:, None] + dims[None, :]
+        # The next tile's block ids, read one tile ahead of its keys. Edge: no tile follows.
+        blocks = tl.load(table_ptr + (keys + KEY_TILE) // BLOCK_SIZE, mask=keys + KEY_TILE < end, other=0)
+        if MASKED:
+            is_loaded = (keys < key_end)[:, None] & is_dim[None, :]  # edge: nothing past the last query is read
+            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0)
+        elif HEAD_DIM == DIM_TILE:
+            key = tl.load(key_ptr + places)
+        else:
+            key = tl.load(key_ptr + places, mask=is_dim[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(key))
+        multiplier = scale_log2
+        if HAS_SOFT_CAP:
+            scores = soft_capped(scores * (scale_log2 / 1.4426950408889634), soft_cap)
+            multiplier = 1.4426950408889634
+        if MASKED:
+            is_seen = positions[:, None] >= keys[None, :]  # edge: the diagonal
+            if WINDOW > 0:
+                is_seen = is_seen & (positions[:, None] - keys[None, :] < WINDOW)  # edge: the window
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * multiplier)
+        base = new_maximum
+        if MASKED and WINDOW > 0:
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query may see none of the edge tile
+        probabilities = tl.exp2(scores * multiplier - base[:, None])
+        shrink = tl.exp2(maximum - base)
+        normaliser = normaliser * shrink + tl.sum(probabilities, axis=1)
+        maximum = new_maximum
+        accumulator = accumulator * shrink[:, None]
+        if MASKED:
+            value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
+        elif HEAD_DIM == DIM_TILE:
+            value = tl.load(value_ptr + places)
+        else:
+            value = tl.load(value_ptr + places, mask=is_dim[None, :], other=0.0)
+        accumulator = tl.dot(probabilities.to(value.dtype), value, accumulator)
+    return accumulator, maximum, normaliser
+
+
+@triton.jit
+def _zero_unowned(
+    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+    TOKEN_SIZE: tl.constexpr, TOKEN_TILE: tl.constexpr,
+):  # fmt: skip
+    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    places = tl.arange(0, TOKEN_TILE)
+    zeros = tl.zeros([TOKEN_TILE], dtype=output_ptr.dtype.element_ty)
+    for row in range(first_row + program, max_rows, programs):
+        if (tl.load(slots_ptr + row) < 0) | (tl.load(lengths_ptr + row) <= 0):
+            for token in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
+                token_ptr = output_ptr + tl.cast(token, tl.int64) * output_stride
+                tl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+    for token in range(tl.load(starts_ptr + max_rows) + program, token_count, programs):
+        token_ptr = output_ptr + tl.cast(token, tl.int64) * output_stride
+        tl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+
+
+def prefill_attention(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    counters: torch.Tensor,
+    plan: PrefillPlan,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    decode_row_count: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Write the attention of the chunk rows to `output` (layout table in the module's docstring).
+
+    `plan` is `launch_plan` of the bucket; `counters` is its workspace, shared by calls that follow one another on a
+    stream. `decode_row_count`, an int32 device scalar [1], says how many leading rows are left to the decode kernel;
+    None: none. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
+    synchronises. Raises ValueError naming the argument, what was wanted and what came.
+    """
+    shape = check_paged_inputs(output, query, key_cache, value_cache, block_tables, row_slots, context_lengths)
+    check_options(scale, sliding_window, soft_cap)
+    max_rows = row_slots.shape[0]
+    wanted(query_starts.dtype == torch.int32, "query_starts dtype", torch.int32, query_starts.dtype)
+    wanted(query_starts.shape == (max_rows + 1,), "query_starts shape", [max_rows + 1], list(query_starts.shape))
+    wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
+    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
+    wanted(counters.numel() >= COUNTER_COUNT, "counters", f">= {COUNTER_COUNT}", counters.numel())
+    wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
+    if plan.specialised:
+        from kernels import prefill_attention_hopper as hopper
+
+        is_supported = hopper.supports(shape, query.dtype, sliding_window, soft_cap)
+        wanted(is_supported, "specialised plan", "what prefill_attention_hopper.supports", (shape, query.dtype))
+        hopper.launch(
+            output,
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            row_slots,
+            context_lengths,
+            query_starts,
+            counters,
+            decode_row_count,
+            shape,
+            plan.program_count,
+            plan.rows_tile,
+            scale * LOG2_E,
+        )
+        return
+    _prefill_kernel[(plan.program_count,)](
+        output,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        row_slots,
+        context_lengths,
+        query_starts,
+        decode_row_count,
+        counters,
+        max_rows,
+        query.shape[0],
+        plan.wave,
+        output.stride(0),
+        query.stride(0),
+        block_tables.stride(0),
+        scale * LOG2_E,
+        soft_cap,
+        KV_HEADS=shape.kv_heads,
+        GROUP=shape.group,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_SIZE=shape.block_size,
+        WINDOW=sliding_window,
+        HAS_SOFT_CAP=soft_cap > 0,
+        HAS_DECODE_ROWS=decode_row_count is not None,
+        TILE_ROWS=plan.tile_rows,
+        QUERY_TILE=plan.query_tile,
+        KEY_TILE=plan.key_tile,
+        DIM_TILE=plan.dim_tile,
+        ROWS_TILE=plan.rows_tile,
+        TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim),
+        PDL=pdl,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **compile_options(plan.max_registers, pdl),
+    )

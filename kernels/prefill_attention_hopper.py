@@ -1,0 +1,557 @@
+"""Prefill attention for Hopper: the operation of kernels/prefill_attention.py with the warps of a program specialised.
+
+One warp moves: it draws tiles of queries, posts each in a mailbox in shared memory, and copies the keys and values of
+the tile's rows block by block with the tensor copy engine (a block of one K/V head is a contiguous box of the cache).
+Two warp groups compute, each on 64 of the tile's 128 rows: while the tensor cores multiply probabilities by values and
+the next queries by keys, the group's threads work out the next softmax [1]. Key tiles are taken from the diagonal
+backwards, so that the masked ones come first.
+
+    warp 8        mail[n % 2] -> K[i % stages], V[i % stages]            waits for *_empty, fills, signals *_full
+    warps 0-3     rows 0-63     S = Q K^T | O += P V | softmax           waits for *_full, signals *_empty
+    warps 4-7     rows 64-127   the same, on its own
+
+Layouts, padding and results are those of kernels/prefill_attention.py, its only caller. Limits beside those there:
+compute capability 9, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap (`supports`).
+
+Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.paged_kv import HeadShape
+
+TILE_ROWS = 128
+KEY_TILE = 128
+STAGE_COUNT = 2
+MAIL_SLOTS = gl.constexpr(2)
+MAIL_FIELDS = gl.constexpr(8)
+
+
+def supports(shape: HeadShape, dtype: torch.dtype, sliding_window: int, soft_cap: float) -> bool:
+    """Whether this kernel computes the call; the card's capability is the plan's business."""
+    is_plain = sliding_window == 0 and soft_cap == 0
+    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= KEY_TILE and shape.group <= TILE_ROWS
+    return is_plain and is_size and dtype in (torch.bfloat16, torch.float16)
+
+
+@gluon.jit
+def _add(left, right):
+    return left + right
+
+
+@gluon.jit
+def _produce(
+    key_desc,
+    value_desc,
+    tables_ptr,
+    slots_ptr,
+    lengths_ptr,
+    starts_ptr,
+    counters_ptr,
+    first_row,
+    max_rows,
+    table_stride,
+    key_pages,
+    value_pages,
+    key_full,
+    key_empty,
+    value_full,
+    value_empty,
+    mail,
+    mail_full,
+    mail_empty,
+    KV_HEADS: gl.constexpr,
+    QUERY_TILE: gl.constexpr,
+    KEY_TILE: gl.constexpr,
+    HALVES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS_TILE: gl.constexpr,
+):
+    """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
+    PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
+    BOX: gl.constexpr = 64
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    rows = gl.arange(0, ROWS_TILE, layout=line)
+    is_row = (rows >= first_row) & (rows < max_rows)
+    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
+    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
+    query_counts = gl.load(starts_ptr + rows + 1, mask=is_row, other=0)
+    query_counts -= gl.load(starts_ptr + rows, mask=is_row, other=0)
+    query_counts = gl.where((slots >= 0) & (lengths > 0), query_counts, 0)
+    ends = gl.associative_scan((query_counts + (QUERY_TILE - 1)) // QUERY_TILE, 0, _add)
+    total = gl.max(ends, axis=0) * KV_HEADS
+    fields = gl.arange(0, MAIL_FIELDS, layout=line)
+
+    work = program
+    letter = 0
+    copied = 0
+    while work < total:
+        before = ends * KV_HEADS <= work
+        row = gl.sum(before.to(gl.int32), axis=0)
+        row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
+        query_start = gl.load(starts_ptr + row)
+        query_count = gl.load(starts_ptr + row + 1) - query_start
+        length = gl.load(lengths_ptr + row)
+        table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
+        head = (work - row_start) % KV_HEADS
+        tile = (query_count + (QUERY_TILE - 1)) // QUERY_TILE - 1 - (work - row_start) // KV_HEADS
+        first_token = tile * QUERY_TILE
+        key_end = length - query_count + gl.minimum(first_token + QUERY_TILE, query_count)
+
+        content = gl.where(fields == 1, query_start, 1)
+        content = gl.where(fields == 2, query_count, content)
+        content = gl.where(fields == 3, first_token, content)
+        content = gl.where(fields == 4, length, content)
+        content = gl.where(fields == 5, head, content)
+        content = gl.where(fields == 6, key_end, content)
+        slot = letter % MAIL_SLOTS
+        mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
+        mail.index(slot).store(content)
+        mbarrier.arrive(mail_full.index(slot), count=1)
+        letter += 1
+
+        last_page = (length - 1) // BLOCK_SIZE
+        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        for step in range(tile_count):
+            first_page = (tile_count - 1 - step) * PAGES
+            stage = copied % STAGES
+            phase = ((copied // STAGES) & 1) ^ 1
+            box_rows = ()
+            for page in gl.static_range(PAGES):
+                # edge: blocks past the row's last one are not in the table; the last is copied again in their place
+                block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
+                box_rows = box_rows + ((block * KV_HEADS + head) * BLOCK_SIZE,)
+            mbarrier.wait(key_empty.index(stage), phase)
+            mbarrier.expect(key_full.index(stage), KEY_TILE * HALVES * BOX * 2)
+            for page in gl.static_range(PAGES):
+                for half in gl.static_range(HALVES):
+                    box = key_pages.index((stage * HALVES + half) * PAGES + page)
+                    tma.async_copy_global_to_shared(key_desc, [box_rows[page], half * BOX], key_full.index(stage), box)
+            mbarrier.wait(value_empty.index(stage), phase)
+            mbarrier.expect(value_full.index(stage), KEY_TILE * HALVES * BOX * 2)
+            for page in gl.static_range(PAGES):
+                for half in gl.static_range(HALVES):
+                    box = value_pages.index((stage * HALVES + half) * PAGES + page)
+                    tma.async_copy_global_to_shared(
+                        value_desc, [box_rows[page], half * BOX], value_full.index(stage), box
+                    )
+            copied += 1
+        if total > programs:
+            work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+        else:
+            work = total
+
+    slot = letter % MAIL_SLOTS
+    mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
+    mail.index(slot).store(gl.zeros([MAIL_FIELDS], gl.int32, line))
+    mbarrier.arrive(mail_full.index(slot), count=1)
+    if total > programs:
+        finished = gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
+        if finished == programs - 1:
+            gl.store(counters_ptr, 0)
+            gl.store(counters_ptr + 1, 0)
+
+
+@gluon.jit
+def _field(letter, index: gl.constexpr):
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    fields = gl.arange(0, MAIL_FIELDS, layout=line)
+    return gl.sum(gl.where(fields == index, letter, 0), axis=0)
+
+
+@gluon.jit
+def _read_mail(mail, mail_full, mail_empty, letter):
+    """Wait for the next letter; return its seven fields, the first of them 0 if it is the last."""
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot = letter % MAIL_SLOTS
+    mbarrier.wait(mail_full.index(slot), (letter // MAIL_SLOTS) & 1)
+    content = mail.index(slot).load(line)
+    mbarrier.arrive(mail_empty.index(slot), count=1)
+    return (
+        _field(content, 0),
+        _field(content, 1),
+        _field(content, 2),
+        _field(content, 3),
+        _field(content, 4),
+        _field(content, 5),
+        _field(content, 6),
+    )
+
+
+@gluon.jit
+def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASKED: gl.constexpr, layout: gl.constexpr):
+    """Probabilities of a tile's scores under the new running maximum; also that, the shrink and the normaliser."""
+    KEY_TILE: gl.constexpr = scores.shape[1]
+    if MASKED:
+        keys = first_key + gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, layout))
+        scores = gl.where(positions[:, None] >= keys[None, :], scores, float("-inf"))
+    new_maximum = gl.maximum(maximum, gl.max(scores, axis=1) * scale_log2)
+    base = new_maximum
+    if MASKED:
+        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a query may see none of a diagonal tile
+    probabilities = gl.exp2(scores * scale_log2 - base[:, None])
+    shrink = gl.exp2(maximum - base)
+    normaliser = normaliser * shrink + gl.sum(probabilities, axis=1)
+    return probabilities, new_maximum, normaliser, shrink
+
+
+@gluon.jit
+def _steps(
+    begin,
+    end,
+    read,
+    probabilities,
+    accumulator,
+    maximum,
+    normaliser,
+    query,
+    positions,
+    keys,
+    values,
+    key_full,
+    key_empty,
+    value_full,
+    value_empty,
+    scale_log2,
+    MASKED: gl.constexpr,
+    STAGES: gl.constexpr,
+    score_layout: gl.constexpr,
+    value_layout: gl.constexpr,
+):
+    """Tiles `begin` - 1 down to `end`: scores of each beside the values of the one before it."""
+    TILE: gl.constexpr = keys.shape[1]
+    ROWS: gl.constexpr = query.shape[0]
+    operand: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
+    empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
+    for step in range(begin - end):
+        tile = begin - 1 - step
+        stage = read % STAGES
+        next_stage = (read + 1) % STAGES
+        mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
+        scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
+        mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
+        accumulator = warpgroup_mma(probabilities, values.index(stage), accumulator, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+        mbarrier.arrive(key_empty.index(next_stage), count=1)
+        new_probabilities, maximum, normaliser, shrink = _softmax(
+            scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
+        )
+        accumulator, probabilities = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, probabilities))
+        mbarrier.arrive(value_empty.index(stage), count=1)
+        shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
+        accumulator = accumulator * shrink[:, None]
+        probabilities = gl.convert_layout(new_probabilities.to(keys.dtype), operand)
+        read += 1
+    return read, probabilities, accumulator, maximum, normaliser
+
+
+@gluon.jit
+def _consume(
+    output_ptr,
+    query_ptr,
+    output_stride,
+    query_stride,
+    scale_log2,
+    query,
+    keys,
+    values,
+    key_full,
+    key_empty,
+    value_full,
+    value_empty,
+    mail,
+    mail_full,
+    mail_empty,
+    GROUP_INDEX: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUERY_TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Take letters until the last; compute 64 of a tile's rows each time."""
+    dtype: gl.constexpr = keys.dtype
+    TILE: gl.constexpr = keys.shape[1]
+    HEAD_DIM: gl.constexpr = keys.shape[2]
+    ROWS: gl.constexpr = query.shape[0]
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+
+    tile_rows = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, copy_layout))
+    token_in_tile = tile_rows // GROUP
+    head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    score_tokens = (GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout))) // GROUP
+    key_places = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile_layout))
+    empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
+
+    read = 0
+    letter = 0
+    is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(
+        mail, mail_full, mail_empty, letter
+    )
+    while is_work != 0:
+        tokens = first_token + token_in_tile
+        is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
+        token_places = (query_start + tokens).to(gl.int64)[:, None]
+        head_start = head * (GROUP * HEAD_DIM)
+        query_places = query_ptr + (token_places * query_stride + (head_start + head_places))
+        query.store(gl.load(query_places, mask=is_query[:, None], other=0.0))
+        fence_async_shared()
+
+        positions = length - query_count + first_token + score_tokens
+        first_position = length - query_count + first_token + (GROUP_INDEX * ROWS) // GROUP
+        tile_count = (key_end + (TILE - 1)) // TILE
+        last_tile = tile_count - 1
+        full_count = gl.minimum((first_position + 1) // TILE, last_tile)
+
+        # The tile on the diagonal has no values of an earlier one to go with.
+        stage = read % STAGES
+        mbarrier.wait(key_full.index(stage), (read // STAGES) & 1)
+        scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), empty, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        mbarrier.arrive(key_empty.index(stage), count=1)
+        if tile_count * TILE > length:
+            # Past the row's end the copied blocks may hold anything; both groups write the same zeros there.
+            mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
+            value = values.index(stage).load(tile_layout)
+            is_token = last_tile * TILE + key_places < length
+            values.index(stage).store(gl.where(is_token[:, None], value, gl.zeros_like(value)))
+            fence_async_shared()
+        maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout))
+        normaliser = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, score_layout))
+        accumulator = gl.zeros([ROWS, HEAD_DIM], gl.float32, value_layout)
+        new_probabilities, maximum, normaliser, shrink = _softmax(
+            scores, maximum, normaliser, positions, last_tile * TILE, scale_log2, True, score_layout
+        )
+        probabilities = gl.convert_layout(new_probabilities.to(dtype), operand)
+
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
+            keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
+            True, STAGES, score_layout, value_layout,
+        )  # fmt: skip
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            full_count, 0, read, probabilities, accumulator, maximum, normaliser, query, positions,
+            keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
+            False, STAGES, score_layout, value_layout,
+        )  # fmt: skip
+
+        stage = read % STAGES
+        mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
+        accumulator = warpgroup_mma(probabilities, values.index(stage), accumulator, is_async=True)
+        accumulator, probabilities = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, probabilities))
+        mbarrier.arrive(value_empty.index(stage), count=1)
+        read += 1
+
+        normaliser = gl.convert_layout(normaliser, gl.SliceLayout(1, value_layout))
+        result = accumulator / normaliser[:, None]
+        query.store(result.to(dtype))
+        output_places = output_ptr + (token_places * output_stride + (head_start + head_places))
+        gl.store(output_places, query.load(copy_layout), mask=is_query[:, None])
+
+        letter += 1
+        is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(
+            mail, mail_full, mail_empty, letter
+        )
+
+
+@gluon.jit
+def _hopper_kernel(
+    output_ptr,
+    query_ptr,
+    key_desc,
+    value_desc,
+    tables_ptr,
+    slots_ptr,
+    lengths_ptr,
+    starts_ptr,
+    decode_rows_ptr,
+    counters_ptr,
+    max_rows,
+    token_count,
+    output_stride,
+    query_stride,
+    table_stride,
+    scale_log2,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HAS_DECODE_ROWS: gl.constexpr,
+    QUERY_TILE: gl.constexpr,
+    KEY_TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROWS_TILE: gl.constexpr,
+    TOKEN_TILE: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+):
+    dtype: gl.constexpr = output_ptr.dtype.element_ty
+    HALVES: gl.constexpr = HEAD_DIM // 64
+    PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    first_row = 0
+    if HAS_DECODE_ROWS:
+        first_row = gl.load(decode_rows_ptr)
+
+    query = gl.allocate_shared_memory(dtype, [2, 64, HEAD_DIM], shared)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, HEAD_DIM], shared)
+    values = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, HEAD_DIM], shared)
+    mail = gl.allocate_shared_memory(gl.int32, [MAIL_SLOTS, MAIL_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    mail_full = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(key_full.index(stage), count=1)
+        mbarrier.init(key_empty.index(stage), count=2)
+        mbarrier.init(value_full.index(stage), count=1)
+        mbarrier.init(value_empty.index(stage), count=2)
+    for slot in gl.static_range(MAIL_SLOTS):
+        mbarrier.init(mail_full.index(slot), count=1)
+        mbarrier.init(mail_empty.index(slot), count=2)
+    # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
+    key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
+    value_pages = values._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
+
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, query.index(0), keys, values,
+                    key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
+                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, query.index(1), keys, values,
+                    key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
+                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
+                    max_rows, table_stride, key_pages, value_pages, key_full, key_empty, value_full, value_empty,
+                    mail, mail_full, mail_empty,
+                    KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE,
+                ),
+            ),
+        ],
+        [4, 1],
+        [COMPUTE_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
+    _zero_unowned(
+        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+        KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _zero_unowned(
+    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
+):  # fmt: skip
+    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    places = gl.arange(0, TOKEN_TILE, layout=line)
+    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
+    for row in range(first_row + program, max_rows, programs):
+        if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
+            for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
+                token_ptr = output_ptr + token.to(gl.int64) * output_stride
+                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+    for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
+        token_ptr = output_ptr + token.to(gl.int64) * output_stride
+        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+
+
+@cache
+def _shared_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def _descriptor(cache_tensor: torch.Tensor) -> TensorDescriptor:
+    """Boxes of one block of one K/V head and 64 columns; the encoded map travels by value with the launch."""
+    block_size, head_dim = cache_tensor.shape[2:]
+    lines = cache_tensor.view(-1, head_dim)
+    return TensorDescriptor.from_tensor(lines, [block_size, 64], _shared_layout())
+
+
+def launch(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    counters: torch.Tensor,
+    decode_row_count: torch.Tensor | None,
+    shape: HeadShape,
+    program_count: int,
+    rows_tile: int,
+    scale_log2: float,
+) -> None:
+    """Launch on arguments that `prefill_attention` has checked."""
+    _hopper_kernel[(program_count,)](
+        output,
+        query,
+        _descriptor(key_cache),
+        _descriptor(value_cache),
+        block_tables,
+        row_slots,
+        context_lengths,
+        query_starts,
+        decode_row_count,
+        counters,
+        row_slots.shape[0],
+        query.shape[0],
+        output.stride(0),
+        query.stride(0),
+        block_tables.stride(0),
+        scale_log2,
+        KV_HEADS=shape.kv_heads,
+        GROUP=shape.group,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_SIZE=shape.block_size,
+        HAS_DECODE_ROWS=decode_row_count is not None,
+        QUERY_TILE=TILE_ROWS // shape.group,
+        KEY_TILE=KEY_TILE,
+        STAGES=STAGE_COUNT,
+        ROWS_TILE=rows_tile,
+        TOKEN_TILE=max(1024, triton.next_power_of_2(shape.query_heads * shape.head_dim)),
+        COMPUTE_REGISTERS=232,
+        COPY_REGISTERS=40,
+        num_warps=4,
+    )

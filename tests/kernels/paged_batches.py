@@ -1,0 +1,127 @@
+"""Paged batches for the attention tests: shuffled blocks, and NaN wherever no kernel may look."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+# On a CPU the kernels run in the interpreter, which computes bf16 products wrongly; on a GPU they run as they are.
+DEVICES = [
+    pytest.param(("cpu", torch.float32), id="cpu-float32"),
+    pytest.param(("cpu", torch.float16), id="cpu-float16"),
+    pytest.param(("cuda", torch.bfloat16), id="cuda-bfloat16", marks=pytest.mark.gpu),
+]
+MULTIPROCESSORS = 3  # of the plans in the interpreter: few programs, so that pieces are cut in every way
+
+
+def skip_unless_here(device: str) -> None:
+    """Without a GPU only the interpreter's cases run, with one only the GPU's."""
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != here:
+        pytest.skip(f"kernels run on {here} here")
+
+
+@dataclass
+class PagedBatch:
+    """Inputs of both attention operations (layouts: kernels/paged_kv.py)."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    row_slots: torch.Tensor
+    context_lengths: torch.Tensor
+    query_starts: torch.Tensor
+
+    @property
+    def decode_inputs(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.row_slots,
+            self.context_lengths,
+        )
+
+    @property
+    def prefill_inputs(self) -> tuple[torch.Tensor, ...]:
+        return (*self.decode_inputs, self.query_starts)
+
+
+def make_batch(
+    rows: list[tuple[int, int]],
+    device: str,
+    dtype: torch.dtype,
+    *,
+    query_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 16,
+    padding: tuple[int, ...] = (),
+    spare_tokens: int = 0,
+    seed: int = 0,
+) -> PagedBatch:
+    """A batch with one row for each (query tokens, context length); rows named in `padding` get slot -1.
+
+    Blocks are handed out in random order; table entries past a row's last block point outside the cache; every cache
+    position that no row owns is NaN; queries of padding rows and of the `spare_tokens` past the last row are NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    block_counts = [-(-length // block_size) for _, length in rows]
+    total = sum(block_counts) + 3
+    order = torch.randperm(total, generator=generator)
+    slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
+    tables = torch.full((len(rows) + 2, max([*block_counts, 1]) + 1), 2**31 - 1, dtype=torch.int32)
+    caches = [torch.full((total, kv_heads, block_size, head_dim), float("nan")) for _ in range(2)]
+    used = 0
+    for row, (_, length) in enumerate(rows):
+        blocks = order[used : used + block_counts[row]]
+        used += block_counts[row]
+        tables[slots[row], : len(blocks)] = blocks.int()
+        if row in padding:
+            continue
+        for cache in caches:
+            tokens = torch.full((kv_heads, len(blocks) * block_size, head_dim), float("nan"))
+            tokens[:, :length] = torch.randn(kv_heads, length, head_dim, generator=generator)
+            cache[blocks] = tokens.view(kv_heads, len(blocks), block_size, head_dim).transpose(0, 1)
+    starts = torch.tensor([0, *(count for count, _ in rows)]).cumsum(0)
+    query = torch.randn(int(starts[-1]) + spare_tokens, query_heads, head_dim, generator=generator)
+    query[int(starts[-1]) :] = float("nan")
+    for row in padding:
+        query[starts[row] : starts[row + 1]] = float("nan")
+        slots[row] = -1
+    return PagedBatch(
+        query.to(device, dtype),
+        *(cache.to(device, dtype) for cache in caches),
+        tables.to(device),
+        slots.int().to(device),
+        torch.tensor([length for _, length in rows], dtype=torch.int32, device=device),
+        starts.int().to(device),
+    )
+
+
+def room_for(batches: list[PagedBatch]) -> PagedBatch:
+    """Zeroed tensors large enough to hold any of the batches, for a graph to be captured on."""
+    pairs = zip(*(batch.prefill_inputs for batch in batches), strict=True)
+    return PagedBatch(*(tensors[0].new_zeros(_largest_shape(tensors)) for tensors in pairs))
+
+
+def put(batch: PagedBatch, room: PagedBatch) -> None:
+    """Copy a batch into the leading part of each of the room's tensors."""
+    for target, source in zip(room.prefill_inputs, batch.prefill_inputs, strict=True):
+        target[tuple(slice(0, size) for size in source.shape)].copy_(source)
+
+
+def _largest_shape(tensors: tuple[torch.Tensor, ...]) -> list[int]:
+    return [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+
+
+def assert_as_exact_as_torch(
+    result: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor, factor: float
+) -> None:
+    """The error against float64 is at most `factor` times that of the same computation in torch in the same dtype."""
+    assert torch.isfinite(result).all(), "the result holds NaN or infinity"
+    scale = exact.norm() + 1e-30
+    error, allowed = ((tensor.double() - exact).norm() / scale for tensor in (result, same_dtype))
+    assert error <= factor * allowed + 1e-7, f"relative error {error:.3g}, torch in the same dtype {allowed:.3g}"
