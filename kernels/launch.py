@@ -1,4 +1,5 @@
-"""How the kernels of this package are launched: on a GPU or in Triton's interpreter, and early where the card allows it.
+"""How the kernels of this package are launched: on a GPU or in Triton's interpreter, and early where the card allows
+it.
 
 Programmatic dependent launch (Hopper and later) lets a kernel's programs start while the kernel before it still runs.
 Three rules make that safe, and every kernel here keeps them:
@@ -70,7 +71,7 @@ def prefetch_share(upcoming: torch.Tensor | None, program_count: int) -> tuple[i
 
 @triton.jit
 def prefetch(upcoming, line_count, LINES: tl.constexpr, PDL: tl.constexpr):
-    """Ask for this program's `LINES` of the first `line_count` lines at `upcoming`; reads nothing, waits for nothing."""
+    """Ask for this program's `LINES` of the first `line_count` lines at `upcoming`; waits for nothing."""
     if PDL and LINES > 0:
         SPAN: tl.constexpr = triton.next_power_of_2(LINES)
         program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)

@@ -13,26 +13,28 @@ For a row with slot s, raw logits l and known length p (the position that its to
     top-p         keep v >= the largest t whose kept v >= t hold at least top_p of the kept mass
     choice        argmax of v + gumbel(seed, p, id) over what is kept (`kernels.noise`); lowest id among equals
 
-Logprobs are those of the raw logits. A row whose largest v is not finite (a NaN anywhere, or nothing left to choose) yields
--1, so that its request can be failed; a row without a sample (padding, or a chunk that is not a prompt's last) yields -2.
-The chosen id goes to `out_ids` for the host, and on the device to slot_token_ids[s, p], whose known length grows by one.
+Logprobs are those of the raw logits. A row whose largest v is not finite (a NaN anywhere, or nothing left to choose)
+yields -1, so that its request can be failed; a row without a sample (padding, or a chunk that is not a prompt's last)
+yields -2. The chosen id goes to `out_ids` for the host, and on the device to slot_token_ids[s, p], whose known length
+grows by one.
 
-How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation needs
-only each chunk's best score. Otherwise each piece of 256 leaves its maximum; from these `_choose_kernel` finds a bound below
-which no kept id can lie (the k-th largest piece maximum for top-k), gathers the few candidates above it, and finds the exact
-thresholds among them by a five-way search over the ordered bits of the floats. Mass is summed in 64-bit integers, so the
-result does not depend on the order of the candidates. When a bound cannot be had, or the candidates are too many or too
-light, the search runs over the whole row: slower, and as exact. The last program of a row to finish makes the choice.
+How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation
+needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum; from these `_choose_kernel` finds a
+bound below which no kept id can lie (the k-th largest piece maximum for top-k), gathers the few candidates above it,
+and finds the exact thresholds among them by a five-way search over the ordered bits of the floats. Mass is summed in
+64-bit integers, so the result does not depend on the order of the candidates. When a bound cannot be had, or the
+candidates are too many or too light, the search runs over the whole row: slower, and as exact. The last program of a
+row to finish makes the choice.
 
-| tensor        | axes              | dtype             | notes                                                      |
-|---------------|-------------------|-------------------|------------------------------------------------------------|
-| logits        | [R, V]            | float32, bfloat16, float16 | last axis 1; only the first `vocabulary` ids can be chosen |
-| row_slots     | [R]               | int32             | -1: padding                                                |
-| sample_rows   | [R]               | int32             | -1: the row yields no token                                |
-| out_ids       | [R]               | int32             |                                                            |
-| out_logprobs  | [R]               | float32           | of the chosen id; NaN where not asked for                  |
-| out_ranks     | [R]               | int32             | of the chosen id among the raw logits, 1: the largest; where asked for |
-| top_ids, top_logprobs | [R, n]    | int32, float32    | the n largest where asked for, else untouched              |
+| tensor        | axes   | dtype          | notes                                                              |
+|---------------|--------|----------------|--------------------------------------------------------------------|
+| logits        | [R, V] | any float      | last axis 1; only the first `vocabulary` ids can be chosen         |
+| row_slots     | [R]    | int32          | -1: padding                                                        |
+| sample_rows   | [R]    | int32          | -1: the row yields no token                                        |
+| out_ids       | [R]    | int32          |                                                                    |
+| out_logprobs  | [R]    | float32        | of the chosen id; NaN where not asked for                          |
+| out_ranks     | [R]    | int32          | of the chosen id among the raw logits, 1: the largest; where asked |
+| top_ids, top_logprobs | [R, n] | int32, float32 | the n largest where asked for, else untouched              |
 """
 
 from dataclasses import dataclass
@@ -176,7 +178,7 @@ def _scan_kernel(
         known = tl.load(known_lengths + slot)
         # 2. Load, and note a NaN: reductions would lose it.
         raw = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-        has_nan = tl.max(tl.max((raw != raw).to(tl.int32), axis=1), axis=0) > 0
+        has_nan = tl.max(tl.max((raw != raw).to(tl.int32), axis=1), axis=0) > 0  # noqa: PLR0124
         at = row * CHUNKS + chunk
         at_piece = at * PIECES + piece
         # 3. For logprobs: maxima and mass of the raw logits.
@@ -205,8 +207,8 @@ def _scan_kernel(
 
 
 @triton.jit
-def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride,
-                    VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
+                    top_logprobs, top_stride, VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
                     CHUNK_TILE: tl.constexpr, PIECE_TILE: tl.constexpr):  # fmt: skip
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
     PIECES: tl.constexpr = CHUNK // PIECE
@@ -266,12 +268,12 @@ def _choose_kernel(
         known = tl.load(known_lengths + slot)
         chunk = tl.arange(0, CHUNK_TILE)
         scores = tl.load(work[0] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-        has_nan = tl.max((scores != scores).to(tl.int32), axis=0) > 0
+        has_nan = tl.max((scores != scores).to(tl.int32), axis=0) > 0  # noqa: PLR0124
         top = tl.max(scores, axis=0)
         valid = (has_nan == 0) & (top > float("-inf")) & (top < float("inf"))
         mine = gatherer == 0
         chosen = 0
-        # 2. A row without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
+        # 2. Without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
         if valid:
             if is_truncated(slot, settings, VOCABULARY):
                 piece = tl.arange(0, PIECE_TILE)
@@ -290,8 +292,8 @@ def _choose_kernel(
                     alone = (top_k <= 0) | (top_k >= VOCABULARY)
                     alone = alone & (tl.load(settings[0] + slot * 8 + 2) <= 0)
                     row_mass = tl.where(alone, tl.sum(sums * tl.exp(scores - top), axis=0), 0.0)
-                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                                               top, pivot, row_mass, CHUNKS, CHUNK)  # fmt: skip
+                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
+                                              VOCABULARY, top, pivot, row_mass, CHUNKS, CHUNK)  # fmt: skip
                     tl.debug_barrier()
                     tl.store(work[8] + row * 2, 0)
                     tl.store(work[8] + row * 2 + 1, 0)
@@ -303,8 +305,8 @@ def _choose_kernel(
             tl.store(out_ids + row, tl.where(valid, chosen, -1))
             top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
             if valid & (top_count >= 0):
-                _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids, top_logprobs,
-                                top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
+                _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
+                                top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
             count_row = tl.load(settings[1] + slot * 16 + 2)

@@ -7,19 +7,21 @@
               | SiLU(y[:, :N/2]) * y[:, N/2:]                    with silu_mul
 
 At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it:
-`_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
-row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Which one, and
-with what tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
+`_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies
+one row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Which
+one, and with what tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does
+faster goes there.
 
-| tensor      | axes                           | dtype                        | notes                                   |
-|-------------|--------------------------------|------------------------------|-----------------------------------------|
-| x           | [M, K]                         | bfloat16, float16 or float32 | last axis 1                             |
-| weight      | [N, K]                         | as x                         | last axis 1                             |
-| norm_weight | [K]                            | any of the three             |                                         |
-| residual    | [M, N]                         | as out                       | last axis 1                             |
-| out         | [M, N], or [M, N/2] (silu_mul) | any of the three             | last axis 1                             |
+| tensor      | axes                           | dtype     | strides     |
+|-------------|--------------------------------|-----------|-------------|
+| x           | [M, K]                         | any float | last axis 1 |
+| weight      | [N, K]                         | as x      | last axis 1 |
+| norm_weight | [K]                            | any float | 1           |
+| residual    | [M, N]                         | as out    | last axis 1 |
+| out         | [M, N], or [M, N/2] (silu_mul) | any float | last axis 1 |
 
-Every row is independent, so padding rows hold anything. M may be 0; above 64 rows the library is called.
+"Any float" is bfloat16, float16 or float32. Every row is independent, so padding rows hold anything. M may be 0; above
+64 rows the library is called.
 """
 
 from dataclasses import dataclass, field
@@ -370,10 +372,11 @@ def skinny_linear(
 ) -> None:
     """Write norm(x) W^T, plus the residual or through SiLU * up, to `out`. Shapes: the module's table.
 
-    `upcoming` is the weight that a kernel soon after this one reads: a contiguous tensor that no kernel writes. Its first
-    16 MiB are brought into the level-2 cache meanwhile.
+    `upcoming` is the weight that a kernel soon after this one reads: a contiguous tensor that no kernel writes. Its
+    first 16 MiB are brought into the level-2 cache meanwhile.
 
-    Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace that is too small.
+    Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace that is too
+    small.
     """
     _check(x, weight, out, norm_weight, residual, silu_mul)
     rows = x.shape[0]

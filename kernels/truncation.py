@@ -1,9 +1,9 @@
 """The parts of `kernels.sampling` that decide what a row keeps: adjusted logits, and thresholds found without a sort.
 
-The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search: each
-round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach one value.
-The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of `kernels.sampling`,
-whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work` is
+The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
+each round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach
+one value. The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of
+`kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work` is
 `SamplingWorkspace.tensors`, both in the order given there.
 """
 
@@ -186,8 +186,8 @@ def truncated_choice(count, row, logits, logits_stride, work, slot, known, setti
     gathered = (pivot > float("-inf")) & (count <= CHUNK)
     tiles = tl.where(gathered, 1, CHUNKS)
     start = tl.where(gathered, pivot, floor)
-    low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                             top, start, row_mass, CHUNK)  # fmt: skip
+    low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                             VOCABULARY, top, start, row_mass, CHUNK)  # fmt: skip
     if not enough:
         gathered = False
         tiles = CHUNKS
@@ -234,8 +234,8 @@ def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCAB
 def pivot_of(maxima, top, slot, settings, VOCABULARY, PIECE_COUNT):
     """A value that no kept id lies below, from the pieces' maxima; -inf where none can be told.
 
-    At least k values reach the k-th largest piece maximum. With top-p alone any bound is a guess that `_threshold` checks:
-    here the value that nine tenths of the pieces reach.
+    At least k values reach the k-th largest piece maximum. With top-p alone any bound is a guess that `_threshold`
+    checks: here the value that nine tenths of the pieces reach.
     """
     top_k = tl.load(settings[1] + slot * 16)
     min_p = tl.load(settings[0] + slot * 8 + 2)

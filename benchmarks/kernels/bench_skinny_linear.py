@@ -2,8 +2,8 @@
 
 python -m benchmarks.kernels.bench_skinny_linear --output benchmarks/results/skinny_linear.jsonl
 
-`layers`: the four fused products of every layer, each with its own weights; `lm_head`: the last one. The library's figure
-is the same chain through its product and this package's norm, activation and residual kernels.
+`layers`: the four fused products of every layer, each with its own weights; `lm_head`: the last one. The library's
+figure is the same chain through its product and this package's norm, activation and residual kernels.
 """
 
 from collections.abc import Callable, Iterator

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.tune_skinny_linear [--models qwen3-0.6b,llama-3.1-8b] [--rows 1,2,...] [--table FILE]
 
-Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then timed
-one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
+Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then
+timed one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
 reference before it is timed. The entries of this card and dtype are replaced, all others are kept.
 """
 
@@ -142,6 +142,12 @@ def is_right(plan: LinearPlan, workspace: Workspace, arguments: dict) -> bool:
     return bool(error < 1e-2)
 
 
+def short_name(plan: LinearPlan) -> str:
+    """A plan in a few letters, for the printed table."""
+    flags = "h" * plan.held + "a" * plan.norm_apart
+    return f"{plan.kernel[0]}{plan.block_n}x{plan.block_k}w{plan.num_warps}s{plan.num_stages}k{plan.split_k}{flags}"
+
+
 def tune(shape: LinearShape, rows: int, workspace: Workspace) -> dict:
     """Time all candidates; returns the table's entry for the fastest."""
     copies = [
@@ -163,10 +169,7 @@ def tune(shape: LinearShape, rows: int, workspace: Workspace) -> dict:
     timed.sort(key=lambda item: item[0])
     best_us, best = timed[0]
     library_us = next(us for us, plan in timed if plan == LIBRARY)
-    runners_up = "  ".join(
-        f"{us:.2f}:{p.kernel[0]}{p.block_n}x{p.block_k}w{p.num_warps}s{p.num_stages}k{p.split_k}{'h' * p.held}{'a' * p.norm_apart}"
-        for us, p in timed[:4]
-    )
+    runners_up = "  ".join(f"{us:.2f}:{short_name(plan)}" for us, plan in timed[:4])
     print(f"{shape.name:8} rows {rows:3} best {best_us:7.2f} us {shape.weight_bytes / best_us / 1e6:5.2f} TB/s  "
           f"library {library_us:7.2f}  {runners_up}", flush=True)  # fmt: skip
     return {"plan": asdict(best), "us": round(best_us, 2), "library_us": round(library_us, 2)}

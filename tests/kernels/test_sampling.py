@@ -331,8 +331,8 @@ def test_replay_goes_on_from_the_state():
     got = [captured.launch(logits)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample(logits, captured.row_slots, captured.sample_rows, captured.known, captured.slot_token_ids, captured.state,
-               captured.workspace, captured.out, 5000)  # fmt: skip
+        sample(logits, captured.row_slots, captured.sample_rows, captured.known, captured.slot_token_ids,
+               captured.state, captured.workspace, captured.out, 5000)  # fmt: skip
     for _ in range(3):
         graph.replay()
         got.append(captured.out.ids.tolist())
