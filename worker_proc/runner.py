@@ -192,8 +192,8 @@ class CpuRunner(Runner):
         self._sampler.start(init)
 
     def _fill(self, staged: StagedStep) -> StepInputs:
-        addresses, values = (torch.from_numpy(staged.buffer[part]) for part in staged.write_parts)
-        self.memory.apply(addresses, values)
+        if staged.write_count:
+            self.memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
         inputs = self._inputs.bucket(staged.row_count, staged.token_count)
         fill_inputs(staged.buffer, staged.layout, self.memory.state, inputs, self._cache.block_size)
         return inputs
