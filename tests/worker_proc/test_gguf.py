@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from common.errors import ConfigError
 from tests.support import tiny
@@ -16,8 +17,8 @@ from tests.support.paged import PagedSequences
 from worker_proc.fetch_model import fetch_model
 from worker_proc.loader import load_model
 from worker_proc.loader.convert import convert_gguf
-from worker_proc.loader.gguf_file import deinterleave_rotary_pairs, hugging_face_name
-from worker_proc.loader.gguf_tokenizer import merges_from_scores
+from worker_proc.loader.gguf_file import GgufFile, deinterleave_rotary_pairs, hugging_face_name
+from worker_proc.loader.gguf_tokenizer import SPLIT_PATTERNS, make_tokenizer, merges_from_scores
 from worker_proc.model_config import read_model_config
 
 CPU = torch.device("cpu")
@@ -158,6 +159,45 @@ def test_frequency_factors_become_rope_parameters(tmp_path):
 def test_rotary_pairs_come_back():
     rows = np.arange(24 * 5).reshape(24, 5)
     assert (deinterleave_rotary_pairs(interleave_rotary_pairs(rows, 3), 3) == rows).all()
+
+
+def test_qwen_text_is_split_as_transformers_splits_it():
+    assert SPLIT_PATTERNS["qwen2"] == PRETOKENIZE_REGEX
+
+
+def test_sentence_piece_file_becomes_a_tokenizer(tmp_path):
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "s",
+        "e",
+        "a",
+        "ea",
+        "▁s",
+        "▁sea",
+    ]
+    path = tmp_path / "llama.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([0.0] * 259 + [-float(index) for index in range(7, 0, -1)])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 7)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    tokenizer = make_tokenizer(GgufFile(path))
+    assert tokenizer.encode("sea sea").tokens == ["<s>", "▁sea", "▁sea"]
+    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("sea é</s>").ids) == "sea é"
 
 
 def test_sentence_piece_merges_prefer_the_best_score():
