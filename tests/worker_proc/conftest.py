@@ -9,12 +9,6 @@ import pytest
 import torch
 import transformers
 
-from kernels import interpreter
-
-if not torch.cuda.is_available():
-    interpreter.enable()
-torch.set_num_threads(1)  # tiny models: more threads only wait for one another
-
 from common.config import StepLimits
 from common.messages import (
     SlotInit,
@@ -25,9 +19,13 @@ from common.messages import (
     decode_for_worker,
     decode_from_worker,
 )
+from kernels import interpreter
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
 from worker_proc.runner import CpuRunner
+
+if not torch.cuda.is_available():
+    interpreter.enable()
 
 TINY = {
     "vocab_size": 131,
