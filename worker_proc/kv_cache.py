@@ -141,14 +141,22 @@ class KVCache:
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to host blocks, in stream order; pairs are (device block, host block)."""
         for cache, host in zip(self.tensors(), self._host, strict=True):
-            for block, host_block in pairs:
-                host[host_block].copy_(cache[block], non_blocking=True)
+            _copy_blocks(cache, host, pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
         for cache, host in zip(self.tensors(), self._host, strict=True):
-            for host_block, block in pairs:
-                cache[block].copy_(host[host_block], non_blocking=True)
+            _copy_blocks(host, cache, pairs)
+
+
+def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks between tensors, each (from, to); one by one where that crosses to or from a GPU."""
+    if source.device == target.device:
+        froms, tos = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        target.index_copy_(0, tos, source[froms])
+        return
+    for from_block, to_block in pairs:
+        target[to_block].copy_(source[from_block], non_blocking=True)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Runner(ABC):
         self, model: LlamaForCausalLM, cache: KVCache, limits: StepLimits, memory: SlotMemory, mirror: SlotMirror
     ) -> None:
         self.memory, self.mirror = memory, mirror
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._limits = model, cache, limits
         self._stager = StepStager(memory, mirror)
         self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, memory.device)
 
@@ -115,6 +115,10 @@ class Runner(ABC):
             writes.add_slot(init)
             self._start_slot(init, writes)
         staged = self._stager.stage(plan, writes)
+        limit = self._limits.max_num_batched_tokens
+        assert staged.token_count <= limit, (
+            f"step {plan.step_id} computes {staged.token_count} tokens, more than {limit}"
+        )
         return self._fill(staged), staged
 
     def _compute(self, inputs: StepInputs, staged: StagedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:

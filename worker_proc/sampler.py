@@ -8,6 +8,8 @@ to the likeliest), `top_k`, `top_p` (of what the others left). Then the token wi
 Gumbel noise is taken, which draws from their softmax (Gumbel 1954; Maddison et al. 2014).
 """
 
+import functools
+
 import numpy as np
 
 from common.messages import SlotInit, SlotSampling
@@ -90,7 +92,7 @@ def choose(logits: np.ndarray, sampling: SlotSampling, position: int) -> int:
         return best
     threshold = keep_threshold(logits, float(logits[best]), sampling)
     if threshold == -np.inf:
-        token_ids, scores = np.arange(len(logits), dtype=np.uint32), logits.copy()
+        token_ids, scores = _all_ids(len(logits)), logits.copy()
     else:
         token_ids = np.flatnonzero(logits >= threshold).astype(np.uint32)
         scores = logits[token_ids]
@@ -128,6 +130,12 @@ def _top_p_threshold(logits: np.ndarray, greatest: float, sampling: SlotSampling
         cumulative = np.cumsum(weights(descending), dtype=np.float64)
     last = int(np.searchsorted(cumulative, target))
     return float(descending[min(last, len(descending) - 1)])
+
+
+@functools.cache
+def _all_ids(count: int) -> np.ndarray:
+    """uint32 [count]; not to be changed."""
+    return np.arange(count, dtype=np.uint32)
 
 
 def _likeliest(logits: np.ndarray, count: int) -> np.ndarray:
