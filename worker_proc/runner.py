@@ -63,7 +63,8 @@ class Runner(ABC):
 
     def warm_up(self) -> None:
         """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""
-        count = max(1, self._cache.block_size - 1)
+        room = min(self._cache.block_size - 1, self.memory.token_capacity - 2, self._limits.max_num_batched_tokens)
+        count = max(1, room)
         init = SlotInit(
             slot=0, token_ids=array("i", [0] * count), prompt_count=count, computed_count=0, block_ids=array("i", [0]),
             sampling=SlotSampling(),
@@ -115,10 +116,8 @@ class Runner(ABC):
             writes.add_slot(init)
             self._start_slot(init, writes)
         staged = self._stager.stage(plan, writes)
-        limit = self._limits.max_num_batched_tokens
-        assert staged.token_count <= limit, (
-            f"step {plan.step_id} computes {staged.token_count} tokens, more than {limit}"
-        )
+        count, limit = staged.token_count, self._limits.max_num_batched_tokens
+        assert count <= limit, f"step {plan.step_id} computes {count} tokens, more than {limit}"
         return self._fill(staged), staged
 
     def _compute(self, inputs: StepInputs, staged: StagedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:

@@ -198,7 +198,10 @@ def make_driver():
     With `kernels` it is the GPU's runner, on the CPU in Triton's interpreter.
     """
 
-    def make(folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, kernels=False):
+    def make(
+        folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
+        kernels=False,
+    ):  # fmt: skip
         model = (
             load_model(folder, device=torch.device("cpu"), dtype=torch.float32) if isinstance(folder, Path) else folder
         )
@@ -207,7 +210,7 @@ def make_driver():
             specs, block_size=block_size, block_count=block_count, host_block_count=4, device=torch.device("cpu")
         )
         poison(cache)
-        limits = StepLimits(slot_count, 256)
+        limits = StepLimits(slot_count, token_limit)
         if kernels:
             from worker_proc.cuda_runner import CudaRunner
 
