@@ -86,7 +86,8 @@ def load_engine(config: EngineConfig) -> Engine:
     specs = cache_specs(model_config, dtype, config.cache.kv_cache_dtype)
     parts = RunnerParts(config, model, specs, step_limits(config.scheduler, name), sampled_ids, device)
     size = choose_size(config, parts.limits, specs, parts.model_limit, _available_bytes(parts))
-    runner = parts.make_runner(size.block_count, size.host_block_count, size.max_model_len)
+    with timed("allocated the KV cache"):
+        runner = parts.make_runner(size.block_count, size.host_block_count, size.max_model_len)
     with timed("ran a first forward pass"):
         runner.warm_up()
     return Engine(runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
