@@ -129,7 +129,7 @@ class Planner:
         row.count += count
         sequence.computed_count = row.first + row.count
         needed = -(-sequence.computed_count // self._block_size) - len(sequence.blocks)
-        new = [self._pool.allocate() for _ in range(needed)]
+        new = self._pool.allocate_many(needed)
         sequence.blocks += new
         sequence.capacity = len(sequence.blocks) * self._block_size
         if row.blocks is not None:
