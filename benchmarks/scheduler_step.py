@@ -22,9 +22,8 @@ from benchmarks import records
 from common.messages import StepPlan, StepResult
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.core import SchedulerCore
-from scheduler_proc.prefix_cache import make_prefix_cache
 from scheduler_proc.simulation import simple_request
-from scheduler_proc.state import Limits
+from scheduler_proc.state import Limits, make_prefix_cache
 
 BLOCK_SIZE = 16
 TARGETS = {
@@ -137,7 +136,7 @@ from array import array
 from random import Random
 from scheduler_proc.main import Loop
 from scheduler_proc.block_pool import BlockPool
-from scheduler_proc.prefix_cache import make_prefix_cache
+from scheduler_proc.state import make_prefix_cache
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -175,7 +174,7 @@ def measure(smoke: bool) -> dict[str, object]:
     metrics: dict[str, object] = {}
     for count in (1, 16) if smoke else (1, 16, 256, 1024):
         metrics[f"step_{count}"] = time_step(count, steps)
-    for kind in ("hash",):
+    for kind in ("hash", "radix"):
         metrics[f"lookup_{tokens}_{kind}"] = time_lookup(kind, tokens)
         metrics[f"memory_{kind}"] = measure_memory(kind, blocks)
     return metrics

@@ -1,4 +1,4 @@
-"""Which cached KV blocks hold the start of a prompt: one interface, and its implementation by chained hashes.
+"""Which cached KV blocks hold the start of a prompt: the interface, and its implementation by chained hashes.
 
 Knows tokens and block numbers, but neither requests nor steps: the caller indexes a block only once the plan that
 computes it has been sent. The pool tells when a cached block is given up.
@@ -47,20 +47,23 @@ class Chain:
         keys: uint64, one per full block so far.
         indexed_count: blocks that have been offered to the index.
         parent: the number of the last indexed block's entry (the root before the first).
+        last_block: the block of that entry; -1 before the first.
     """
 
-    __slots__ = ("indexed_count", "keys", "parent", "root")
+    __slots__ = ("indexed_count", "keys", "last_block", "parent", "root")
 
     def __init__(self, root: int) -> None:
         self.root = root
         self.keys: array[int] = array("Q")
         self.indexed_count = 0
         self.parent = root
+        self.last_block = -1
 
     def rewind(self) -> None:
         """The sequence has no blocks any more; its keys stay."""
         self.indexed_count = 0
         self.parent = self.root
+        self.last_block = -1
 
 
 class PrefixCache(Protocol):
@@ -74,6 +77,9 @@ class PrefixCache(Protocol):
 
     def insert(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
         """Index the sequence's full blocks among its first `token_count` tokens; the plans for them have been sent."""
+
+    def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
+        """Index the partly filled last block of a sequence that ends, if this cache finds such."""
 
     def flush(self) -> None:
         """Forget what no sequence holds."""
@@ -94,6 +100,9 @@ class NoPrefixCache:
         return NO_MATCH
 
     def insert(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
+        """Nothing happens."""
+
+    def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
         """Nothing happens."""
 
     def flush(self) -> None:
@@ -191,6 +200,9 @@ class HashPrefixCache:
         chain.parent = parent
         chain.indexed_count = full_count
 
+    def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
+        """Nothing: only whole blocks have a key."""
+
     def flush(self) -> None:
         """Forget what no sequence holds."""
         for block in self._pool.cached_blocks():
@@ -262,11 +274,3 @@ def root_number(namespace: str) -> int:
     """
     digest = hashlib.blake2b(namespace.encode(), digest_size=8).digest()
     return -1 - (int.from_bytes(digest, "little") >> 1)
-
-
-def make_prefix_cache(kind: str, pool: BlockPool, block_size: int) -> PrefixCache:
-    """The implementation that `--prefix-cache` names: `hash` or `off`."""
-    if kind == "hash":
-        return HashPrefixCache(pool, block_size)
-    assert kind == "off", f"unknown prefix cache {kind!r}"
-    return NoPrefixCache()

@@ -9,8 +9,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from scheduler_proc.block_pool import BlockPool
-from scheduler_proc.prefix_cache import make_prefix_cache
+from scheduler_proc.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
 from scheduler_proc.queues import make_waiting_queue
+from scheduler_proc.radix_cache import RadixPrefixCache
 from scheduler_proc.sequence import Request, Sequence, Status
 
 
@@ -185,6 +186,7 @@ class State:
         if sequence.blocks:
             known = min(sequence.computed_count, len(sequence.tokens))
             self.cache.insert(sequence.chain, sequence.tokens, sequence.blocks, known)
+            self.cache.insert_tail(sequence.chain, sequence.tokens, sequence.blocks, known)
 
     def check(self) -> None:
         """Recount blocks, slots and sequences.
@@ -232,6 +234,18 @@ class State:
                 f"{where}: {len(s.tokens)}, {s.planned_len}, {s.max_len}"
             )
             assert s.computed_count <= s.planned_len, f"{where}: {s.computed_count} computed of {s.planned_len}"
+
+
+def make_prefix_cache(kind: str, pool: BlockPool, block_size: int) -> PrefixCache:
+    """The implementation that `--prefix-cache` names: `hash`, `radix` or `off`."""
+    match kind:
+        case "hash":
+            return HashPrefixCache(pool, block_size)
+        case "radix":
+            return RadixPrefixCache(pool, block_size)
+        case "off":
+            return NoPrefixCache()
+    raise ValueError(f"unknown prefix cache {kind!r}")
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:

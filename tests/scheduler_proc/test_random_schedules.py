@@ -46,7 +46,7 @@ class Schedule:
             block_size=BLOCK_SIZE,
             block_count=pick((3, 6, 10, 20, 60)),
             run_ahead=pick((0, 1, 2)),
-            prefix_cache=pick(("hash", "hash", "off")),
+            prefix_cache=pick(("hash", "hash", "radix", "radix", "off")),
         )
 
     def run(self) -> None:
