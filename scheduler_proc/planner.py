@@ -21,6 +21,7 @@ from enum import Enum, auto
 from common.messages import StepPlan
 from scheduler_proc.draft import ChunkRow, Draft
 from scheduler_proc.prefix_cache import NO_MATCH, Match
+from scheduler_proc.queues import rank_of
 from scheduler_proc.sequence import Sequence, Status
 from scheduler_proc.state import Flight, State
 
@@ -117,7 +118,7 @@ class Planner:
             unplaced = [s for s in state.decoding + state.prefilling if s.last_step != draft.step_id]
             if len(unplaced) < 2:
                 return False  # it comes first in the next step, and finds the others unplaced
-            victim = max(unplaced, key=_rank)
+            victim = max(unplaced, key=rank_of)
             state.preempt(victim)
             if victim is sequence:
                 return False
@@ -300,7 +301,7 @@ class Planner:
         """Move a sequence that got its slot from its queue to the running ones."""
         state, sequence = self._state, row.sequence
         if sequence.status is Status.WAITING:
-            state.waiting.remove(sequence)
+            state.waiting.start(sequence)
             # what a sample has from another one of its request is no hit
             sequence.cached_count = row.cached_count if sequence.sample_index == 0 else 0
             state.counters.prompt_tokens += sequence.prompt_count
@@ -350,7 +351,7 @@ class Planner:
                 if sequence.planned_len >= sequence.max_len:
                     draft.ending.append(sequence)
         state.decoding += [row.sequence for row in draft.chunks if row.sequence in complete]
-        state.prefilling = sorted((s for s in state.prefilling if s not in complete), key=_rank)
+        state.prefilling = sorted((s for s in state.prefilling if s not in complete), key=rank_of)
 
     def _drain(self, sequence: Sequence) -> None:
         """Its last token is planned: the slot is free for the next step, the blocks once the result is here."""
@@ -364,7 +365,3 @@ def _share(wanted: int, budget: int, others: bool) -> int:
     if wanted <= budget:
         return wanted
     return (budget + 1) // 2 if others else budget
-
-
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank

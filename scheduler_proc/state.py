@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
-from scheduler_proc.queues import make_waiting_queue
+from scheduler_proc.queues import WaitingQueue, insert_by_rank
 from scheduler_proc.radix_cache import RadixPrefixCache
 from scheduler_proc.sequence import Request, Sequence, Status
 
@@ -97,7 +97,7 @@ class State:
         self.pool = BlockPool(limits.block_count)
         self.cache = make_prefix_cache(limits.prefix_cache, self.pool, limits.block_size)
         self.requests: dict[int, Request] = {}
-        self.waiting = make_waiting_queue(limits.policy)
+        self.waiting = WaitingQueue(limits.policy)
         self.preempted: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -127,8 +127,7 @@ class State:
         self.give_back_blocks(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed_count = 0
-        self.preempted.append(sequence)
-        self.preempted.sort(key=_rank)
+        insert_by_rank(self.preempted, sequence)
         self.counters.preemptions += 1
 
     def end(self, sequence: Sequence) -> None:
@@ -246,7 +245,3 @@ def make_prefix_cache(kind: str, pool: BlockPool, block_size: int) -> PrefixCach
         case "off":
             return NoPrefixCache()
     raise ValueError(f"unknown prefix cache {kind!r}")
-
-
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank
