@@ -232,7 +232,7 @@ def shared_frontend(tmp_path_factory):
     running.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def helpers():
     """The classes of this file, for tests that make their own."""
     return SimpleNamespace(MemoryEngine=MemoryEngine, Events=Events)
