@@ -33,6 +33,9 @@ ROWS_LIMIT = 256
 GONE_DELAYS_S = (0.02, 0.5)
 """When to look who is gone after a connection has ended: the socket learns of it a little later than its monitor."""
 
+_FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
+_LAST_FRAME = int(zmq.NOBLOCK)
+
 logger = logging.getLogger(__name__)
 
 
@@ -199,7 +202,8 @@ class ClientServer:
         if client.gone:
             return False
         try:
-            self._socket.send_multipart((client.identity, message), zmq.NOBLOCK)
+            self._socket.send(client.identity, _FIRST_FRAME)
+            self._socket.send(message, _LAST_FRAME)
         except zmq.Again:
             self._drop(client, "it does not read what it is sent")
             return False

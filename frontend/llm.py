@@ -109,6 +109,7 @@ class LLM:
                     start_new_session=True,  # Ctrl-C in this program's terminal is ours to deal with
                 )
             os.close(parent_read_fd)
+            self._process = process
             self._finalizer = weakref.finalize(self, _stop, process, parent_write_fd)
             try:
                 ready = _wait_until_ready(process, ready_file, log_file)

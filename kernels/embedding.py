@@ -8,7 +8,8 @@
 | table     | [V, H] | bfloat16, float16 or float32 | last axis 1 |                                                  |
 | out       | [T, H] | as table                     | last axis 1 |                                                  |
 
-A torch gather here would be the one launch of a decode step that cannot overlap its neighbours, and it wants 64-bit ids.
+A torch gather here would be the one launch of a decode step that cannot overlap its neighbours, and it wants 64-bit
+ids.
 """
 
 from dataclasses import dataclass

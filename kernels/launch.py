@@ -1,4 +1,5 @@
-"""How the kernels of this package are launched: on a GPU or in Triton's interpreter, and early where the card allows it.
+"""How the kernels of this package are launched: on a GPU or in Triton's interpreter, and early where the card allows
+it.
 
 Programmatic dependent launch (Hopper and later) lets a kernel's programs start while the kernel before it still runs.
 Three rules make that safe, and every kernel here keeps them:
@@ -9,6 +10,9 @@ Three rules make that safe, and every kernel here keeps them:
    since that one waited too, everything before it has completed as well.
 
 A launch without the attribute, on another card or in the interpreter, is an ordinary ordered launch of the same code.
+While it waits, a program can also bring into the level-2 cache what a later kernel will read first (`prefetch`): memory
+then works through the gaps between dependent kernels, in which it would be idle.
+
 Called by every module of `kernels`.
 """
 
@@ -51,3 +55,28 @@ def wait_for_inputs(PDL: tl.constexpr):
     """Wait until all earlier kernels have completed and their writes can be read."""
     if PDL:
         gdc_wait()
+
+
+LINE_BYTES = 128
+MAX_PREFETCH_BYTES = 16 << 20  # a part of the level-2 cache that leaves room for what runs meanwhile
+
+
+def prefetch_share(upcoming: torch.Tensor | None, program_count: int) -> tuple[int, int]:
+    """`(lines in all, lines for each program)` of prefetching the first bytes of `upcoming`; zeros for None."""
+    if upcoming is None:
+        return 0, 0
+    line_count = min(upcoming.numel() * upcoming.element_size(), MAX_PREFETCH_BYTES) // LINE_BYTES
+    return line_count, triton.cdiv(line_count, program_count)
+
+
+@triton.jit
+def prefetch(upcoming, line_count, LINES: tl.constexpr, PDL: tl.constexpr):
+    """Ask for this program's `LINES` of the first `line_count` lines at `upcoming`; waits for nothing."""
+    if PDL and LINES > 0:
+        SPAN: tl.constexpr = triton.next_power_of_2(LINES)
+        program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+        line = program * LINES + tl.minimum(tl.arange(0, SPAN), LINES - 1)
+        place = upcoming.to(tl.int64) + tl.minimum(line, line_count - 1).to(tl.int64) * 128
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -5,12 +5,12 @@
     E       = -log(1 - u), by its series for small u              an exponential variable, fine near 0 where it matters
     gumbel  = -log(E)                                             in [-2.9, 22.9]
 
-The token with the largest logit + gumbel is a sample of softmax(logits). There is no generator state: a request's draws do
-not depend on its neighbours, on the batch, or on how often a step is repeated. Called by `kernels.sampling`.
+The token with the largest logit + gumbel is a sample of softmax(logits). There is no generator state: a request's
+draws do not depend on its neighbours, on the batch, or on how often a step is repeated. Called by `kernels.sampling`.
 
-Sources: 1. J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (counter-based generation). 2. C. Wellons,
-"Prospecting for Hash Functions", 2018 (the multipliers of `_mix`). 3. E. Gumbel, 1954; C. Maddison et al., "A* Sampling",
-2014 (the maximum trick).
+Sources: 1. J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (counter-based generation). 2. C.
+Wellons, "Prospecting for Hash Functions", 2018 (the multipliers of `_mix`). 3. E. Gumbel, 1954; C. Maddison et al.,
+"A* Sampling", 2014 (the maximum trick).
 """
 
 import torch
@@ -31,7 +31,7 @@ def _mix_reference(x: torch.Tensor) -> torch.Tensor:
 def noise_bits_reference(seed: torch.Tensor, position: torch.Tensor, token_id: torch.Tensor) -> torch.Tensor:
     """The hash as int64 values below 2^32; the arguments are int64 and broadcast. Only seed's 64 bits matter."""
     low, high = seed & MASK, (seed >> 32) & MASK
-    first = _mix_reference((_mix_reference((position + 0x9E3779B9) & MASK) ^ low))
+    first = _mix_reference(_mix_reference((position + 0x9E3779B9) & MASK) ^ low)
     second = _mix_reference(((first ^ high) + 0x85EBCA6B) & MASK)
     x = _mix_reference((token_id & MASK) ^ second) ^ first
     x = (x * 0x9E3779B1) & MASK

@@ -9,17 +9,18 @@
 Sources: 1. J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (half-split pairing, as
 GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transformers", 2020.
 
-| tensor       | axes                                    | dtype                        | notes                             |
-|--------------|-----------------------------------------|------------------------------|-----------------------------------|
-| qkv          | [T, (hq + 2 hkv) d]                     | bfloat16, float16 or float32 | last axis 1; q heads, k, then v   |
-| q_out        | [T, hq, d]                              | as qkv                       | last axis 1, heads adjacent       |
-| k_cache, v_cache | [block, kv head, position, d]       | any of the three             | last axis 1; 64-bit offsets       |
-| slot_mapping | [T]                                     | int64                        | -1: K and V of this row not stored |
-| positions    | [T]                                     | int32 or int64               | below max_position, also in padding rows |
-| rope_table   | [max_position, r]                       | float32                      | cos in the first r/2 columns, then sin |
-| q_weight, k_weight | [d]                               | any of the three             | both or neither                   |
+| tensor       | axes                              | dtype          | notes                                    |
+|--------------|-----------------------------------|----------------|------------------------------------------|
+| qkv          | [T, (hq + 2 hkv) d]               | any float      | last axis 1; q heads, then k, then v     |
+| q_out        | [T, hq, d]                        | as qkv         | last axis 1, heads adjacent              |
+| k_cache, v_cache | [block, kv head, position, d] | any float      | last axis 1; 64-bit offsets              |
+| slot_mapping | [T]                               | int64          | -1: K and V of this row are not stored   |
+| positions    | [T]                               | int32 or int64 | below max_position, also in padding rows |
+| rope_table   | [max_position, r]                 | float32        | cos in the first r/2 columns, then sin   |
+| q_weight, k_weight | [d]                         | any float      | both or neither                          |
 
-A padding row still writes its q, so its qkv row may hold anything. r is even and at most d; r = 0 applies no rotation.
+"Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
+even and at most d; r = 0 applies no rotation.
 """
 
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def normed_rotated_heads(
     heads, weight, rope_row, eps, offset, column, inside,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads [H, D] at `heads` + `offset`, normed and rotated in float32; `rope_row` points at the position's cosines."""
+    """Heads [H, D] at `heads` + `offset`, normed and rotated in float32; `rope_row`: the position's cosines."""
     x = tl.load(heads + offset, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]

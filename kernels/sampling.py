@@ -13,26 +13,28 @@ For a row with slot s, raw logits l and known length p (the position that its to
     top-p         keep v >= the largest t whose kept v >= t hold at least top_p of the kept mass
     choice        argmax of v + gumbel(seed, p, id) over what is kept (`kernels.noise`); lowest id among equals
 
-Logprobs are those of the raw logits. A row whose largest v is not finite (a NaN anywhere, or nothing left to choose) yields
--1, so that its request can be failed; a row without a sample (padding, or a chunk that is not a prompt's last) yields -2.
-The chosen id goes to `out_ids` for the host, and on the device to slot_token_ids[s, p], whose known length grows by one.
+Logprobs are those of the raw logits. A row whose largest v is not finite (a NaN anywhere, or nothing left to choose)
+yields -1, so that its request can be failed; a row without a sample (padding, or a chunk that is not a prompt's last)
+yields -2. The chosen id goes to `out_ids` for the host, and on the device to slot_token_ids[s, p], whose known length
+grows by one.
 
-How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation needs
-only each chunk's best score. Otherwise each piece of 256 leaves its maximum; from these `_choose_kernel` finds a bound below
-which no kept id can lie (the k-th largest piece maximum for top-k), gathers the few candidates above it, and finds the exact
-thresholds among them by a five-way search over the ordered bits of the floats. Mass is summed in 64-bit integers, so the
-result does not depend on the order of the candidates. When a bound cannot be had, or the candidates are too many or too
-light, the search runs over the whole row: slower, and as exact. The last program of a row to finish makes the choice.
+How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation
+needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum; from these `_choose_kernel` finds a
+bound below which no kept id can lie (the k-th largest piece maximum for top-k), gathers the few candidates above it,
+and finds the exact thresholds among them by a five-way search over the ordered bits of the floats. Mass is summed in
+64-bit integers, so the result does not depend on the order of the candidates. When a bound cannot be had, or the
+candidates are too many or too light, the search runs over the whole row: slower, and as exact. The last program of a
+row to finish makes the choice.
 
-| tensor        | axes              | dtype             | notes                                                      |
-|---------------|-------------------|-------------------|------------------------------------------------------------|
-| logits        | [R, V]            | float32, bfloat16, float16 | last axis 1; only the first `vocabulary` ids can be chosen |
-| row_slots     | [R]               | int32             | -1: padding                                                |
-| sample_rows   | [R]               | int32             | -1: the row yields no token                                |
-| out_ids       | [R]               | int32             |                                                            |
-| out_logprobs  | [R]               | float32           | of the chosen id; NaN where not asked for                  |
-| out_ranks     | [R]               | int32             | of the chosen id among the raw logits, 1: the largest; where asked for |
-| top_ids, top_logprobs | [R, n]    | int32, float32    | the n largest where asked for, else untouched              |
+| tensor        | axes   | dtype          | notes                                                              |
+|---------------|--------|----------------|--------------------------------------------------------------------|
+| logits        | [R, V] | any float      | last axis 1; only the first `vocabulary` ids can be chosen         |
+| row_slots     | [R]    | int32          | -1: padding                                                        |
+| sample_rows   | [R]    | int32          | -1: the row yields no token                                        |
+| out_ids       | [R]    | int32          |                                                                    |
+| out_logprobs  | [R]    | float32        | of the chosen id; NaN where not asked for                          |
+| out_ranks     | [R]    | int32          | of the chosen id among the raw logits, 1: the largest; where asked |
+| top_ids, top_logprobs | [R, n] | int32, float32 | the n largest where asked for, else untouched              |
 """
 
 from dataclasses import dataclass
@@ -55,7 +57,6 @@ from kernels.sampling_state import (
     FAILED_ID,
     FREQUENCY,
     GATHER_PROGRAMS,
-    LOGPROB_COUNT,
     MIN_P,
     NO_SAMPLE_ID,
     PIECE,
@@ -159,7 +160,7 @@ def bytes_moved(row_count: int, vocabulary: int, element_bytes: int) -> int:
 
 @triton.jit
 def _scan_kernel(
-    logits, logits_stride, row_slots, sample_rows, known_lengths, params, work, VOCABULARY,
+    logits, logits_stride, row_slots, sample_rows, known_lengths, settings, work, VOCABULARY,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: one chunk of one row, as PIECES x PIECE.
@@ -177,18 +178,18 @@ def _scan_kernel(
         known = tl.load(known_lengths + slot)
         # 2. Load, and note a NaN: reductions would lose it.
         raw = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-        has_nan = tl.max(tl.max((raw != raw).to(tl.int32), axis=1), axis=0) > 0
+        has_nan = tl.max(tl.max((raw != raw).to(tl.int32), axis=1), axis=0) > 0  # noqa: PLR0124
         at = row * CHUNKS + chunk
         at_piece = at * PIECES + piece
         # 3. For logprobs: maxima and mass of the raw logits.
-        if tl.load(params[1] + slot * 16 + 1) >= 0:
+        if tl.load(settings[1] + slot * 16 + 1) >= 0:
             maxima = tl.max(raw, axis=1)
             top = tl.max(maxima, axis=0)
             mass = tl.sum(tl.sum(tl.exp(raw - tl.where(top == float("-inf"), 0.0, top)), axis=1), axis=0)
             tl.store(raw_piece_maxima + at_piece, maxima)
             tl.store(raw_chunk_sums + at, mass)
-        x = penalised(raw, token_id, inside, slot, known, params)
-        if is_truncated(slot, params, VOCABULARY):
+        x = penalised(raw, token_id, inside, slot, known, settings)
+        if is_truncated(slot, settings, VOCABULARY):
             # 4. For thresholds: maxima and mass of what is sampled from.
             maxima = tl.max(x, axis=1)
             top = tl.max(maxima, axis=0)
@@ -198,7 +199,7 @@ def _scan_kernel(
             tl.store(best_scores + at, tl.where(has_nan, float("nan"), top))
         else:
             # 5. Otherwise the chunk's best score, and the lowest id that has it.
-            x = noisy_scores(x, token_id, slot, known, params)
+            x = noisy_scores(x, token_id, slot, known, settings)
             top = tl.max(tl.max(x, axis=1), axis=0)
             best = tl.min(tl.min(tl.where(x == top, token_id, 0x7FFFFFFF), axis=1), axis=0)
             tl.store(best_scores + at, tl.where(has_nan, float("nan"), top))
@@ -206,8 +207,8 @@ def _scan_kernel(
 
 
 @triton.jit
-def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride,
-                    VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
+                    top_logprobs, top_stride, VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
                     CHUNK_TILE: tl.constexpr, PIECE_TILE: tl.constexpr):  # fmt: skip
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
     PIECES: tl.constexpr = CHUNK // PIECE
@@ -248,7 +249,7 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
 
 @triton.jit
 def _choose_kernel(
-    logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, params, work,
+    logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
     PIECE_TILE: tl.constexpr, PDL: tl.constexpr,
@@ -267,32 +268,32 @@ def _choose_kernel(
         known = tl.load(known_lengths + slot)
         chunk = tl.arange(0, CHUNK_TILE)
         scores = tl.load(work[0] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-        has_nan = tl.max((scores != scores).to(tl.int32), axis=0) > 0
+        has_nan = tl.max((scores != scores).to(tl.int32), axis=0) > 0  # noqa: PLR0124
         top = tl.max(scores, axis=0)
         valid = (has_nan == 0) & (top > float("-inf")) & (top < float("inf"))
         mine = gatherer == 0
         chosen = 0
-        # 2. A row without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
+        # 2. Without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
         if valid:
-            if is_truncated(slot, params, VOCABULARY):
+            if is_truncated(slot, settings, VOCABULARY):
                 piece = tl.arange(0, PIECE_TILE)
                 in_row = piece < CHUNKS * PIECES
                 maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
-                pivot = pivot_of(maxima, top, slot, params, VOCABULARY, tl.cdiv(VOCABULARY, PIECE))
+                pivot = pivot_of(maxima, top, slot, settings, VOCABULARY, tl.cdiv(VOCABULARY, PIECE))
                 if pivot > float("-inf"):
-                    gather(row, pivot, logits, logits_stride, work, slot, known, params, VOCABULARY,
+                    gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                             CHUNKS, CHUNK, PIECE)  # fmt: skip
                 tl.debug_barrier()
                 mine = tl.atomic_add(work[8] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
                     count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
                     sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-                    top_k = tl.load(params[1] + slot * 16)
+                    top_k = tl.load(settings[1] + slot * 16)
                     alone = (top_k <= 0) | (top_k >= VOCABULARY)
-                    alone = alone & (tl.load(params[0] + slot * 8 + 2) <= 0)
+                    alone = alone & (tl.load(settings[0] + slot * 8 + 2) <= 0)
                     row_mass = tl.where(alone, tl.sum(sums * tl.exp(scores - top), axis=0), 0.0)
-                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
-                                               top, pivot, row_mass, CHUNKS, CHUNK)  # fmt: skip
+                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
+                                              VOCABULARY, top, pivot, row_mass, CHUNKS, CHUNK)  # fmt: skip
                     tl.debug_barrier()
                     tl.store(work[8] + row * 2, 0)
                     tl.store(work[8] + row * 2 + 1, 0)
@@ -302,22 +303,24 @@ def _choose_kernel(
         # 3. Report, and feed the next step.
         if mine:
             tl.store(out_ids + row, tl.where(valid, chosen, -1))
-            top_count = tl.minimum(tl.load(params[1] + slot * 16 + 1), top_columns)
+            top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
             if valid & (top_count >= 0):
-                _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids, top_logprobs,
-                                top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
+                _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
+                                top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
-            count_row = tl.load(params[1] + slot * 16 + 2)
+            count_row = tl.load(settings[1] + slot * 16 + 2)
             if valid & (count_row >= 0):
-                place = params[5] + count_row.to(tl.int64) * params[11] + chosen
+                place = settings[5] + count_row.to(tl.int64) * settings[11] + chosen
                 tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 2, 32767).to(tl.int16))
             tl.store(slot_token_ids + slot * slot_stride + known, chosen, mask=known < MAX_LENGTH)
             tl.debug_barrier()  # every thread has read the old value
             tl.store(known_lengths + slot, known + 1)
 
 
-def _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary) -> None:
+def _check(
+    logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary
+) -> None:
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs = outputs
     check_tensor("logits", logits, (None, None), FLOATS)
     rows = logits.shape[0]
@@ -341,9 +344,7 @@ def _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state,
         check_tensor(name, tensor, shape, dtype, like=logits)
     chunks = triton.cdiv(vocabulary, CHUNK)
     if workspace.best_scores.shape[0] < rows or workspace.best_scores.shape[1] != chunks:
-        raise ValueError(
-            f"workspace: wanted {rows} rows of {chunks} chunks, got {list(workspace.best_scores.shape)}"
-        )
+        raise ValueError(f"workspace: wanted {rows} rows of {chunks} chunks, got {list(workspace.best_scores.shape)}")
 
 
 @dataclass(frozen=True)
@@ -390,15 +391,15 @@ def sample(
     if rows == 0:
         return
     plan = launch_plan(rows, vocabulary)
-    params = state.arguments(slot_token_ids)
+    settings = state.arguments(slot_token_ids)
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
-        logits, logits.stride(0), row_slots, sample_rows, known_lengths, params, workspace.tensors(), vocabulary,
+        logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
         num_warps=4, **common,
     )  # fmt: skip
     _choose_kernel[plan.choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
-        params, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
+        settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
         num_warps=8, **common,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """What sampling keeps on the device: how each slot samples, and what one launch leaves for the next.
 
-Knows the layout of these tensors and nothing of the arithmetic. Called by `kernels.sampling` and by whoever fills slots.
+Knows the layout of these tensors and nothing of the arithmetic. Called by `kernels.sampling` and by whoever fills
+slots.
 """
 
 from dataclasses import dataclass
@@ -28,14 +29,14 @@ class SamplingState:
     """How each slot samples, on the device.
 
     numbers     [slots, 8] float32        columns TEMPERATURE .. FREQUENCY
-    choices     [slots, 16] int32         columns TOP_K (0: all) .. BAD_WORD_COUNT; LOGPROB_COUNT -1: none, 0: the chosen
-                                          id's; COUNT_ROW, ALLOWED_ROW: the slot's row of `counts`, `allowed`; -1: none
+    choices     [slots, 16] int32         columns TOP_K (0: all) .. BAD_WORD_COUNT; LOGPROB_COUNT -1: none, 0: the
+                                          chosen id's; COUNT_ROW, ALLOWED_ROW: the slot's row of `counts`, `allowed`; -1: none
     bias_ids    [slots, b] int32, bias_values [slots, b] float32        the first BIAS_COUNT hold
     banned_ids  [slots, c] int32          the first BANNED_COUNT hold, while known length < BANNED_UNTIL
     counts      [rows, V] int16           2 x occurrences in the output + (1 if in the prompt)
     allowed     [rows, ceil(V / 32)] int32        bit i % 32 of word i // 32: id i may be chosen
-    bad_words   [slots, w, 8] int32       token count, then the tokens: the last is banned where the others were the last
-                                          tokens; the first BAD_WORD_COUNT hold
+    bad_words   [slots, w, 8] int32       token count, then the tokens: the last is banned where the others are what
+                                          the slot's tokens end with; the first BAD_WORD_COUNT hold
     """
 
     numbers: torch.Tensor

@@ -7,19 +7,21 @@
               | SiLU(y[:, :N/2]) * y[:, N/2:]                    with silu_mul
 
 At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it:
-`_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
-row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Which one, and
-with what tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
+`_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies
+one row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Which
+one, and with what tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does
+faster goes there.
 
-| tensor      | axes                           | dtype                        | notes                                   |
-|-------------|--------------------------------|------------------------------|-----------------------------------------|
-| x           | [M, K]                         | bfloat16, float16 or float32 | last axis 1                             |
-| weight      | [N, K]                         | as x                         | last axis 1                             |
-| norm_weight | [K]                            | any of the three             |                                         |
-| residual    | [M, N]                         | as out                       | last axis 1                             |
-| out         | [M, N], or [M, N/2] (silu_mul) | any of the three             | last axis 1                             |
+| tensor      | axes                           | dtype     | strides     |
+|-------------|--------------------------------|-----------|-------------|
+| x           | [M, K]                         | any float | last axis 1 |
+| weight      | [N, K]                         | as x      | last axis 1 |
+| norm_weight | [K]                            | any float | 1           |
+| residual    | [M, N]                         | as out    | last axis 1 |
+| out         | [M, N], or [M, N/2] (silu_mul) | any float | last axis 1 |
 
-Every row is independent, so padding rows hold anything. M may be 0; above 64 rows the library is called.
+"Any float" is bfloat16, float16 or float32. Every row is independent, so padding rows hold anything. M may be 0; above
+64 rows the library is called.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
-from kernels.launch import launch_options, let_next_start, wait_for_inputs
+from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
 from kernels.tuning import LinearPlan, find_plan
@@ -102,11 +104,14 @@ class Workspace:
 
 
 @triton.jit
-def _weight_tile(weight, n, k0, N, weight_stride, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows `n` of W, columns from `k0`; zeros beyond either edge. W is read once, so it need not stay in cache."""
+def _weight_tile(weight, n, k0, N, weight_stride, K: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr):
+    """Rows `n` of W, BLOCK_K columns from `k0`; zeros beyond either edge. Tiles are aligned to spans of SPAN columns.
+
+    W is read once, so it need not stay in cache.
+    """
     k = k0 + tl.arange(0, BLOCK_K)
     inside = n[:, None] < N
-    if K % BLOCK_K != 0:
+    if K % SPAN != 0:
         inside = inside & (k[None, :] < K)  # the row's end
     place = weight + n[:, None].to(tl.int64) * weight_stride + k[None, :]
     return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -127,9 +132,11 @@ def _silu(x):
 
 @triton.jit
 def _matvec_kernel(
-    x, weight, norm_weight, residual, out, N, x_stride, weight_stride, residual_stride, out_stride, eps,
+    x, weight, norm_weight, residual, out, upcoming, upcoming_lines,
+    N, x_stride, weight_stride, residual_stride, out_stride, eps,
     ROWS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: BLOCK_N outputs; with SILU_MUL also as many rows of `up`, N below those of `gate`.
     let_next_start(PDL)
@@ -140,18 +147,21 @@ def _matvec_kernel(
     ups = ()
     scales = ()
     for tile in tl.static_range(TILES):
-        tiles = tiles + (_weight_tile(weight, n, tile * BLOCK_K, N, weight_stride, K, BLOCK_K),)
+        tiles = tiles + (_weight_tile(weight, n, tile * BLOCK_K, N, weight_stride, K, BLOCK_K, BLOCK_K),)
         if SILU_MUL:
             up_rows = weight + N.to(tl.int64) * weight_stride
-            ups = ups + (_weight_tile(up_rows, n, tile * BLOCK_K, N, weight_stride, K, BLOCK_K),)
+            ups = ups + (_weight_tile(up_rows, n, tile * BLOCK_K, N, weight_stride, K, BLOCK_K, BLOCK_K),)
         if HAS_NORM:
             scales = scales + (_vector(norm_weight, tile * BLOCK_K, K, BLOCK_K),)
+    prefetch(upcoming, upcoming_lines, PREFETCH, PDL)
     wait_for_inputs(PDL)
     # 3. One row of x after another against the same W.
     for row in tl.static_range(ROWS):
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         total_up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         squares = tl.zeros((BLOCK_K,), tl.float32)
+        if HAS_RESIDUAL:
+            added = tl.load(residual + row * residual_stride + n, mask=n < N, other=0.0)
         for tile in tl.static_range(TILES):
             z = _vector(x + row * x_stride, tile * BLOCK_K, K, BLOCK_K)
             if HAS_NORM:
@@ -169,30 +179,32 @@ def _matvec_kernel(
         if SILU_MUL:
             y = _silu(y) * (tl.sum(total_up, axis=1) * scale)
         if HAS_RESIDUAL:
-            y += tl.load(residual + row * residual_stride + n, mask=n < N, other=0.0).to(tl.float32)
+            y += added.to(tl.float32)
         tl.store(out + row * out_stride + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
-def _prefetch(weight, n, k0, N, weight_stride, K: tl.constexpr, SPAN: tl.constexpr):
-    """Ask for rows `n` of W, columns [k0, k0 + SPAN), to be brought into the level-2 cache, a 128-byte line at a time."""
-    LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2(SPAN // LINE)
-    line = tl.arange(0, LINES) * LINE
-    k = tl.minimum(k0 + line, K - 1)  # beyond the span: repeat its end
-    place = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * weight_stride + tl.minimum(k, k0 + SPAN - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _rows_tile(x, norm_weight, m, k0, M, x_stride, K: tl.constexpr, BLOCK_K: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Columns from `k0` of the rows of x, times the norm's weight, and their sums of squares."""
+    k = k0 + tl.arange(0, BLOCK_K)
+    inside = (m[:, None] < M) & (k[None, :] < K)  # rows beyond the batch, the row's end
+    z = tl.load(x + m[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
+    squares = tl.zeros((m.shape[0],), tl.float32)
+    if HAS_NORM:
+        wide = z.to(tl.float32)
+        squares = tl.sum(wide * wide, axis=1)
+        gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+        z = (wide * gain[None, :]).to(z.dtype)
+    return z, squares
 
 
 @triton.jit(do_not_specialize=["M"])
 def _small_m_kernel(
-    x, weight, norm_weight, residual, out, partials, counters,
+    x, weight, norm_weight, residual, out, partials, counters, upcoming, upcoming_lines,
     M, N, x_stride, weight_stride, residual_stride, out_stride, eps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, HELD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SILU_MUL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: BLOCK_N outputs, and this program's share of K.
     let_next_start(PDL)
@@ -205,32 +217,39 @@ def _small_m_kernel(
     start = split * SHARE
     stop = tl.minimum(start + SHARE, TILES)
     up_rows = weight + N.to(tl.int64) * weight_stride
-    if PREFETCH:
-        _prefetch(weight, n, start * BLOCK_K, N, weight_stride, K, SHARE * BLOCK_K)
-        if SILU_MUL:
-            _prefetch(up_rows, n, start * BLOCK_K, N, weight_stride, K, SHARE * BLOCK_K)
+    tiles = ()
+    ups = ()
+    if HELD:
+        for step in tl.static_range(SHARE):
+            k0 = (start + step) * BLOCK_K
+            tiles = tiles + (_weight_tile(weight, n, k0, N, weight_stride, K, BLOCK_K, SHARE * BLOCK_K),)
+            if SILU_MUL:
+                ups = ups + (_weight_tile(up_rows, n, k0, N, weight_stride, K, BLOCK_K, SHARE * BLOCK_K),)
+    prefetch(upcoming, upcoming_lines, PREFETCH, PDL)
     wait_for_inputs(PDL)
     # 2. Accumulate on the tensor cores; the norm's scale is a factor of the row, so it is applied at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
-    for step in tl.range(start, stop, num_stages=STAGES):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside = (m[:, None] < M) & (k[None, :] < K)  # rows beyond the batch, the row's end
-        z = tl.load(x + m[:, None] * x_stride + k[None, :], mask=inside, other=0.0)
-        if HAS_NORM:
-            wide = z.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-            gain = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
-            z = (wide * gain[None, :]).to(z.dtype)
-        w = _weight_tile(weight, n, step * BLOCK_K, N, weight_stride, K, BLOCK_K)
-        total = tl.dot(z, w.T, total, input_precision="ieee")
-        if SILU_MUL:
-            up = _weight_tile(up_rows, n, step * BLOCK_K, N, weight_stride, K, BLOCK_K)
-            total_up = tl.dot(z, up.T, total_up, input_precision="ieee")
+    edge = (m[:, None] < M) & (n[None, :] < N)
+    if HELD:
+        for step in tl.static_range(SHARE):
+            z, more = _rows_tile(x, norm_weight, m, (start + step) * BLOCK_K, M, x_stride, K, BLOCK_K, HAS_NORM)
+            squares += more
+            total = tl.dot(z, tiles[step].T, total, input_precision="ieee")
+            if SILU_MUL:
+                total_up = tl.dot(z, ups[step].T, total_up, input_precision="ieee")
+    else:
+        for step in tl.range(start, stop, num_stages=STAGES):
+            z, more = _rows_tile(x, norm_weight, m, step * BLOCK_K, M, x_stride, K, BLOCK_K, HAS_NORM)
+            squares += more
+            w = _weight_tile(weight, n, step * BLOCK_K, N, weight_stride, K, BLOCK_K, BLOCK_K)
+            total = tl.dot(z, w.T, total, input_precision="ieee")
+            if SILU_MUL:
+                up = _weight_tile(up_rows, n, step * BLOCK_K, N, weight_stride, K, BLOCK_K, BLOCK_K)
+                total_up = tl.dot(z, up.T, total_up, input_precision="ieee")
     # 3. Splits leave their parts in the workspace; the last to finish adds them up in the order of the splits.
     last = True
-    edge = (m[:, None] < M) & (n[None, :] < N)
     if SPLIT_K > 1:
         PART: tl.constexpr = BLOCK_M * BLOCK_N
         PARTS: tl.constexpr = 2 if SILU_MUL else 1
@@ -303,23 +322,30 @@ def _check(x, weight, out, norm_weight, residual, silu_mul) -> None:
             raise ValueError("residual and silu_mul: wanted at most one of them, got both")
 
 
-def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace) -> None:
+def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming=None) -> None:
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
+    if plan.norm_apart and norm_weight is not None:
+        normed = workspace.rows("normed", rows, inputs)
+        rms_norm(x, norm_weight, eps, normed)
+        x, norm_weight = normed, None
     if plan.kernel == "library":
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
     outputs = out.shape[1]
     added = out if residual is None else residual
     gain = weight if norm_weight is None else norm_weight
+    tiles = triton.cdiv(outputs, plan.block_n)
+    lines, lines_each = prefetch_share(upcoming, tiles * plan.split_k)
     options = dict(
         K=inputs, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul, num_warps=plan.num_warps, **launch_options(x),
+        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul, PREFETCH=lines_each, num_warps=plan.num_warps,
+        **launch_options(x),
     )  # fmt: skip
+    ahead = (weight if upcoming is None else upcoming, lines)
     strides = (x.stride(0), weight.stride(0), added.stride(0), out.stride(0))
-    tiles = triton.cdiv(outputs, plan.block_n)
     if plan.kernel == "matvec":
-        _matvec_kernel[(tiles,)](x, weight, gain, added, out, outputs, *strides, eps, ROWS=rows, **options)
+        _matvec_kernel[(tiles,)](x, weight, gain, added, out, *ahead, outputs, *strides, eps, ROWS=rows, **options)
         return
     block_m = max(triton.next_power_of_2(rows), 16)
     if plan.split_k > 1:
@@ -327,9 +353,8 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
         if workspace.partials.numel() < needed or tiles > COUNTERS:
             raise ValueError(f"workspace: wanted {needed} partial sums, got {workspace.partials.numel()}")
     _small_m_kernel[(tiles, plan.split_k)](
-        x, weight, gain, added, out, workspace.partials, workspace.counters, rows, outputs, *strides, eps,
-        BLOCK_M=block_m, SPLIT_K=plan.split_k, STAGES=plan.num_stages,
-        PREFETCH=plan.prefetch and options["PDL"], **options,
+        x, weight, gain, added, out, workspace.partials, workspace.counters, *ahead, rows, outputs, *strides, eps,
+        BLOCK_M=block_m, SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, **options,
     )  # fmt: skip
 
 
@@ -343,10 +368,15 @@ def skinny_linear(
     eps: float = 1e-6,
     residual: torch.Tensor | None = None,
     silu_mul: bool = False,
+    upcoming: torch.Tensor | None = None,
 ) -> None:
     """Write norm(x) W^T, plus the residual or through SiLU * up, to `out`. Shapes: the module's table.
 
-    Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace that is too small.
+    `upcoming` is the weight that a kernel soon after this one reads: a contiguous tensor that no kernel writes. Its
+    first 16 MiB are brought into the level-2 cache meanwhile.
+
+    Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace that is too
+    small.
     """
     _check(x, weight, out, norm_weight, residual, silu_mul)
     rows = x.shape[0]
@@ -357,4 +387,4 @@ def skinny_linear(
     if plan is None:
         plan = find_plan(x.device, x.dtype, rows, *weight.shape, silu_mul=silu_mul, has_norm=norm_weight is not None)
         workspace.plans[key] = plan
-    run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
+    run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming)

@@ -2,7 +2,7 @@
 
 For each row r of the plan, with s = row_slots[r], n = token_counts[r], c = computed_lengths[s], q = query_starts[r]:
 
-    block_tables[s, first_blocks[r] + j] = appended_ids[append_starts[r] + j]        j < append_starts[r+1] - append_starts[r]
+    block_tables[s, first_blocks[r] + j] = appended_ids[append_starts[r] + j]        for all j of row r
     positions[q + i]     = c + i                                                     i < n
     token_ids[q + i]     = slot_token_ids[s, c + i]
     slot_mapping[q + i]  = block_tables[s, (c + i) // block_size] * block_size + (c + i) % block_size
@@ -187,9 +187,7 @@ def _check(plan: torch.Tensor, layout: PlanLayout, state: SlotState, inputs: Ste
             check_tensor(item.name, getattr(group, item.name), shapes[item.name], dtype, like=plan)
 
 
-def step_inputs(
-    plan: torch.Tensor, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int
-) -> None:
+def step_inputs(plan: torch.Tensor, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int) -> None:
     """Fill `inputs` from the plan and the slots, and advance the slots. Shapes: the module's tables.
 
     Raises ValueError for a shape, dtype or device that differs from the tables.

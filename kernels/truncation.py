@@ -1,9 +1,9 @@
 """The parts of `kernels.sampling` that decide what a row keeps: adjusted logits, and thresholds found without a sort.
 
-The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search: each
-round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach one value.
-The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of `kernels.sampling`,
-whose docstring says what is computed. `params` is `SamplingState.arguments`, `work` is
+The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
+each round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach
+one value. The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of
+`kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work` is
 `SamplingWorkspace.tensors`, both in the order given there.
 """
 
@@ -25,10 +25,10 @@ def _ends_with(words, tokens, known):
 
 
 @triton.jit
-def penalised(x, token_id, inside, slot, known, params):
+def penalised(x, token_id, inside, slot, known, settings):
     """Logits after masks, bans, bias, penalties and temperature; float32, of any shape."""
     (numbers, choices, bias_ids, bias_values, banned_ids, counts, allowed, bad_words, slot_token_ids,
-     bias_stride, banned_stride, counts_stride, allowed_stride, bad_words_stride, tokens_stride) = params  # fmt: skip
+     bias_stride, banned_stride, counts_stride, allowed_stride, bad_words_stride, tokens_stride) = settings  # fmt: skip
     number = numbers + slot * 8
     choice = choices + slot * 16
     allowed_row = tl.load(choice + 8)
@@ -60,19 +60,19 @@ def penalised(x, token_id, inside, slot, known, params):
 
 
 @triton.jit
-def is_truncated(slot, params, VOCABULARY):
+def is_truncated(slot, settings, VOCABULARY):
     """Whether a row keeps only part of the vocabulary: then its choice needs thresholds."""
-    number = params[0] + slot * 8
-    top_k = tl.load(params[1] + slot * 16)
+    number = settings[0] + slot * 8
+    top_k = tl.load(settings[1] + slot * 16)
     some = ((top_k > 0) & (top_k < VOCABULARY)) | (tl.load(number + 1) < 1.0) | (tl.load(number + 2) > 0.0)
     return some & (tl.load(number) > 0)
 
 
 @triton.jit
-def noisy_scores(x, token_id, slot, known, params):
+def noisy_scores(x, token_id, slot, known, settings):
     """What is maximised: logits with noise; the logits themselves at temperature 0."""
-    if tl.load(params[0] + slot * 8) > 0:
-        choice = params[1] + slot * 16
+    if tl.load(settings[0] + slot * 8) > 0:
+        choice = settings[1] + slot * 16
         first, second = noise_keys(tl.load(choice + 6), tl.load(choice + 7), known)
         x += gumbel(noise_bits(first, second, token_id))
     return x
@@ -118,7 +118,7 @@ def _mass_of(x, top):
 
 
 @triton.jit
-def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
+def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                 CHUNK: tl.constexpr):  # fmt: skip
     """`(values, ids)` of one tile: the gathered candidates, or a chunk of the whole row."""
     lane = tl.arange(0, CHUNK)
@@ -130,17 +130,17 @@ def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, k
         token_id = tile * CHUNK + lane
         inside = token_id < VOCABULARY
         x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-        x = penalised(x, token_id, inside, slot, known, params)
+        x = penalised(x, token_id, inside, slot, known, settings)
     return x, token_id
 
 
 @triton.jit
-def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
+def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                top, pivot, row_mass, CHUNK: tl.constexpr):  # fmt: skip
     """The smallest value that is kept, by min-p, top-k, then top-p; and whether the candidates were enough to tell."""
     quarter = tl.arange(0, 4) + 1
-    top_k = tl.load(params[1] + slot * 16)
-    top_p = tl.load(params[0] + slot * 8 + 1)
+    top_k = tl.load(settings[1] + slot * 16)
+    top_p = tl.load(settings[0] + slot * 8 + 1)
     high = _order_key(top) + 1
     low = _order_key(pivot)
     enough = True
@@ -150,14 +150,14 @@ def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, k
             threshold = low + (k_high - low) * quarter // 5
             found = tl.zeros((4,), tl.int32)
             for tile in range(0, tiles):
-                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
                                    VOCABULARY, CHUNK)  # fmt: skip
                 found += tl.sum((_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
             low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0))
     if top_p < 1.0:
         kept = tl.zeros((1,), tl.int64)
         for tile in range(0, tiles):
-            x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+            x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
                                VOCABULARY, CHUNK)  # fmt: skip
             kept += tl.sum(tl.where(_order_key(x) >= low, _mass_of(x, top), 0), axis=0)
         total = tl.sum(kept, axis=0)
@@ -169,7 +169,7 @@ def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, k
             threshold = low + (high - low) * quarter // 5
             mass = tl.zeros((4,), tl.int64)
             for tile in range(0, tiles):
-                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
                                    VOCABULARY, CHUNK)  # fmt: skip
                 above = _order_key(x)[None, :] >= threshold[:, None]
                 mass += tl.sum(tl.where(above, _mass_of(x, top)[None, :], 0), axis=1)
@@ -178,27 +178,27 @@ def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, k
 
 
 @triton.jit
-def truncated_choice(count, row, logits, logits_stride, work, slot, known, params, VOCABULARY, top, pivot, row_mass,
+def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
                       CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """The chosen id of a row that keeps only part of the vocabulary."""
-    floor = tl.load(params[0] + slot * 8 + 2)
+    floor = tl.load(settings[0] + slot * 8 + 2)
     floor = tl.where(floor > 0, top + tl.log(tl.maximum(floor, 1e-30)), float("-inf"))  # min-p, whatever is gathered
     gathered = (pivot > float("-inf")) & (count <= CHUNK)
     tiles = tl.where(gathered, 1, CHUNKS)
     start = tl.where(gathered, pivot, floor)
-    low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, params, VOCABULARY,
-                             top, start, row_mass, CHUNK)  # fmt: skip
+    low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                             VOCABULARY, top, start, row_mass, CHUNK)  # fmt: skip
     if not enough:
         gathered = False
         tiles = CHUNKS
-        low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, params,
+        low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings,
                                  VOCABULARY, top, floor, row_mass, CHUNK)  # fmt: skip
     best = float("-inf")
     best_id = 0x7FFFFFFF
     for tile in range(0, tiles):
-        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, params,
+        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
                                   VOCABULARY, CHUNK)  # fmt: skip
-        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, params), float("-inf"))
+        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
         tile_best = tl.max(x, axis=0)
         tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
         better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
@@ -208,7 +208,7 @@ def truncated_choice(count, row, logits, logits_stride, work, slot, known, param
 
 
 @triton.jit
-def gather(row, pivot, logits, logits_stride, work, slot, known, params, VOCABULARY,
+def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
             CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
     """Copy this program's share of the values from `pivot` up into the row's candidates, in any order."""
     PIECES: tl.constexpr = CHUNK // PIECE
@@ -219,7 +219,7 @@ def gather(row, pivot, logits, logits_stride, work, slot, known, params, VOCABUL
             token_id = chunk * CHUNK + piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
             inside = (token_id < VOCABULARY) & holds[:, None]  # pieces without a candidate are not read
             x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-            x = penalised(x, token_id, inside, slot, known, params)
+            x = penalised(x, token_id, inside, slot, known, settings)
             kept = (inside & (x >= pivot)).to(tl.int32)
             in_piece = tl.sum(kept, axis=1)
             before = tl.cumsum(in_piece, axis=0) - in_piece
@@ -231,14 +231,14 @@ def gather(row, pivot, logits, logits_stride, work, slot, known, params, VOCABUL
 
 
 @triton.jit
-def pivot_of(maxima, top, slot, params, VOCABULARY, PIECE_COUNT):
+def pivot_of(maxima, top, slot, settings, VOCABULARY, PIECE_COUNT):
     """A value that no kept id lies below, from the pieces' maxima; -inf where none can be told.
 
-    At least k values reach the k-th largest piece maximum. With top-p alone any bound is a guess that `_threshold` checks:
-    here the value that nine tenths of the pieces reach.
+    At least k values reach the k-th largest piece maximum. With top-p alone any bound is a guess that `_threshold`
+    checks: here the value that nine tenths of the pieces reach.
     """
-    top_k = tl.load(params[1] + slot * 16)
-    min_p = tl.load(params[0] + slot * 8 + 2)
+    top_k = tl.load(settings[1] + slot * 16)
+    min_p = tl.load(settings[0] + slot * 8 + 2)
     has_k = (top_k > 0) & (top_k < VOCABULARY)
     rank = tl.where(has_k, top_k, tl.maximum(PIECE_COUNT * 9 // 10, 1))
     pivot = float("-inf")

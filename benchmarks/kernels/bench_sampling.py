@@ -1,4 +1,5 @@
-"""Sampling over a production vocabulary: greedy, plain, and truncated rows, against the time of reading the logits once.
+"""Sampling over a production vocabulary: greedy, plain, and truncated rows, against the time of reading the logits
+once.
 
 python -m benchmarks.kernels.bench_sampling --output benchmarks/results/sampling.jsonl
 
@@ -40,7 +41,8 @@ def sampling_call(rows: int, logits: torch.Tensor, setting: dict) -> Callable[[]
     integers = {"dtype": torch.int32, "device": device}
     workspace = columns.SamplingWorkspace.allocate(rows, vocabulary, device)
     rest = (torch.arange(rows, **integers), torch.arange(rows, **integers), torch.zeros(rows, **integers),
-            torch.zeros(rows, 4096, **integers), state, workspace, SampledTokens.allocate(rows, 20, device))  # fmt: skip
+            torch.zeros(rows, 4096, **integers), state, workspace,
+            SampledTokens.allocate(rows, 20, device))  # fmt: skip
     return lambda: sample(logits, *rest, vocabulary)
 
 

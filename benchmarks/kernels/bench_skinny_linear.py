@@ -2,11 +2,12 @@
 
 python -m benchmarks.kernels.bench_skinny_linear --output benchmarks/results/skinny_linear.jsonl
 
-`layers`: the four fused products of every layer, each with its own weights; `lm_head`: the last one. The library's figure
-is the same chain through its product and this package's norm, activation and residual kernels.
+`layers`: the four fused products of every layer, each with its own weights; `lm_head`: the last one. The library's
+figure is the same chain through its product and this package's norm, activation and residual kernels.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -25,11 +26,11 @@ def chain(shapes: list[LinearShape], rows: int, workspace, by_library: bool) -> 
     arguments = [make_arguments(shape, rows, dtype, device) for shape in shapes]
 
     def call() -> None:
-        for item in arguments:
+        for item, following in zip(arguments, arguments[1:] + arguments[:1], strict=True):
             if by_library:
                 run_plan(LIBRARY, workspace=workspace, **item)
             else:
-                skinny_linear(workspace=workspace, **item)
+                skinny_linear(workspace=workspace, upcoming=following["weight"], **item)
 
     return call
 
@@ -50,8 +51,8 @@ def cases(smoke: bool) -> Iterator[Case]:
         workspace = Workspace.allocate(64, max(shape.inputs for shape in shapes), most, dtype, torch.device(device))
         for rows in (1,) if smoke else ROWS:
             moved = sum(bytes_moved(rows, shape.outputs, shape.inputs, dtype.itemsize) for shape in shapes)
-            calls = {kind: [chain(shapes, rows, workspace, kind)] for kind in (False, True)}
-            yield Case(f"{name}_m{rows}", moved, calls[False], calls[True], engine="cublas", inner=3)
+            fused, library = (partial(chain, shapes, rows, workspace, by_library) for by_library in (False, True))
+            yield Case(f"{name}_m{rows}", moved, lambda f=fused: [f()], lambda f=library: [f()], "cublas", inner=3)
 
 
 if __name__ == "__main__":

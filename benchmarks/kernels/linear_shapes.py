@@ -1,4 +1,4 @@
-"""The linear layers of the benchmarked models, as `kernels.skinny_linear` sees them: one list for tuner and benchmark."""
+"""The linear layers of the benchmarked models, as `kernels.skinny_linear` sees them: for tuner and benchmark."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One fused product: W is [outputs, inputs]; `fusion` holds any of norm, silu, residual; `float32_out` for logits."""
+    """One fused product: W is [outputs, inputs], `fusion` any of norm, silu, residual; `float32_out` for logits."""
 
     name: str
     outputs: int

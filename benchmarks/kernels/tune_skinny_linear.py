@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.tune_skinny_linear [--models qwen3-0.6b,llama-3.1-8b] [--rows 1,2,...] [--table FILE]
 
-Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then timed
-one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
+Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then
+timed one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
 reference before it is timed. The entries of this card and dtype are replaced, all others are kept.
 """
 
@@ -32,7 +32,7 @@ def matvec_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
     """Tiles whose rows of W fit in registers and whose programs fill the card."""
     halves = 2 if "silu" in shape.fusion else 1
     for warps in (1, 2, 4, 8):
-        for block_n in (1, 2, 4, 8, 16):
+        for block_n in (1, 2, 4, 8):
             programs = shape.out_columns / block_n
             for block_k in (256, 512, 1024, 2048):
                 tile = block_n * block_k
@@ -44,7 +44,7 @@ def matvec_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
 
 
 def small_m_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
-    """Tensor-core tiles with 100 to 1,100 programs (more only for a very wide W) and stages that fit shared memory."""
+    """Pipelined tensor-core tiles: 100 to 1,100 programs (more for a very wide W), stages that fit shared memory."""
     halves = 2 if "silu" in shape.fusion else 1
     block_m = max(16, rows)
     for block_n in (16, 32, 64, 128):
@@ -58,8 +58,28 @@ def small_m_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
                 stage = (block_n * halves + block_m) * block_k * 2
                 stages = min(6, SHARED_BYTES // stage, max(2, shape.inputs // block_k // split_k))
                 if stages >= 2 and stage >= 4096:
-                    for prefetch in (False, True):
-                        yield LinearPlan("small_m", block_n, block_k, 4, stages, split_k, prefetch)
+                    for apart in (False, True) if "norm" in shape.fusion and rows >= 8 else (False,):
+                        yield LinearPlan("small_m", block_n, block_k, 4, stages, split_k, norm_apart=apart)
+
+
+def held_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
+    """Tensor-core tiles with W in registers, loaded early."""
+    halves = 2 if "silu" in shape.fusion else 1
+    for block_n in (8, 16, 32, 64):
+        for split_k in (1, 2, 4):
+            programs = -(-shape.out_columns // block_n) * split_k
+            if programs < 100 or (split_k > 1 and programs > 600):
+                continue
+            for warps in (2, 4, 8):
+                for block_k in (128, 256):
+                    held = block_n * halves * shape.inputs * 2 / split_k / (32 * warps)
+                    if (
+                        96 <= held <= (256 if halves == 2 else 512)
+                        and shape.inputs % (block_k * split_k) == 0
+                        and rows * block_k <= 16_384
+                    ):
+                        for apart in (False, True) if "norm" in shape.fusion and rows >= 16 else (False,):
+                            yield LinearPlan("small_m", block_n, block_k, warps, 1, split_k, True, apart)
 
 
 def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
@@ -67,6 +87,7 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     plans = [LIBRARY]
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
+    plans += held_candidates(shape, rows)
     if rows >= 2:
         plans += small_m_candidates(shape, rows)
     return plans
@@ -89,7 +110,8 @@ def _compile_share(share: list[tuple[LinearShape, int, LinearPlan]]) -> None:
         if (shape, rows) not in arguments:
             arguments = {(shape, rows): make_arguments(shape, rows, DTYPE, "cuda")}
         try:
-            run_plan(plan, workspace=workspace, **arguments[shape, rows])
+            item = arguments[shape, rows]
+            run_plan(plan, workspace=workspace, upcoming=item["weight"], **item)
         except Exception as error:  # a candidate that does not build is only not a candidate
             print(f"cannot build {shape.name} {plan}: {error!r}"[:300], file=sys.stderr)
 
@@ -113,11 +135,17 @@ def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int) -> None
 def is_right(plan: LinearPlan, workspace: Workspace, arguments: dict) -> bool:
     """Whether the plan's result is within bf16's error of the float32 reference."""
     arguments["out"].fill_(float("nan"))
-    run_plan(plan, workspace=workspace, **arguments)
+    run_plan(plan, workspace=workspace, upcoming=arguments["weight"], **arguments)
     names = ("x", "weight", "norm_weight", "eps", "residual", "silu_mul")
     want = skinny_linear_reference(**{name: arguments[name] for name in names})
     error = (arguments["out"].float() - want).norm() / want.norm()
     return bool(error < 1e-2)
+
+
+def short_name(plan: LinearPlan) -> str:
+    """A plan in a few letters, for the printed table."""
+    flags = "h" * plan.held + "a" * plan.norm_apart
+    return f"{plan.kernel[0]}{plan.block_n}x{plan.block_k}w{plan.num_warps}s{plan.num_stages}k{plan.split_k}{flags}"
 
 
 def tune(shape: LinearShape, rows: int, workspace: Workspace) -> dict:
@@ -131,17 +159,17 @@ def tune(shape: LinearShape, rows: int, workspace: Workspace) -> dict:
             if not is_right(plan, workspace, copies[0]):
                 print(f"wrong result: {shape.name} rows {rows} {plan}", file=sys.stderr)
                 continue
-            calls = [lambda a=a, p=plan: run_plan(p, workspace=workspace, **a) for a in copies]
+            calls = [
+                lambda a=a, p=plan, n=n: run_plan(p, workspace=workspace, upcoming=n["weight"], **a)
+                for a, n in zip(copies, copies[1:] + copies[:1], strict=True)
+            ]
             timed.append((time_us(calls, inner=max(8, len(calls)), replays=7), plan))
         except Exception as error:
             print(f"cannot run {shape.name} rows {rows} {plan}: {error!r}"[:300], file=sys.stderr)
     timed.sort(key=lambda item: item[0])
     best_us, best = timed[0]
     library_us = next(us for us, plan in timed if plan == LIBRARY)
-    runners_up = "  ".join(
-        f"{us:.2f}:{p.kernel[0]}{p.block_n}x{p.block_k}w{p.num_warps}s{p.num_stages}k{p.split_k}{'p' * p.prefetch}"
-        for us, p in timed[:4]
-    )
+    runners_up = "  ".join(f"{us:.2f}:{short_name(plan)}" for us, plan in timed[:4])
     print(f"{shape.name:8} rows {rows:3} best {best_us:7.2f} us {shape.weight_bytes / best_us / 1e6:5.2f} TB/s  "
           f"library {library_us:7.2f}  {runners_up}", flush=True)  # fmt: skip
     return {"plan": asdict(best), "us": round(best_us, 2), "library_us": round(library_us, 2)}

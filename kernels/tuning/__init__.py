@@ -1,7 +1,8 @@
 """Which kernel and tile a skinny product uses: a table measured on the card, and rules where there is none.
 
-`skinny_linear.json` holds, for each card, dtype and operation, the fastest plan for a bucket of rows. Regenerate it for the
-card at hand with `python -m benchmarks.kernels.tune_skinny_linear`. Called by `kernels.skinny_linear`; knows no tensors.
+`skinny_linear.json` holds, for each card, dtype and operation, the fastest plan for a bucket of rows. Regenerate it
+for the card at hand with `python -m benchmarks.kernels.tune_skinny_linear`. Called by `kernels.skinny_linear`; knows
+no tensors.
 """
 
 import functools
@@ -17,7 +18,11 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: "matvec", "small_m" or "library", and the tile for the first two."""
+    """How one product is launched: "matvec", "small_m" or "library", and the tile for the first two.
+
+    held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
+    launch.
+    """
 
     kernel: str
     block_n: int = 0
@@ -25,7 +30,8 @@ class LinearPlan:
     num_warps: int = 4
     num_stages: int = 1
     split_k: int = 1
-    prefetch: bool = False
+    held: bool = False
+    norm_apart: bool = False
 
 
 LIBRARY = LinearPlan("library")

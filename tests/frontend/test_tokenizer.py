@@ -1,14 +1,19 @@
 """The tokenizer against the libraries it stands on, and what it reads from a model's folder."""
 
+import functools
 import json
 
 import pytest
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import processors
 
 from common.errors import ConfigError, RequestError
+from common.model_cache import default_model_dir as default_model_dir_path
 from common.sampling_params import SamplingParams
+from frontend.detokenizer import decode_all
 from frontend.tokenizer import Tokenizer
 from tests.support import tiny
 
@@ -87,6 +92,9 @@ def test_bad_words_are_encoded_at_a_texts_start_and_after_a_space(tokenizer):
 def test_folders_without_a_tokenizer_say_so(tmp_path):
     with pytest.raises(ConfigError, match=r"no tokenizer in .*tokenizer\.json"):
         Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot convert the tokenizer in"):
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read the tokenizer"):
         Tokenizer.load(tmp_path)
@@ -94,3 +102,35 @@ def test_folders_without_a_tokenizer_say_so(tmp_path):
 
 def test_lone_surrogates_do_no_harm(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+
+
+@pytest.fixture(scope="module")
+def default_model_dir():
+    folder = default_model_dir_path()
+    if not folder.is_dir():
+        pytest.skip("the default model is not in the cache")
+    return folder
+
+
+def test_the_default_models_tokenizer_equals_transformers(default_model_dir):
+    tokenizer = Tokenizer.load(default_model_dir)
+    reference = transformers.AutoTokenizer.from_pretrained(default_model_dir)
+    messages = [{"role": "user", "content": "¿Dónde está el café? 🌊"}]
+    for text in ("Why is the sky blue?", "def f(x):\n    return x\n", "海は青い 🌊", "<|im_start|>user"):
+        ids = tokenizer.encode(text)
+        assert list(ids) == reference(text)["input_ids"]
+        assert decode_all(tokenizer.detokenizer(skip_special_tokens=False), ids) == text
+    rendered = tokenizer.render_chat(messages)
+    assert rendered == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert reference.eos_token_id in tokenizer.end_token_ids
+
+
+@given(ids=st.lists(st.integers(0, 49_151), max_size=30))
+def test_the_default_models_detokenizer_equals_its_own_decode(default_model_dir, ids):
+    tokenizer = _loaded(default_model_dir)
+    assert decode_all(tokenizer.detokenizer(), ids) == tokenizer.decode(ids)
+
+
+@functools.cache
+def _loaded(folder) -> Tokenizer:
+    return Tokenizer.load(folder)

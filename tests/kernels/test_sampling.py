@@ -140,7 +140,11 @@ def test_every_setting_in_one_batch_equals_the_reference(vocabulary):
 
 def test_each_row_equals_its_solo_run():
     """Fault B1 in both orders: settings stay with their rows, whatever the neighbours use."""
-    settings = [{"repetition": 2.0, "prompt": [1, 2]}, {"temperature": 1.0, "seed": 99, "top_k": 1}, {"temperature": 1.5}]
+    settings = [
+        {"repetition": 2.0, "prompt": [1, 2]},
+        {"temperature": 1.0, "seed": 99, "top_k": 1},
+        {"temperature": 1.5},
+    ]
     logits = logits_of(3, 50)
     alone = []
     for row, setting in enumerate(settings):
@@ -327,8 +331,8 @@ def test_replay_goes_on_from_the_state():
     got = [captured.launch(logits)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample(logits, captured.row_slots, captured.sample_rows, captured.known, captured.slot_token_ids, captured.state,
-               captured.workspace, captured.out, 5000)  # fmt: skip
+        sample(logits, captured.row_slots, captured.sample_rows, captured.known, captured.slot_token_ids,
+               captured.state, captured.workspace, captured.out, 5000)  # fmt: skip
     for _ in range(3):
         graph.replay()
         got.append(captured.out.ids.tolist())

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from kernels.launch import prefetch_share
 from kernels.skinny_linear import Workspace, bytes_moved, run_plan, skinny_linear, skinny_linear_reference
 from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, row_bucket
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
@@ -13,7 +14,9 @@ PLANS = [
     LinearPlan("matvec", block_n=4, block_k=32, num_warps=1),
     LinearPlan("matvec", block_n=2, block_k=64, num_warps=2),
     LinearPlan("small_m", block_n=16, block_k=32, num_warps=4, num_stages=2),
-    LinearPlan("small_m", block_n=16, block_k=16, num_warps=2, num_stages=3, split_k=3, prefetch=True),
+    LinearPlan("small_m", block_n=16, block_k=16, num_warps=2, num_stages=3, split_k=3),
+    LinearPlan("small_m", block_n=16, block_k=32, num_warps=2, split_k=2, held=True),
+    LinearPlan("small_m", block_n=16, block_k=64, num_warps=4, num_stages=2, norm_apart=True),
     LIBRARY,
 ]
 FUSIONS = ["plain", "norm", "residual", "norm_silu", "silu"]
@@ -36,7 +39,9 @@ def workspace_for(dtype) -> Workspace:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kernel}{plan.split_k}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
+)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 96), (5, 34, 100)])
 def test_matches_float32(rows, outputs, inputs, plan, fusion, dtype):
     x, weight, out, norm_weight, residual, silu = make_case(rows, outputs, inputs, dtype, fusion)
@@ -106,11 +111,22 @@ def test_every_plan_of_the_table_is_well_formed():
                     assert plan.kernel == "library" or (plan.block_n > 0 and plan.block_k > 0)
 
 
+def test_prefetching_the_next_weight_changes_nothing():
+    x, weight, out, norm_weight, _, _ = make_case(3, 40, 64, torch.float32, "norm")
+    want = skinny_linear_reference(x, weight, norm_weight=norm_weight)
+    upcoming = random_tensor(1000, 7)
+    for plan in PLANS:
+        out.fill_(float("nan"))
+        run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace_for(torch.float32), upcoming)
+        assert_as_exact(out, want)
+    assert prefetch_share(upcoming, 10) == (218, 22) and prefetch_share(None, 10) == (0, 0)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", PLANS[:4], ids=lambda plan: f"{plan.kernel}{plan.split_k}")
+@pytest.mark.parametrize(
+    "plan", PLANS[:-1], ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
+)
 def test_replay_equals_eager(plan):
     x, weight, out, norm_weight, _, _ = make_case(3, 256, 256, torch.bfloat16, "norm")
     workspace = workspace_for(torch.bfloat16)
-    assert_replay_equals_eager(
-        lambda: run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace), out
-    )
+    assert_replay_equals_eager(lambda: run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace), out)
