@@ -39,7 +39,7 @@ from common.errors import ConfigError, EngineDeadError, StartupError, TriremeErr
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
 from common.messages import Failed, PeerFailed, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
-from common.processes import Child, DeathPipe, Wakeup
+from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
@@ -52,8 +52,6 @@ LAST_WORDS_TIMEOUT_S = 0.3
 TURN_LIMIT_MS = 250
 EXIT_CODES = {ConfigError: 2, StartupError: 3}
 POLL_WITHOUT_PIDFD_MS = 50
-
-_STARTED_AT = time.monotonic()
 
 logger = logging.getLogger("launch")
 
@@ -137,7 +135,7 @@ class Supervisor:
             ProcessLost: one of them ended.
             StopRequested: a signal came.
         """
-        self._mark("launch", time.monotonic() - _STARTED_AT)
+        self._mark("launch", seconds_since_start())
         began = time.monotonic()
         model_dir, tokenizer_dir = self._folders()
         self._mark("model folder", time.monotonic() - began)
@@ -389,7 +387,7 @@ def _is_private(host: str) -> bool:
 
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     """Say that the engine serves, and where: one line for people, a file for programs."""
-    seconds = time.monotonic() - _STARTED_AT
+    seconds = seconds_since_start()
     config = supervisor.config
     where = [supervisor.http and f"HTTP on {supervisor.http}/v1", f"client socket {config.server.client_endpoint}"]
     line = f"ready in {seconds:.1f} s: {config.model_name()}, {', '.join(filter(None, where))}"
