@@ -44,8 +44,8 @@ from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
 HEARTBEAT_TIMEOUT_S = 2.0
-FAILURE_NOTICE_S = 1.0
-"""How long the frontend gets to tell its clients that another process is lost."""
+FAILURE_NOTICE_S = 1.5
+"""How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
 """How long a process gets to exit after its grace."""
 LAST_WORDS_TIMEOUT_S = 0.3
