@@ -27,7 +27,12 @@ from scheduler_proc.simulation import simple_request
 from scheduler_proc.state import Limits
 
 BLOCK_SIZE = 16
-TARGETS = {"plan_and_encode_us_p50_256": 300, "plan_bytes_256": 2048, "lookup_100k_ms": 8, "bytes_per_cached_block": 200}
+TARGETS = {
+    "plan_and_encode_us_p50_256": 300,
+    "plan_bytes_256": 2048,
+    "lookup_100k_ms": 8,
+    "bytes_per_cached_block": 200,
+}
 ROOT = Path(__file__).parents[1]
 
 

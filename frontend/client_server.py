@@ -85,6 +85,10 @@ class ClientSink:
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,
                 cached_tokens=usage.cached_tokens,
+                arrived_at_s=final.timings.arrived_at_s,
+                first_token_s=final.timings.after_arrival(final.timings.first_token_s),
+                last_token_s=final.timings.after_arrival(final.timings.last_token_s),
+                finished_s=final.timings.after_arrival(final.timings.finished_s),
             ),
         )
 
@@ -394,7 +398,7 @@ class ClientServer:
             self._engine.model_names,
             self._engine.core.live_count,
             {name: getattr(limits, name) for name in names} if limits else {},
-            {name: getattr(stats, name) for name in stats.GAUGES},
+            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.step_totals_us(),
         )
 
 

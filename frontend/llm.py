@@ -60,6 +60,21 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened to a request.
+
+    Attributes:
+        arrived_at_s: wall clock time of arrival in the engine.
+        first_token_s, last_token_s, finished_s: seconds after that; None for what did not happen.
+    """
+
+    arrived_at_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+    finished_s: float | None
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """A request's result.
 
@@ -72,6 +87,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    metrics: RequestMetrics
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
     finished: bool = field(default=True)
@@ -247,6 +263,7 @@ def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:
             )
             for sample in final.samples
         ],
+        metrics=RequestMetrics(final.arrived_at_s, final.first_token_s, final.last_token_s, final.finished_s),
         prompt_logprobs=final.prompt_logprobs,
         num_cached_tokens=final.cached_tokens,
     )

@@ -25,10 +25,10 @@ class StepTimes:
     sampled: int
 
     def parts_us(self, report_us: int) -> "array[int]":
-        """In the order of STEP_PARTS; plan and wire are the scheduler's."""
+        """The worker's parts, in the order of STEP_PARTS: input, forward, sampling, report."""
         marks = (self.start, self.prepared, self.computed, self.sampled)
         spans = [(end - start) // 1000 for start, end in itertools.pairwise(marks)]
-        return array("i", [0, 0, *spans, report_us])
+        return array("i", [*spans, report_us])
 
 
 @dataclass(frozen=True)
