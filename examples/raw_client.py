@@ -1,44 +1,66 @@
-"""Talks to a running engine without the SDK: ZeroMQ and msgpack are enough (see docs/protocol.md).
+"""A client without the SDK: nothing but ZeroMQ and msgpack, after docs/protocol.md.
 
-python examples/raw_client.py tcp://127.0.0.1:5555 "The sea"
+    python examples/raw_client.py ipc:///run/user/1000/trireme-xyz/client.sock "Why is the sky blue?"
+
+The endpoint stands in the line that launch.py prints when it is ready.
 """
 
+import struct
 import sys
 
 import msgpack
 import zmq
 
 HELLO, GENERATE = 60, 61
-WELCOME, DELTAS, FINAL, ERROR = 80, 81, 82, 83
-TIMEOUT_MS = 60_000
+WELCOME, DELTAS, FINAL, ERROR_REPLY = 80, 81, 82, 83
 
 
-def main(endpoint: str, prompt: str) -> int:
-    """Stream one answer to stdout; returns the exit code."""
+def main(endpoint: str, question: str) -> int:
+    """Ask one question and print the answer as it comes."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.rcvtimeo = TIMEOUT_MS
+        socket.set(zmq.LINGER, 0)
         socket.connect(endpoint)
-        socket.send(msgpack.packb([HELLO, 1, "raw client"]))
-        params = {"max_tokens": 32, "temperature": 0.0}
-        # request_id, prompt, params, model_defaults, stream, priority, cache_salt, timeout_ms, add_special_tokens, chat
-        socket.send(msgpack.packb([GENERATE, "r1", prompt, params, True, True, 0, "", None, None, {}]))
+
+        send(socket, HELLO, 1, "raw client")
+        _, version, model_names, *_ = receive(socket)
+        print(f"{model_names[0]} (protocol version {version})", file=sys.stderr)
+
+        messages = [{"role": "user", "content": question}]
+        params = {"max_tokens": 100, "temperature": 0.7}
+        model_defaults, stream, priority, cache_salt, timeout_ms, add_special_tokens = True, True, 0, "", None, None
+        send(socket, GENERATE, "q1", messages, params, model_defaults, stream, priority, cache_salt, timeout_ms,
+             add_special_tokens, {})  # fmt: skip
         while True:
-            code, *fields = msgpack.unpackb(socket.recv())
-            if code == WELCOME:
-                print("talking to", ", ".join(fields[1]), file=sys.stderr)
-            elif code == DELTAS:
-                for _request_id, _sample, text, *_ in fields[0]:
+            code, *fields = receive(socket)
+            if code == DELTAS:
+                for _request_id, _sample_index, text, *_ in fields[0]:
                     print(text, end="", flush=True)
             elif code == FINAL:
-                print()
-                return 0
-            elif code == ERROR:
-                print("error:", fields[2], file=sys.stderr)
+                return report(fields)
+            elif code == ERROR_REPLY:
+                print(f"refused: {fields[2]}", file=sys.stderr)
                 return 1
 
 
+def report(final: list) -> int:
+    """Print how the answer ended."""
+    _request_id, samples, prompt_ids, _prompt_logprobs, _prompt_count, completion_count, cached_count = final
+    ids = struct.unpack(f"<{len(prompt_ids) // 4}i", prompt_ids)
+    print(
+        f"\n{samples[0][3]}: {len(ids)} prompt tokens ({cached_count} cached), {completion_count} out", file=sys.stderr
+    )
+    return 0
+
+
+def send(socket: zmq.Socket, *message: object) -> None:
+    """One message: a msgpack array that starts with its type code."""
+    socket.send(msgpack.packb(message))
+
+
+def receive(socket: zmq.Socket) -> list:
+    """The next message."""
+    return msgpack.unpackb(socket.recv())
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(f"usage: {sys.argv[0]} ENDPOINT PROMPT")
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(*sys.argv[1:]))

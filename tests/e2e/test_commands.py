@@ -111,4 +111,4 @@ def test_a_client_written_from_the_protocol_document_alone(server):
     assert run.stdout.strip(), "no answer"
     refused = subprocess.run([*arguments, "sea " * 5000], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1
-    assert "error: the prompt has" in refused.stderr
+    assert "refused: the prompt has" in refused.stderr
