@@ -204,17 +204,15 @@ def _produce(
 @gluon.jit
 def _field(letter, index: gl.constexpr):
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    fields = gl.arange(0, MAIL_FIELDS, layout=line)
-    return gl.sum(gl.where(fields == index, letter, 0), axis=0)
+    return gl.sum(letter.slice(index, 1).load(line), axis=0)
 
 
 @gluon.jit
 def _read_mail(mail, mail_full, letter):
     """Wait for a letter; return its seven fields, the first of them 0 if it is the last."""
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_full.index(slot), (letter // MAIL_SLOTS) & 1)
-    content = mail.index(slot).load(line)
+    content = mail.index(slot)
     return (
         _field(content, 0),
         _field(content, 1),
@@ -231,8 +229,8 @@ def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASK
     """Probabilities of a tile's scores under the new running maximum; also that, the shrink and the normaliser."""
     KEY_TILE: gl.constexpr = scores.shape[1]
     if MASKED:
-        keys = first_key + gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, layout))
-        scores = gl.where(positions[:, None] >= keys[None, :], scores, float("-inf"))
+        places = gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, layout))
+        scores = gl.where((positions - first_key)[:, None] >= places[None, :], scores, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(scores, axis=1) * scale_log2)
     base = new_maximum
     if MASKED:
