@@ -82,6 +82,9 @@ from kernels.truncation import (
 )
 
 
+SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
+
+
 def adjusted_reference(logits: torch.Tensor, slot: int, tokens: torch.Tensor, state: SamplingState) -> torch.Tensor:
     """One row of logits [V] after everything that does not depend on the other ids, in float32.
 
@@ -402,7 +405,7 @@ def sample(
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
-        num_warps=8, **common,
+        num_warps=8, maxnreg=SCAN_REGISTERS, **common,
     )  # fmt: skip
     _choose_kernel[plan.choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
