@@ -15,7 +15,6 @@ Knows nothing of models or requests; torch is never loaded here. Exit codes: 0 s
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
@@ -33,12 +32,12 @@ import zmq
 
 from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from
-from common.config import EngineConfig, with_changes
+from common.config import DEFAULT_MODEL, EngineConfig, with_changes
 from common.errors import ConfigError, EngineDeadError, StartupError, TriremeError, WireError
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
 from common.messages import Failed, PeerFailed, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
-from common.processes import Child, DeathPipe
+from common.processes import Child, DeathPipe, Wakeup
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
@@ -76,34 +75,6 @@ class ProcessLost(EngineDeadError):
         super().__init__(message)
         self.process = process
         self.exit_code = exit_code
-
-
-class Wakeup:
-    """What interrupts the supervisor's wait: signals, and threads that call `poke`."""
-
-    def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write_fd, False)
-        self.signals: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._on_signal)
-
-    def poke(self) -> None:
-        """End the wait that is under way, or the next one."""
-        with contextlib.suppress(OSError):
-            os.write(self._write_fd, b"x")
-
-    def clear(self) -> None:
-        """Forget the pokes so far."""
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self.fd, 4096):
-                pass
-
-    def _on_signal(self, number: int, _: object) -> None:
-        self.signals.append(number)
-        self.poke()
 
 
 @dataclass
@@ -166,11 +137,9 @@ class Supervisor:
         """
         self._mark("launch", time.monotonic() - _STARTED_AT)
         began = time.monotonic()
-        model_dir = self._model_dir()
+        model_dir, tokenizer_dir = self._folders()
         self._mark("model folder", time.monotonic() - began)
-        tokenizer = self.config.model.tokenizer
-        tokenizer_dir = str(Path(tokenizer).expanduser().absolute()) if Path(tokenizer).is_dir() else tokenizer
-        self.config = with_changes(self.config, model_dir=model_dir, tokenizer_dir=tokenizer_dir or model_dir)
+        self.config = with_changes(self.config, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
         config_path = self._run_dir.write("config.json", self.config.to_json())
         for name, arguments in self._rooms.items():
             self._spawn(name, [*arguments, "--config", str(config_path)])
@@ -198,9 +167,11 @@ class Supervisor:
             return
         others = [name for name in self._peers if name != "frontend"]
         for names, seconds in ((["frontend"], grace_s), (others, 0.0)):
+            began = time.monotonic()
             self._order(names, Stop(int(seconds * 1000)))
             if not self._wait_ended(names, seconds + EXIT_TIMEOUT_S):
                 return
+            logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 
     def announce_loss(self, lost: ProcessLost) -> None:
         """Tell the other processes, and give the frontend a moment to tell its clients."""
@@ -238,17 +209,29 @@ class Supervisor:
             self._exit_fds.add(child.exit_fd)
             self._poller.register(child.exit_fd, zmq.POLLIN)
 
-    def _model_dir(self) -> str:
-        """The local folder of --model, fetched and converted first if need be."""
+    def _forget_end(self, exit_fd: int) -> None:
+        if exit_fd in self._exit_fds:
+            self._exit_fds.remove(exit_fd)
+            self._poller.unregister(exit_fd)
+
+    def _folders(self) -> tuple[str, str]:
+        """The local folders of model and tokenizer."""
         options = self.config.model
-        if folder := ready_model_dir(options.model):
+        revision = ("--revision", options.revision) if options.revision else ()
+        model_dir = self._local_folder("--model", options.model, *revision)
+        if not options.tokenizer:
+            return model_dir, model_dir
+        return model_dir, self._local_folder("--tokenizer", options.tokenizer, "--tokenizer-only")
+
+    def _local_folder(self, option: str, name: str, *arguments: str) -> str:
+        """The local folder that an option names, fetched and converted first if need be."""
+        if folder := ready_model_dir(name):
             return str(folder)
-        if options.model.startswith(("/", ".", "~")) or options.model.endswith(".gguf"):
-            raise ConfigError(f"--model {options.model}: no such folder or .gguf file")
-        logger.info("fetching %s", "the default model" if options.model == "default" else options.model)
-        arguments = ["-m", "worker_proc.fetch_model", "--model", options.model]
-        arguments += ["--revision", options.revision] if options.revision else []
-        child = Child("fetch_model", arguments, self._death_pipe, capture_stdout=True)
+        if name.startswith(("/", ".", "~")) or (name.endswith(".gguf") and not Path(name).expanduser().is_file()):
+            raise ConfigError(f"{option} {name}: no such folder or .gguf file")
+        logger.info("fetching %s", "the default model" if name == DEFAULT_MODEL else name)
+        command = ["-m", "worker_proc.fetch_model", "--model", name, *arguments]
+        child = Child("fetch_model", command, self._death_pipe, capture_stdout=True)
         self._watch_end(child)
         try:
             self.run_until(child.ended)
@@ -259,9 +242,7 @@ class Supervisor:
             return child.read_stdout().strip().splitlines()[-1]
         finally:
             child.kill()
-            if child.exit_fd in self._exit_fds:
-                self._exit_fds.remove(child.exit_fd)
-                self._poller.unregister(child.exit_fd)
+            self._forget_end(child.exit_fd)
             child.close()
 
     def _turn(self) -> None:
@@ -276,8 +257,7 @@ class Supervisor:
         ready = dict(self._poller.poll(self._turn_limit_ms))
         self._wakeup.clear()
         for exit_fd in self._exit_fds & ready.keys():  # it has woken us; it would do so for ever
-            self._exit_fds.remove(exit_fd)
-            self._poller.unregister(exit_fd)
+            self._forget_end(exit_fd)
         if self._parent_fd in ready:
             self._poller.unregister(self._parent_fd)
             raise StopRequested("the process that started this engine is gone", 0.0)
@@ -387,7 +367,7 @@ def serve(arguments: argparse.Namespace) -> int:
             supervisor.run_until(lambda: False)
         except StopRequested as stop:
             logger.info("stopping: %s", stop)
-            supervisor.stop(stop.grace_s)
+            supervisor.stop(stop.grace_s if arguments.once is None else 0.0)
             return 0 if arguments.once is None else 128 + signal.SIGINT
         except ProcessLost as lost:
             supervisor.announce_loss(lost)

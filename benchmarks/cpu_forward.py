@@ -10,10 +10,13 @@ shapes; `other` is the rest of the step: additions, views and Python. The last l
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the worker does, see worker_proc/main.py
 
 import torch
 
@@ -149,9 +152,18 @@ def main() -> None:
         for batch, context, query_count in shapes:
             parts = time_parts(Workload(model, batch, context, query_count), options.repeats)
             rate = batch * query_count / parts["step"] * 1e3
-            results.append({"batch": batch, "context": context, "queries": query_count, "ms": parts, "tokens_per_s": rate})
-            print(f"batch {batch:3} context {context:5} queries {query_count:4}: {rate:8.1f} tok/s  {parts}", flush=True)
-    summary = {"benchmark": "cpu_forward", "dtype": str(dtype), "torch": torch.__version__, "threads": torch.get_num_threads()}
+            results.append(
+                {"batch": batch, "context": context, "queries": query_count, "ms": parts, "tokens_per_s": rate}
+            )
+            print(
+                f"batch {batch:3} context {context:5} queries {query_count:4}: {rate:8.1f} tok/s  {parts}", flush=True
+            )
+    summary = {
+        "benchmark": "cpu_forward",
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
     print(json.dumps({**summary, "machine": platform.processor() or platform.machine(), "results": results}))
 
 

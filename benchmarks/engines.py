@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from benchmarks.workloads import Workload
+from common.messages import STEP_PARTS
 
 TEMPERATURE = 0.6
 
@@ -61,6 +62,7 @@ class TriremeEngine:
 
         self.options = options
         self._llm = LLM(model, prefix_cache="off", **options)
+        self._figures: dict[str, int] = {}
 
     def run(self, workload: Workload) -> list[RequestTiming]:
         """Submit all prompts as one `generate` call."""
@@ -76,12 +78,19 @@ class TriremeEngine:
             if count != wanted:
                 raise RuntimeError(f"wanted {wanted} tokens, got {count} ({output.outputs[0].finish_reason})")
             metrics = output.metrics
-            timings.append(RequestTiming(submitted_s, metrics.first_token_s, metrics.last_token_s, count))
+            first_s, last_s = (
+                metrics.arrived_at_s + after_s for after_s in (metrics.first_token_s, metrics.last_token_s)
+            )
+            timings.append(RequestTiming(submitted_s, first_s, last_s, count))
         return timings
 
     def step_parts_us(self) -> dict[str, float]:
         """The engine's own account of its steps."""
-        return dict(self._llm.status().step_parts_us)
+        figures = self._llm.client.status().figures
+        since = {name: value - self._figures.get(name, 0) for name, value in figures.items()}
+        self._figures = dict(figures)
+        steps = max(1, since["steps"])
+        return {part: since[f"step_{part}_us"] / steps for part in STEP_PARTS} | {"steps": float(since["steps"])}
 
     def close(self) -> None:
         """Stop the processes."""

@@ -62,10 +62,11 @@ def device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{_processor()}, {os.cpu_count()} cores"
+    return f"{processor_name()}, {os.cpu_count()} cores"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What the processor calls itself."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,6 +1,7 @@
 """A child process as its supervisor sees it: started so that it dies with us, its stderr passed on, its end explained.
 
-Used by `launch.py`. The child's half (death watch, control link) is in `common.child`.
+Beside it, what interrupts the supervisor's wait. Used by `launch.py`; the child's half (death watch, control link) is
+in `common.child`.
 """
 
 import contextlib
@@ -130,6 +131,34 @@ class Child:
                 self._tail = (self._tail + data)[-_TAIL_LIMIT_BYTES:]
                 with contextlib.suppress(OSError):  # our own stderr may be gone; the child must not block on it
                     os.write(2, data)
+
+
+class Wakeup:
+    """What interrupts the supervisor's wait: signals, and threads that call `poke`."""
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write_fd, False)
+        self.signals: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._on_signal)
+
+    def poke(self) -> None:
+        """End the wait that is under way, or the next one."""
+        with contextlib.suppress(OSError):
+            os.write(self._write_fd, b"x")
+
+    def clear(self) -> None:
+        """Forget the pokes so far."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fd, 4096):
+                pass
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self.signals.append(number)
+        self.poke()
 
 
 def last_error_line(text: str) -> str:

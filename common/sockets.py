@@ -6,6 +6,8 @@ size and on what waits for one client. Every socket closes without lingering unl
 """
 
 import os
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -13,7 +15,8 @@ import zmq
 from common.errors import StartupError
 
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
-CLIENT_QUEUE_LIMIT = 10_000
+CLIENT_QUEUE_LIMIT = 2048
+"""Messages that may wait for a client that does not read; one more, and its requests are aborted."""
 CLIENT_HEARTBEAT_MS = 2000
 CLIENT_HEARTBEAT_TIMEOUT_MS = 10_000
 """A client or engine whose machine or process stands still this long is taken for gone by the other."""
@@ -67,10 +70,10 @@ def bind_client_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str)
 def connect_client(
     context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str
 ) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
-    """A client program's socket, and the socket that tells when its connection has ended.
+    """A client program's socket, and the socket that tells when its connection begins and ends.
 
-    Messages are queued for a connection that stands, never for one to come: what was meant for an engine that is gone
-    does not reach its successor.
+    What is sent while there is no connection waits for the next one, which may be to another engine: look at the events
+    before sending (`tells_connected`).
 
     Raises:
         StartupError: not an endpoint.
@@ -79,10 +82,9 @@ def connect_client(
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
-    socket.set(zmq.IMMEDIATE, 1)
     socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -91,6 +93,12 @@ def connect_client(
         socket.close()
         raise StartupError(f"cannot connect to {endpoint!r}: {error}") from None
     return socket, monitor
+
+
+def tells_connected(event: Sequence[bytes]) -> bool:
+    """Whether a monitor's event says that the connection stands; if not, that it has ended."""
+    number: int = struct.unpack_from("=H", event[0])[0]
+    return number == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 def _internal(

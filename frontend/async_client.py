@@ -17,7 +17,7 @@ import zmq
 
 from common import client_messages as wire
 from common.errors import EngineDeadError
-from common.sockets import connect_client
+from common.sockets import connect_client, tells_connected
 from frontend import client_state
 from frontend.client_state import HELLO_ID, ClientState, Inbox, Params, Reply
 from frontend.zmq_reader import ZmqReader
@@ -77,8 +77,9 @@ class AsyncClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket, self._monitor = connect_client(self._context, self.endpoint)
         self._reader = ZmqReader(self._socket, lambda frames: self._state.take(frames[-1]))
-        self._monitor_reader = ZmqReader(self._monitor, self._on_disconnect)
+        self._monitor_reader = ZmqReader(self._monitor, self._on_connection)
         self._closed = False
+        self._connected = asyncio.Event()
         try:
             hello = wire.Hello(client_name=self._name)
             self.welcome = await self._ask(self._inbox(HELLO_ID), hello, wire.Welcome)
@@ -206,24 +207,25 @@ class AsyncClient:
         assert isinstance(inbox, AsyncInbox)
         return inbox
 
-    def _on_disconnect(self, _: list[bytes]) -> None:
-        self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
+    def _on_connection(self, event: list[bytes]) -> None:
+        if tells_connected(event):
+            self._connected.set()
+        else:
+            self._connected.clear()
+            while self._reader.drain():  # the engine's last words came before the end
+                pass
+            self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
 
     async def _send(self, message: wire.FromClient) -> None:
         if self._closed:
             raise EngineDeadError("this client is closed")
-        data = message.to_wire()
-        deadline_s = time.monotonic() + self.timeout_s
-        while True:
+        if not self._connected.is_set():
             try:
-                self._socket.send(data, zmq.NOBLOCK)
-                break
-            except zmq.Again:  # not connected yet, or no more
-                if time.monotonic() > deadline_s:
-                    raise EngineDeadError(
-                        f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s"
-                    ) from None
-                await asyncio.sleep(0.005)
+                await asyncio.wait_for(self._connected.wait(), self.timeout_s)
+            except TimeoutError:
+                why = f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s"
+                raise EngineDeadError(why) from None
+        self._socket.send(message.to_wire(), zmq.NOBLOCK)  # no high-water mark: it never waits
         self._reader.recheck()
 
     async def _ask(self, inbox: AsyncInbox, message: wire.FromClient, kind: type[ReplyT]) -> ReplyT:

@@ -11,6 +11,7 @@ endpoint or the connection is lost, `TimeoutError` if an answer does not come in
 again by itself: requests that were live are gone, new ones work.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ import zmq
 
 from common import client_messages as wire
 from common.errors import EngineDeadError
-from common.sockets import connect_client
+from common.sockets import connect_client, tells_connected
 from frontend import client_state
 from frontend.client_state import HELLO_ID, ClientState, Inbox, Params, Reply
 
@@ -53,6 +54,7 @@ class Client:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._closed = False
+        self._connected = False
         try:
             self.welcome = self._ask(
                 self._state.open(HELLO_ID), wire.Hello(client_name=name), wire.Welcome, "does not answer"
@@ -242,22 +244,34 @@ class Client:
         return reply
 
     def _pump(self, wait_ms: int | None) -> None:
-        ready = dict(self._poller.poll(wait_ms))
-        try:
-            while self._socket in ready:
+        """Wait for anything to come, and sort all that has."""
+        self._poller.poll(wait_ms)
+        self._look_at_connection()
+        self._drain()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
                 self._state.take(self._socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
-        if self._monitor in ready:
-            self._monitor.recv_multipart()
-            self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
+
+    def _look_at_connection(self) -> None:
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._connected = tells_connected(self._monitor.recv_multipart())
+            if not self._connected:
+                self._drain()  # the engine's last words came before the end
+                self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
 
     def _send(self, message: wire.FromClient) -> None:
         if self._closed:
             raise EngineDeadError("this client is closed")
-        if not self._socket.poll(math.ceil(self.timeout_s * 1000), zmq.POLLOUT):
-            raise EngineDeadError(f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s")
-        self._socket.send(message.to_wire())
+        deadline_s = time.monotonic() + self.timeout_s
+        self._look_at_connection()
+        while not self._connected:
+            wait_ms = math.ceil((deadline_s - time.monotonic()) * 1000)
+            if wait_ms <= 0 or not self._monitor.poll(wait_ms):
+                raise EngineDeadError(f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s")
+            self._look_at_connection()
+        self._socket.send(message.to_wire(), zmq.NOBLOCK)  # no high-water mark: it never waits
 
     def _ask(self, inbox: Inbox, message: wire.FromClient, kind: type[ReplyT], what: str = "is silent") -> ReplyT:
         self._send(message)

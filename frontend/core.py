@@ -21,6 +21,7 @@ from typing import Any
 
 from common.errors import RequestError
 from common.messages import (
+    STEP_PARTS,
     AbortRequests,
     AddRequest,
     EngineReady,
@@ -75,6 +76,7 @@ class Core:
         self.state = "starting"
         self.limits: EngineReady | None = None
         self.stats = EngineStats()
+        self._part_totals_us = [0] * len(STEP_PARTS)
         self.observers: list[Observer] = []
         self.error = ""
         self.token_count = 0
@@ -95,6 +97,16 @@ class Core:
     def arrival(self) -> Timings:
         """The timings of a request that arrives now."""
         return Timings(self._wall_clock(), self._clock())
+
+    def step_totals_us(self) -> dict[str, int]:
+        """Microseconds that each part of the steps took since start, as `step_<part>_us`."""
+        return {f"step_{part}_us": total for part, total in zip(STEP_PARTS, self._part_totals_us, strict=True)}
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        step_count = stats.steps - self.stats.steps
+        for index, mean_us in enumerate(stats.parts_us):
+            self._part_totals_us[index] += mean_us * step_count
+        self.stats = stats
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +269,7 @@ class Core:
             case TokensOut():
                 self._take_tokens(message)
             case EngineStats():
-                self.stats = message
+                self._note_stats(message)
             case RequestFailed():
                 self._take_failure(message)
             case EngineReady():

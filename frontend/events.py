@@ -40,6 +40,10 @@ class Timings:
     last_token_s: float | None = None
     finished_s: float | None = None
 
+    def after_arrival(self, time_s: float | None) -> float | None:
+        """Seconds from arrival to one of the other times; None if it has not happened."""
+        return None if time_s is None else time_s - self.arrived_s
+
 
 @dataclass(frozen=True, slots=True)
 class Final:

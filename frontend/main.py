@@ -134,8 +134,8 @@ class Frontend:
                     self._engine.core.drain()
                     self._end(0, order.grace_ms / 1000)
                 case PeerFailed():
-                    logger.error("%s failed: %s", order.process, order.message)
-                    self._engine.core.fail_all(f"{order.process} failed: {order.message}")
+                    logger.error("%s", order.message)
+                    self._engine.core.fail_all(order.message)
                     self._clients.flush()
                     self._end(1, 0.0)
 

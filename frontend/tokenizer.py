@@ -30,6 +30,9 @@ GENERATION_DEFAULTS = {
 }
 """What generation_config.json may set -> the sampling parameter it is the default of."""
 
+OTHER_FORMS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
+"""Files that a tokenizer without tokenizer.json is made of."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -308,13 +311,17 @@ def _load_raw(folder: Path) -> RawTokenizer:
 
 
 def _convert(folder: Path) -> RawTokenizer:
+    """A tokenizer in another form than tokenizer.json, converted by transformers."""
+    if not any((folder / name).exists() for name in OTHER_FORMS):
+        raise ConfigError(f"no tokenizer in {folder}: wanted tokenizer.json, or one of {', '.join(OTHER_FORMS)}")
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
         return RawTokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     except Exception as error:  # whatever a foreign folder provokes
-        raise ConfigError(f"no tokenizer in {folder}: wanted tokenizer.json ({error})") from None
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"cannot convert the tokenizer in {folder}, which has no tokenizer.json: {reason}") from None
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any], file: str) -> str | dict[str, str]:

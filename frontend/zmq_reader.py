@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-SLICE_LIMIT = 256
+SLICE_LIMIT = 32
 """Messages read before other work on the loop gets its turn."""
 
 
@@ -40,19 +40,20 @@ class ZmqReader:
         self._loop.add_reader(self._fd, self.drain)
         self.recheck()
 
-    def drain(self) -> None:
-        """Read what waits, up to a slice of it."""
+    def drain(self) -> bool:
+        """Read what waits, up to a slice of it; whether there may be more."""
         self._scheduled = False
         if self._closed:
-            return
+            return False
         try:
             for _ in range(SLICE_LIMIT):
                 self._handle(self._socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             self._after_slice()
-            return
+            return False
         self._after_slice()
         self._schedule()
+        return True
 
     def recheck(self) -> None:
         """Look for messages that came without a wake-up."""

@@ -266,7 +266,7 @@ def _decode_kernel(
         # 4. Store: a whole (row, head) at once, or this piece's part of it.
         output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
         if (first_tile == 0) & (tile_end == row_tiles):
-            result = accumulator / normaliser[:, None]
+            result = accumulator * (1.0 / normaliser)[:, None]
             tl.store(output_places + head_places, result.to(output_ptr.dtype.element_ty), mask=is_query)
         else:
             part = program * 2 + (first_tile == 0).to(tl.int32)
@@ -324,7 +324,7 @@ def _merge_parts(
     PARTS: tl.constexpr,
     MERGE_GROUP: tl.constexpr,
 ):
-    """Merge the parts of one (row, head) into its output, PARTS of them at a time, MERGE_GROUP query heads at a time."""
+    """Merge the parts of one (row, head) into its output, PARTS parts of MERGE_GROUP query heads at a time."""
     dims = tl.arange(0, DIM_TILE)
     for first_query in range(0, GROUP, MERGE_GROUP):
         queries = first_query + tl.arange(0, MERGE_GROUP)
@@ -349,7 +349,7 @@ def _merge_parts(
             normaliser = normaliser * shrink + tl.sum(part_normaliser * weights, axis=0)
             accumulator = accumulator * shrink[:, None] + tl.sum(part_accumulator * weights[:, :, None], axis=0)
             maximum = new_maximum
-        result = accumulator / tl.where(queries < GROUP, normaliser, 1.0)[:, None]
+        result = accumulator * (1.0 / tl.where(queries < GROUP, normaliser, 1.0))[:, None]
         tl.store(
             output_ptr + queries[:, None] * HEAD_DIM + dims[None, :],
             result.to(output_ptr.dtype.element_ty),

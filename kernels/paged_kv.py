@@ -131,8 +131,9 @@ def attend_row(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of a row's last query tokens on all its keys, in the keys' dtype: the definition both kernels are tested
-    against, in float32 or wider.
+    """Attention of a row's last query tokens on all its keys, in the keys' dtype.
+
+    The definition that both kernels are tested against, in float32 or wider.
 
     query [query_count, query_heads, head_dim], key and value [kv_heads, length, head_dim]; token i of the query sits at
     position length - query_count + i and sees keys at positions p with 0 <= position - p (< sliding_window if > 0).

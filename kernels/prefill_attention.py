@@ -39,6 +39,7 @@ import triton.language as tl
 
 from kernels.paged_kv import (
     LOG2_E,
+    HeadShape,
     attend_row,
     check_options,
     check_paged_inputs,
@@ -52,6 +53,8 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 COUNTER_COUNT = 2
+SPECIALISED_TOKENS = 2048
+LARGE_TOKENS = 4096
 
 
 def reference_prefill_attention(
@@ -68,7 +71,7 @@ def reference_prefill_attention(
     soft_cap: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Result [token_count, query_heads, head_dim], in `dtype` throughout, a row at a time; zeros for padding. Synchronises."""
+    """Result [token_count, query_heads, head_dim], in `dtype` throughout; zeros for padding. Synchronises."""
     result = torch.zeros(query.shape, dtype=dtype, device=query.device)
     starts = query_starts.tolist()
     for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
@@ -80,6 +83,20 @@ def reference_prefill_attention(
             query[start:end], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
         )
     return result
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of queries and keys of a tile, and how the compiler is to take them."""
+
+    tile_rows: int
+    key_tile: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+
+
+HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
 
 
 @dataclass(frozen=True)
@@ -97,6 +114,22 @@ class PrefillPlan:
     num_warps: int
     num_stages: int
     max_registers: int | None
+
+
+def can_specialise(
+    shape: HeadShape,
+    dtype: torch.dtype,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    *,
+    capability_major: int = 9,
+    triton_version: str = triton.__version__,
+) -> bool:
+    """Whether kernels/prefill_attention_hopper.py computes such calls on a card of that compute capability."""
+    is_plain = sliding_window == 0 and soft_cap == 0
+    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
+    is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
+    return is_plain and is_size and is_here and dtype in (torch.bfloat16, torch.float16)
 
 
 def launch_plan(
@@ -118,32 +151,41 @@ def launch_plan(
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
-    token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` asks for the
-    Hopper kernel (kernels/prefill_attention_hopper.py), which fixes its own tiles. The other keyword arguments
-    override the measured choice.
+    token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
+    kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`. The other
+    keyword arguments override the measured choice.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
     dim_tile = triton.next_power_of_2(head_dim)
-    if specialised:
-        tile_rows, key_tile, num_warps, programs_per_multiprocessor = 128, 128, 4, 1
-    tile_rows = max(tile_rows or (128 if dim_tile <= 128 else 64), triton.next_power_of_2(group))
+    chosen = HOPPER_TILES if specialised else measured_tiles(token_count, dim_tile)
+    tile_rows = max(tile_rows or chosen.tile_rows, triton.next_power_of_2(group))
     query_tile = tile_rows // group
     tile_bound = (token_count // query_tile + min(max_rows, token_count)) * kv_heads
+    resident = multiprocessor_count * (1 if specialised else programs_per_multiprocessor)
     return PrefillPlan(
-        program_count=max(1, min(multiprocessor_count * programs_per_multiprocessor, tile_bound)),
+        program_count=max(1, min(resident, tile_bound)),
         wave=multiprocessor_count,
         specialised=specialised,
         tile_rows=tile_rows,
         query_tile=query_tile,
-        key_tile=key_tile or (64 if dim_tile <= 128 else 32),
+        key_tile=key_tile or chosen.key_tile,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
-        num_warps=num_warps or 4,
-        num_stages=num_stages or 2,
-        max_registers=max_registers,
+        num_warps=num_warps or chosen.num_warps,
+        num_stages=num_stages or chosen.num_stages,
+        max_registers=max_registers or chosen.max_registers,
     )
+
+
+def measured_tiles(token_count: int, dim_tile: int) -> Tiles:
+    """The plain kernel's tiles: the best of a sweep on an NVIDIA H200 at head_dim 128; not swept at 256."""
+    if dim_tile > 128:
+        return Tiles(tile_rows=64, key_tile=32, num_warps=4, num_stages=2)
+    if token_count < LARGE_TOKENS or dim_tile < 128:
+        return Tiles(tile_rows=64, key_tile=64, num_warps=4, num_stages=2)
+    return Tiles(tile_rows=128, key_tile=64, num_warps=8, num_stages=2, max_registers=128)
 
 
 def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int, head_dim: int) -> int:
@@ -267,15 +309,14 @@ def _prefill_kernel(
         )  # fmt: skip
 
         # 4. Store.
-        result = accumulator / tl.where(is_query, normaliser, 1.0)[:, None]
+        result = accumulator * (1.0 / tl.where(is_query, normaliser, 1.0))[:, None]
         output_places = output_ptr + token_places * output_stride + head * (GROUP * HEAD_DIM) + head_places
         tl.store(output_places, result.to(output_ptr.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
 
         # 5. Draw the next tile, where there are more tiles than programs.
+        work = total
         if total > programs:
             work = programs + tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-        else:
-            work = total
 
     # 6. The last program to finish puts the counters back to zero.
     if total > programs:
@@ -399,11 +440,11 @@ def prefill_attention(
     wanted(counters.numel() >= COUNTER_COUNT, "counters", f">= {COUNTER_COUNT}", counters.numel())
     wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
     if plan.specialised:
-        from kernels import prefill_attention_hopper as hopper
+        is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap)
+        wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
+        from kernels import prefill_attention_hopper
 
-        is_supported = hopper.supports(shape, query.dtype, sliding_window, soft_cap)
-        wanted(is_supported, "specialised plan", "what prefill_attention_hopper.supports", (shape, query.dtype))
-        hopper.launch(
+        prefill_attention_hopper.launch(
             output,
             query,
             key_cache,
@@ -418,6 +459,7 @@ def prefill_attention(
             plan.program_count,
             plan.rows_tile,
             scale * LOG2_E,
+            pdl,
         )
         return
     _prefill_kernel[(plan.program_count,)](

@@ -11,7 +11,8 @@ backwards, so that the masked ones come first.
     warps 4-7     rows 64-127   the same, on its own
 
 Layouts, padding and results are those of kernels/prefill_attention.py, its only caller. Limits beside those there:
-compute capability 9, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap (`supports`).
+compute capability 9, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap
+(`can_specialise` there). Its start costs more than the plain kernel's: it pays from some two thousand tokens on.
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -33,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.paged_kv import HeadShape
+from kernels.paged_kv import HeadShape, compile_options
 
 TILE_ROWS = 128
 KEY_TILE = 128
@@ -42,20 +43,35 @@ MAIL_SLOTS = gl.constexpr(2)
 MAIL_FIELDS = gl.constexpr(8)
 
 
-def supports(shape: HeadShape, dtype: torch.dtype, sliding_window: int, soft_cap: float) -> bool:
-    """Whether this kernel computes the call; the card's capability is the plan's business."""
-    is_plain = sliding_window == 0 and soft_cap == 0
-    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= KEY_TILE and shape.group <= TILE_ROWS
-    return is_plain and is_size and dtype in (torch.bfloat16, torch.float16)
-
-
 @gluon.jit
 def _add(left, right):
     return left + right
 
 
 @gluon.jit
+def _zero_unowned(
+    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
+):  # fmt: skip
+    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    places = gl.arange(0, TOKEN_TILE, layout=line)
+    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
+    for row in range(first_row + program, max_rows, programs):
+        if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
+            for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
+                token_ptr = output_ptr + token.to(gl.int64) * output_stride
+                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+    for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
+        token_ptr = output_ptr + token.to(gl.int64) * output_stride
+        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+
+
+@gluon.jit
 def _produce(
+    query_desc,
     key_desc,
     value_desc,
     tables_ptr,
@@ -66,6 +82,7 @@ def _produce(
     first_row,
     max_rows,
     table_stride,
+    query_boxes,
     key_pages,
     value_pages,
     key_full,
@@ -82,6 +99,8 @@ def _produce(
     BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS_TILE: gl.constexpr,
+    GROUP: gl.constexpr,
+    COPY_QUERY: gl.constexpr,
 ):
     """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
@@ -124,6 +143,17 @@ def _produce(
         content = gl.where(fields == 6, key_end, content)
         slot = letter % MAIL_SLOTS
         mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
+        if COPY_QUERY:
+            # Tokens past the row's end are other rows' or zeros; what comes of them is not stored.
+            mbarrier.expect(mail_full.index(slot), 2 * 64 * HALVES * BOX * 2)
+            for part in gl.static_range(2):
+                for half in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        query_desc,
+                        [query_start + first_token + part * (64 // GROUP), head * GROUP, half * BOX],
+                        mail_full.index(slot),
+                        query_boxes.index((slot * 2 + part) * HALVES + half),
+                    )
         mail.index(slot).store(content)
         mbarrier.arrive(mail_full.index(slot), count=1)
         letter += 1
@@ -138,7 +168,7 @@ def _produce(
             for page in gl.static_range(PAGES):
                 # edge: blocks past the row's last one are not in the table; the last is copied again in their place
                 block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
-                box_rows = box_rows + ((block * KV_HEADS + head) * BLOCK_SIZE,)
+                box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
             mbarrier.wait(key_empty.index(stage), phase)
             mbarrier.expect(key_full.index(stage), KEY_TILE * HALVES * BOX * 2)
             for page in gl.static_range(PAGES):
@@ -154,13 +184,14 @@ def _produce(
                         value_desc, [box_rows[page], half * BOX], value_full.index(stage), box
                     )
             copied += 1
+        work = total
         if total > programs:
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-        else:
-            work = total
 
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
+    if COPY_QUERY:
+        mbarrier.arrive(mail_full.index(slot), count=1)
     mail.index(slot).store(gl.zeros([MAIL_FIELDS], gl.int32, line))
     mbarrier.arrive(mail_full.index(slot), count=1)
     if total > programs:
@@ -178,13 +209,12 @@ def _field(letter, index: gl.constexpr):
 
 
 @gluon.jit
-def _read_mail(mail, mail_full, mail_empty, letter):
-    """Wait for the next letter; return its seven fields, the first of them 0 if it is the last."""
+def _read_mail(mail, mail_full, letter):
+    """Wait for a letter; return its seven fields, the first of them 0 if it is the last."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_full.index(slot), (letter // MAIL_SLOTS) & 1)
     content = mail.index(slot).load(line)
-    mbarrier.arrive(mail_empty.index(slot), count=1)
     return (
         _field(content, 0),
         _field(content, 1),
@@ -248,17 +278,17 @@ def _steps(
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
         scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
-        accumulator = warpgroup_mma(probabilities, values.index(stage), accumulator, is_async=True)
+        operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
+        accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
         mbarrier.arrive(key_empty.index(next_stage), count=1)
-        new_probabilities, maximum, normaliser, shrink = _softmax(
+        probabilities, maximum, normaliser, shrink = _softmax(
             scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
         )
-        accumulator, probabilities = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, probabilities))
+        accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
         accumulator = accumulator * shrink[:, None]
-        probabilities = gl.convert_layout(new_probabilities.to(keys.dtype), operand)
         read += 1
     return read, probabilities, accumulator, maximum, normaliser
 
@@ -270,7 +300,7 @@ def _consume(
     output_stride,
     query_stride,
     scale_log2,
-    query,
+    queries,
     keys,
     values,
     key_full,
@@ -284,39 +314,37 @@ def _consume(
     GROUP: gl.constexpr,
     QUERY_TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    COPY_QUERY: gl.constexpr,
 ):
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
     TILE: gl.constexpr = keys.shape[1]
     HEAD_DIM: gl.constexpr = keys.shape[2]
-    ROWS: gl.constexpr = query.shape[0]
+    ROWS: gl.constexpr = queries.shape[1]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    tile_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
     tile_rows = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, copy_layout))
     token_in_tile = tile_rows // GROUP
     head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
     score_tokens = (GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout))) // GROUP
-    key_places = gl.arange(0, TILE, layout=gl.SliceLayout(1, tile_layout))
+    key_places = gl.arange(0, TILE, layout=gl.SliceLayout(1, copy_layout))
     empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
 
     read = 0
     letter = 0
-    is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(
-        mail, mail_full, mail_empty, letter
-    )
+    is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(mail, mail_full, letter)
     while is_work != 0:
-        tokens = first_token + token_in_tile
-        is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
-        token_places = (query_start + tokens).to(gl.int64)[:, None]
-        head_start = head * (GROUP * HEAD_DIM)
-        query_places = query_ptr + (token_places * query_stride + (head_start + head_places))
-        query.store(gl.load(query_places, mask=is_query[:, None], other=0.0))
-        fence_async_shared()
+        query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
+        if not COPY_QUERY:
+            tokens = first_token + token_in_tile
+            is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
+            places = (query_start + tokens).to(gl.int64)[:, None] * query_stride + head * (GROUP * HEAD_DIM)
+            query.store(gl.load(query_ptr + (places + head_places), mask=is_query[:, None], other=0.0))
+            fence_async_shared()
 
         positions = length - query_count + first_token + score_tokens
         first_position = length - query_count + first_token + (GROUP_INDEX * ROWS) // GROUP
@@ -333,17 +361,16 @@ def _consume(
         if tile_count * TILE > length:
             # Past the row's end the copied blocks may hold anything; both groups write the same zeros there.
             mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
-            value = values.index(stage).load(tile_layout)
+            value = values.index(stage).load(copy_layout)
             is_token = last_tile * TILE + key_places < length
             values.index(stage).store(gl.where(is_token[:, None], value, gl.zeros_like(value)))
             fence_async_shared()
         maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, score_layout))
         normaliser = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, score_layout))
         accumulator = gl.zeros([ROWS, HEAD_DIM], gl.float32, value_layout)
-        new_probabilities, maximum, normaliser, shrink = _softmax(
+        probabilities, maximum, normaliser, _ = _softmax(
             scores, maximum, normaliser, positions, last_tile * TILE, scale_log2, True, score_layout
         )
-        probabilities = gl.convert_layout(new_probabilities.to(dtype), operand)
 
         read, probabilities, accumulator, maximum, normaliser = _steps(
             last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
@@ -358,27 +385,31 @@ def _consume(
 
         stage = read % STAGES
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
-        accumulator = warpgroup_mma(probabilities, values.index(stage), accumulator, is_async=True)
-        accumulator, probabilities = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, probabilities))
+        operand_tile = gl.convert_layout(probabilities.to(dtype), operand)
+        accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
+        accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         read += 1
 
-        normaliser = gl.convert_layout(normaliser, gl.SliceLayout(1, value_layout))
-        result = accumulator / normaliser[:, None]
+        reciprocal = gl.convert_layout(1.0 / normaliser, gl.SliceLayout(1, value_layout))
+        result = accumulator * reciprocal[:, None]
         query.store(result.to(dtype))
-        output_places = output_ptr + (token_places * output_stride + (head_start + head_places))
-        gl.store(output_places, query.load(copy_layout), mask=is_query[:, None])
+        tokens = first_token + token_in_tile
+        is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
+        places = (query_start + tokens).to(gl.int64)[:, None] * output_stride + head * (GROUP * HEAD_DIM)
+        gl.store(output_ptr + (places + head_places), query.load(copy_layout), mask=is_query[:, None])
+        fence_async_shared()
+        mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
 
         letter += 1
-        is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(
-            mail, mail_full, mail_empty, letter
-        )
+        is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(mail, mail_full, letter)
 
 
 @gluon.jit
 def _hopper_kernel(
     output_ptr,
     query_ptr,
+    query_desc,
     key_desc,
     value_desc,
     tables_ptr,
@@ -405,7 +436,14 @@ def _hopper_kernel(
     TOKEN_TILE: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
+    COPY_QUERY: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     dtype: gl.constexpr = output_ptr.dtype.element_ty
     HALVES: gl.constexpr = HEAD_DIM // 64
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
@@ -415,7 +453,7 @@ def _hopper_kernel(
     if HAS_DECODE_ROWS:
         first_row = gl.load(decode_rows_ptr)
 
-    query = gl.allocate_shared_memory(dtype, [2, 64, HEAD_DIM], shared)
+    queries = gl.allocate_shared_memory(dtype, [MAIL_SLOTS * 2, 64, HEAD_DIM], shared)
     keys = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, HEAD_DIM], shared)
     values = gl.allocate_shared_memory(dtype, [STAGES, KEY_TILE, HEAD_DIM], shared)
     mail = gl.allocate_shared_memory(gl.int32, [MAIL_SLOTS, MAIL_FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -431,10 +469,14 @@ def _hopper_kernel(
         mbarrier.init(value_full.index(stage), count=1)
         mbarrier.init(value_empty.index(stage), count=2)
     for slot in gl.static_range(MAIL_SLOTS):
-        mbarrier.init(mail_full.index(slot), count=1)
+        mbarrier.init(mail_full.index(slot), count=2 if COPY_QUERY else 1)
         mbarrier.init(mail_empty.index(slot), count=2)
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
     key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
+    query_boxes = key_pages
+    if COPY_QUERY:
+        cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+        query_boxes = queries._reinterpret(dtype, [MAIL_SLOTS * 2 * HALVES, 64 // GROUP, GROUP, 64], cube)
     value_pages = values._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
 
     gl.warp_specialize(
@@ -442,26 +484,26 @@ def _hopper_kernel(
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, query.index(0), keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES,
+                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, query.index(1), keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES,
+                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
                 _produce,
                 (
-                    key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
-                    max_rows, table_stride, key_pages, value_pages, key_full, key_empty, value_full, value_empty,
-                    mail, mail_full, mail_empty,
-                    KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE,
+                    query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr,
+                    first_row, max_rows, table_stride, query_boxes, key_pages, value_pages, key_full, key_empty,
+                    value_full, value_empty, mail, mail_full, mail_empty,
+                    KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, COPY_QUERY,
                 ),
             ),
         ],
@@ -474,27 +516,6 @@ def _hopper_kernel(
     )  # fmt: skip
 
 
-@gluon.jit
-def _zero_unowned(
-    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
-):  # fmt: skip
-    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
-    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    places = gl.arange(0, TOKEN_TILE, layout=line)
-    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
-    for row in range(first_row + program, max_rows, programs):
-        if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
-            for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
-                token_ptr = output_ptr + token.to(gl.int64) * output_stride
-                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
-    for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
-        token_ptr = output_ptr + token.to(gl.int64) * output_stride
-        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
-
-
 @cache
 def _shared_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -505,6 +526,14 @@ def _descriptor(cache_tensor: torch.Tensor) -> TensorDescriptor:
     block_size, head_dim = cache_tensor.shape[2:]
     lines = cache_tensor.view(-1, head_dim)
     return TensorDescriptor.from_tensor(lines, [block_size, 64], _shared_layout())
+
+
+def _query_descriptor(query: torch.Tensor, group: int) -> TensorDescriptor | None:
+    """Boxes of 64 tile rows and 64 columns; None where a group does not divide 64 rows."""
+    if 64 % group or query.stride(0) * query.element_size() % 16:
+        return None
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor.from_tensor(query, [64 // group, group, 64], layout)
 
 
 def launch(
@@ -522,11 +551,14 @@ def launch(
     program_count: int,
     rows_tile: int,
     scale_log2: float,
+    pdl: bool,
 ) -> None:
     """Launch on arguments that `prefill_attention` has checked."""
+    query_desc = _query_descriptor(query, shape.group)
     _hopper_kernel[(program_count,)](
         output,
         query,
+        query_desc,
         _descriptor(key_cache),
         _descriptor(value_cache),
         block_tables,
@@ -551,7 +583,10 @@ def launch(
         STAGES=STAGE_COUNT,
         ROWS_TILE=rows_tile,
         TOKEN_TILE=max(1024, triton.next_power_of_2(shape.query_heads * shape.head_dim)),
-        COMPUTE_REGISTERS=232,
-        COPY_REGISTERS=40,
+        COMPUTE_REGISTERS=240,
+        COPY_REGISTERS=24,
+        COPY_QUERY=query_desc is not None,
+        PDL=pdl,
         num_warps=4,
+        **compile_options(None, pdl),
     )

@@ -14,7 +14,7 @@ from array import array
 from dataclasses import replace
 
 from common.child import SupervisorLink
-from common.config import EngineConfig
+from common.config import EngineConfig, step_limits
 from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.state import Limits
@@ -58,13 +58,12 @@ def wait_for_worker(transport: Transport, link: SupervisorLink) -> WorkerReady |
 
 def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
     """The core's limits, from the options and what the worker found."""
-    on_cpu = ready.device_name == "cpu"
     options = config.scheduler
-    max_num_seqs = options.max_num_seqs or (64 if on_cpu else 256)
+    step = step_limits(options, ready.device_name)
     return Limits(
         max_model_len=ready.max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs),
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens,
         block_size=ready.block_size,
         block_count=ready.block_count,
         host_block_count=ready.host_block_count,

@@ -36,7 +36,7 @@ class Admission(Enum):
     """What came of trying to give a sequence its slot."""
 
     PLACED = auto()
-    LATER = auto()  # not in this step; those behind it may go ahead
+    LATER = auto()  # not in this step, for its own reasons; those behind it may go ahead
     NO_ROOM = auto()  # the blocks do not suffice; those behind it wait too
 
 
@@ -211,7 +211,7 @@ class Planner:
         if self._refused == (sequence, self._pool.available_count) and not alone:
             return Admission.NO_ROOM
         match = self._lookup(sequence)
-        if self._computed_in(draft, sequence, match.token_count):
+        if self._under_way(draft, sequence, match.token_count):
             return Admission.LATER
         fitting = self._fitting(sequence, match, promised, alone)
         if fitting is None:
@@ -234,22 +234,25 @@ class Planner:
             return NO_MATCH
         return self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
 
-    def _computed_in(self, draft: Draft, sequence: Sequence, matched: int) -> bool:
-        """Whether another row of this step computes the block after the match; in the next step it can be shared."""
+    def _under_way(self, draft: Draft, sequence: Sequence, matched: int) -> bool:
+        """Whether another prompt computes the block after the match in this step or later; then it can be shared."""
         start = matched - matched % self._block_size
         end = start + self._block_size
-        if end > len(sequence.tokens) or self._state.limits.prefix_cache == "off":
+        if (
+            end > len(sequence.tokens)
+            or self._state.limits.prefix_cache == "off"
+            or sequence.prompt_logprobs is not None
+        ):
             return False
-        for row in draft.chunks:
-            other = row.sequence
-            if (
-                row.first < end <= row.first + row.count
-                and other.chain.root == sequence.chain.root
-                and other.tokens[start:end] == sequence.tokens[start:end]
-                and other.tokens[:start] == sequence.tokens[:start]
-            ):
-                return True
-        return False
+        others = [(row.sequence, row.first) for row in draft.chunks]
+        others += [(s, s.computed_count) for s in self._state.prefilling if s.last_step != draft.step_id]
+        return any(
+            first < end <= len(other.tokens)
+            and other.chain.root == sequence.chain.root
+            and other.tokens[start:end] == sequence.tokens[start:end]
+            and other.tokens[:start] == sequence.tokens[:start]
+            for other, first in others
+        )
 
     def _fitting(self, sequence: Sequence, match: Match, promised: int, alone: bool) -> Match | None:
         """The match, or less of it, with which all known tokens find blocks beside what is promised to others."""

@@ -236,6 +236,7 @@ class SimulatedEngine:
         self.core = SchedulerCore(limits, clock)
         self.worker = SimulatedWorker(limits.block_size, limits.block_count, limits.host_block_count)
         self.results: deque[StepResult] = deque()
+        self._used_blocks: deque[set[int]] = deque()
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.reasons: dict[tuple[int, int], str] = {}
         self.failures: dict[int, RequestFailed] = {}
@@ -258,17 +259,29 @@ class SimulatedEngine:
     def plan(self) -> StepPlan | None:
         """Plan and carry out one step, if one can be planned."""
         plan = self.core.plan_step()
-        if plan is not None:
-            data = plan.to_wire()
-            self.plans += 1
-            self.max_plan_bytes = max(self.max_plan_bytes, len(data))
-            self.results.append(self.worker.run(decode_for_worker(data)))
+        if plan is None:
+            return None
+        data = plan.to_wire()
+        self.plans += 1
+        self.max_plan_bytes = max(self.max_plan_bytes, len(data))
+        taken = self._taken_blocks(plan)
+        assert not taken & set().union(*self._used_blocks), "a block is taken while a plan in flight uses it"
+        self.results.append(self.worker.run(decode_for_worker(data)))
+        rows = [*plan.decode_slots, *plan.chunk_slots]
+        self._used_blocks.append({block for slot in rows for block in self.worker.slots[slot].blocks})
         return plan
+
+    def _taken_blocks(self, plan: StepPlan) -> set[int]:
+        """Blocks that the plan gives a new content."""
+        size = self.worker.block_size
+        starts = [block for init in plan.new_slots for block in init.block_ids[-(-init.computed_count // size) :]]
+        return {*starts, *plan.block_ids, *plan.copy_block_ids[1::2]}
 
     def deliver(self, change: Callable[[StepResult], StepResult] = lambda result: result) -> bool:
         """Hand the oldest result to the core, changed if the test wants to; False if there is none."""
         if not self.results:
             return False
+        self._used_blocks.popleft()
         result = decode_from_worker(change(self.results.popleft()).to_wire())
         assert isinstance(result, StepResult)
         for out in self.core.handle_result(result):

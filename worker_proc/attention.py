@@ -1,8 +1,8 @@
 """Attention over the paged KV cache: the one function that every attention layer calls.
 
-`attention` stores this step's K and V, then attends. Here are the dispatch and the plain torch reference, which is right
-on every device, reads no device scalar and has static shapes, so that it can be captured in a CUDA Graph. The fast CPU
-path is in `cpu_attention.py`.
+`attention` stores this step's K and V, then attends. Here are the dispatch and the plain torch reference, which is
+right on every device, reads no device scalar and has static shapes, so that it can be captured in a CUDA Graph. The
+fast CPU path is in `cpu_attention.py`.
 """
 
 import torch
@@ -50,7 +50,7 @@ def reference_attention(
     scale: float,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """The same as `attention` in plain torch, float32 inside. Reads whole block tables: slow, for tests and fallback."""
+    """As `attention`, in plain torch, float32 inside. Reads whole block tables: slow, for tests and as a fallback."""
     key_cache, value_cache = context.key_caches[layer_index], context.value_caches[layer_index]
     store_reference(key, key_cache, context.slot_mapping)
     store_reference(value, value_cache, context.slot_mapping)

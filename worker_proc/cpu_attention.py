@@ -54,7 +54,7 @@ def _store(source: torch.Tensor, cache: torch.Tensor, plan: StepPlan) -> None:
 
 
 def _gather(key_cache: torch.Tensor, value_cache: torch.Tensor, plan: GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the planned rows, [rows, kv_head, keys, head_dim] in the plan's workspace, unwritten positions zeroed."""
+    """K and V of the planned rows in the plan's workspace, [rows, kv_head, keys, head_dim]; zeros where unwritten."""
     _, kv_head_count, block_size, head_dim = key_cache.shape
     workspace = plan.workspace
     torch.index_select(key_cache.view(-1, block_size * head_dim), 0, plan.indices, out=workspace[0])
@@ -108,7 +108,9 @@ def _attend(
         flat_mask = None
         if mask is not None:
             flat_mask = mask.expand(-1, 1, token_count, group_size, key_count).flatten(2, 3)
-        return F.scaled_dot_product_attention(flat_query, keys, values, attn_mask=flat_mask, scale=scale).view(query.shape)
+        return F.scaled_dot_product_attention(flat_query, keys, values, attn_mask=flat_mask, scale=scale).view(
+            query.shape
+        )
     scores = torch.bmm(flat_query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2))
     scores = scores.view(rows, kv_head_count, token_count, group_size, key_count)
     wide = scores.float().mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)

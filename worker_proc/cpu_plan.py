@@ -51,7 +51,7 @@ class DecodeGroup:
 
 @dataclass
 class Tile:
-    """Query tokens [start, end) of a chunk, the keys [0, key_end) they may see, float32 mask [1, 1, tokens, 1, keys]."""
+    """Query tokens [start, end) of a chunk, the keys [0, key_end) they see, float32 mask [1, 1, tokens, 1, keys]."""
 
     start: int
     end: int

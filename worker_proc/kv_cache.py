@@ -8,12 +8,14 @@ They start as zeros, since unwritten positions take part in products whose weigh
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
 from worker_proc.model_config import ModelConfig
 from worker_proc.slots import div_ceil
+from worker_proc.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,11 @@ class KVCache:
         """All device tensors: K of every layer, then V."""
         return [*self.key_caches, *self.value_caches]
 
-    def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """pairs: int64 [n, 2] on the device: copy block [:, 0] to block [:, 1], all reads before all writes."""
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device blocks to device blocks, all reads before all writes; pairs are (source, destination)."""
+        sources, destinations = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.key_caches[0].device)
         for cache in self.tensors():
-            cache.index_copy_(0, pairs[:, 1], cache[pairs[:, 0]])
+            cache.index_copy_(0, destinations, cache[sources])
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to host blocks, in stream order; pairs are (device block, host block)."""

@@ -1,8 +1,8 @@
 """What a request changes in its logits before a token is chosen: allowed and banned ids, biases, penalties.
 
-The order is that of `kernels/sampling.py`: allowed ids and bad words, then repetition, frequency and presence penalty,
-then biases, and last the end ids that min_tokens bans, which no bias brings back. Formulas are vLLM's. A rule holds
-numbers only; the tokens so far come from the slot's memory when it is applied.
+Order and formulas are vLLM's and those of `kernels/sampling.py`: allowed ids, bad words and the end ids that min_tokens
+bans, then biases, then repetition, frequency and presence penalty. A rule holds numbers only; the tokens so far come
+from the slot's memory when it is applied.
 """
 
 from dataclasses import dataclass
@@ -55,10 +55,10 @@ class LogitRules:
             if start >= 0 and np.array_equal(token_ids[start:], word[:-1]):
                 logits[word[-1]] = -np.inf
         output = token_ids[prompt_count:]
-        self._penalise(logits, token_ids, output)
-        logits[self.bias_ids] += self.bias_values
         if len(output) < self.sampling.min_output_count:
             logits[self.end_ids] = -np.inf
+        logits[self.bias_ids] += self.bias_values
+        self._penalise(logits, token_ids, output)
 
     def _penalise(self, logits: np.ndarray, token_ids: np.ndarray, output: np.ndarray) -> None:
         sampling = self.sampling

@@ -23,6 +23,8 @@ class LogprobTable:
     Attributes:
         logprobs: float32 [n], of the given tokens; ranks: int32 [n], 1 for the likeliest token.
         top_ids, top_logprobs: int32 and float32 [n, k], likeliest first, ties by id.
+
+    What is not finite in it travels as LEAST_LOGPROB.
     """
 
     logprobs: np.ndarray
@@ -34,11 +36,15 @@ class LogprobTable:
         """One position as it travels, with the first `top_count` of the likeliest tokens."""
         return TokenLogprobs(
             row_index,
-            float(self.logprobs[index]),
-            int(self.ranks[index]),
+            float(_finite(self.logprobs[index])),
+            max(1, int(self.ranks[index])),
             array("i", self.top_ids[index, :top_count].tobytes()),
-            array("f", self.top_logprobs[index, :top_count].tobytes()),
+            array("f", _finite(self.top_logprobs[index, :top_count]).tobytes()),
         )
+
+
+def _finite(logprobs: np.ndarray) -> np.ndarray:
+    return np.fmax(logprobs, np.float32(LEAST_LOGPROB))
 
 
 def logprob_table(logits: np.ndarray, token_ids: np.ndarray, top_count: int) -> LogprobTable:
@@ -64,12 +70,12 @@ def _fill_row(table: LogprobTable, index: int, logits: np.ndarray, token_id: int
         return
     normaliser = float(greatest) + float(np.log(np.exp(logits - greatest).sum(dtype=np.float64)))
     chosen = logits[token_id] if 0 <= token_id < len(logits) else np.float32(-np.inf)
-    table.logprobs[index] = max(float(chosen) - normaliser, LEAST_LOGPROB)
+    table.logprobs[index] = float(chosen) - normaliser
     table.ranks[index] = 1 + np.count_nonzero(logits > chosen)
     width = table.top_ids.shape[1]
     if width:
         table.top_ids[index] = _top(logits, width)
-        table.top_logprobs[index] = np.maximum(logits[table.top_ids[index]] - normaliser, LEAST_LOGPROB)
+        table.top_logprobs[index] = logits[table.top_ids[index]] - normaliser
 
 
 def _top(values: np.ndarray, count: int) -> np.ndarray:
@@ -88,13 +94,4 @@ def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, top_count: in
     chosen = torch.where(token_ids[:, None] < 0, -torch.inf, chosen)
     ranks = 1 + (finite > chosen).sum(-1, dtype=torch.int32)
     top = finite.topk(min(top_count, finite.shape[1]), dim=-1)
-    return (
-        _clamped(chosen - normaliser)[:, 0],
-        ranks,
-        top.indices.to(torch.int32),
-        _clamped(top.values - normaliser),
-    )
-
-
-def _clamped(logprobs: torch.Tensor) -> torch.Tensor:
-    return logprobs.nan_to_num(LEAST_LOGPROB, neginf=LEAST_LOGPROB).clamp(min=LEAST_LOGPROB)
+    return (chosen - normaliser)[:, 0], ranks, top.indices.to(torch.int32), top.values - normaliser

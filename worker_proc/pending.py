@@ -25,10 +25,10 @@ class StepTimes:
     sampled: int
 
     def parts_us(self, report_us: int) -> "array[int]":
-        """In the order of STEP_PARTS; plan and wire are the scheduler's."""
+        """The worker's parts, in the order of STEP_PARTS: input, forward, sampling, report."""
         marks = (self.start, self.prepared, self.computed, self.sampled)
         spans = [(end - start) // 1000 for start, end in itertools.pairwise(marks)]
-        return array("i", [0, 0, *spans, report_us])
+        return array("i", [*spans, report_us])
 
 
 @dataclass(frozen=True)
@@ -48,41 +48,44 @@ class PromptPiece:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step sampled, in host memory that is filled once `done` has happened.
+    """What a step sampled, in host memory that is filled once the step is done.
 
     Attributes:
         token_ids: int32 [S].
-        logprob_rows: for each row of `logprobs` its index along token_ids, and how many likeliest tokens it wants.
+        logprob_rows: for rows that asked: the row of `logprobs`, the index along token_ids, how many likeliest tokens.
         logprobs: of the rows that asked; None if none did.
-        done: the event to wait for; None if there is nothing to wait for.
     """
 
     token_ids: np.ndarray
-    logprob_rows: list[tuple[int, int]] = field(default_factory=list)
+    logprob_rows: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: LogprobTable | None = None
-    done: torch.cuda.Event | None = None
 
     def entries(self) -> tuple[TokenLogprobs, ...]:
         """The log probabilities as they travel."""
         if self.logprobs is None:
             return ()
-        rows = enumerate(self.logprob_rows)
-        return tuple(self.logprobs.entry(row, index, top_count) for row, (index, top_count) in rows)
+        return tuple(self.logprobs.entry(row, index, top_count) for row, index, top_count in self.logprob_rows)
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """One issued step; `prompt_pieces` stand in the order of positions, slot by slot."""
+    """One issued step.
+
+    Attributes:
+        prompt_pieces: in the order of positions, slot by slot.
+        done: the event to wait for before any value is read; None if there is nothing to wait for.
+    """
 
     step_id: int
     times: StepTimes
     sampled: Sampled
     prompt_pieces: list[PromptPiece]
+    done: torch.cuda.Event | None
 
     def result(self, report_us: int = 0) -> StepResult:
         """Wait for the step and make its result; `report_us` is how long the report before this one took."""
-        if self.sampled.done is not None:
-            self.sampled.done.synchronize()
+        if self.done is not None:
+            self.done.synchronize()
         prompts: dict[int, list[TokenLogprobs]] = {}
         for piece in self.prompt_pieces:
             prompts.setdefault(piece.slot, []).extend(piece.entries())

@@ -2,7 +2,7 @@
 
 A step is three actions: the packed plan goes to the device, the step runs there on buffers at fixed addresses, the
 sampled ids come back. `Runner` is what the devices share; `CpuRunner`, where the first and the last action cost
-nothing, is here, `CudaRunner` in `cuda_runner.py`. Sockets, and when a plan comes, are the worker's business (`worker.py`).
+nothing, is here, `CudaRunner` in `cuda_runner.py`. Sockets, and when a plan comes, are `worker.py`'s business.
 """
 
 import time
@@ -26,6 +26,9 @@ from worker_proc.step_inputs import PromptRows, StagedStep, StepStager, fill_inp
 
 PROMPT_LOGPROB_ROWS = 64
 """Positions whose logits are computed at once for prompt log probabilities; bounds their memory."""
+
+
+_NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
 class Runner(ABC):
@@ -52,13 +55,11 @@ class Runner(ABC):
         start = time.perf_counter_ns()
         inputs, staged = self._prepare(plan)
         prepared = time.perf_counter_ns()
-        hidden = self._model(inputs.token_ids, inputs.positions, self._context(inputs, staged.decode_row_count))
-        logits = self._model.compute_logits(self._sampled_hidden(hidden, inputs, staged))
-        pieces = [piece for rows in staged.prompt_rows for piece in self._prompt_pieces(hidden, rows)]
+        logits, pieces = self._compute(inputs, staged)
         computed = time.perf_counter_ns()
-        sampled = self._sample(logits, inputs, staged)
+        sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, inputs, staged)
         times = StepTimes(start, prepared, computed, time.perf_counter_ns())
-        return PendingStep(plan.step_id, times, sampled, pieces)
+        return PendingStep(plan.step_id, times, sampled, pieces, self._done())
 
     def warm_up(self) -> None:
         """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""
@@ -89,6 +90,10 @@ class Runner(ABC):
         """Sample from logits [S, vocab], feed the slots, and send what was sampled on its way to the host."""
 
     @abstractmethod
+    def _done(self) -> torch.cuda.Event | None:
+        """What to wait for before the host reads what this step copies to it."""
+
+    @abstractmethod
     def _prompt_piece(
         self, logits: torch.Tensor, token_ids: torch.Tensor, slot: int, first_position: int, top_count: int
     ) -> PromptPiece:
@@ -101,7 +106,7 @@ class Runner(ABC):
         if plan.swap_out_block_ids:
             self._cache.swap_out(_pairs(plan.swap_out_block_ids))
         if plan.copy_block_ids:
-            self._cache.copy_blocks(torch.tensor(_pairs(plan.copy_block_ids)))
+            self._cache.copy_blocks(_pairs(plan.copy_block_ids))
         if plan.swap_in_block_ids:
             self._cache.swap_in(_pairs(plan.swap_in_block_ids))
         writes = StateWrites(self.memory)
@@ -111,6 +116,16 @@ class Runner(ABC):
             self._start_slot(init, writes)
         staged = self._stager.stage(plan, writes)
         return self._fill(staged), staged
+
+    def _compute(self, inputs: StepInputs, staged: StagedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:
+        """The logits that are sampled from, [S, vocab], and the prompt's log probabilities; None if nothing samples."""
+        if not staged.token_count:
+            return None, []
+        hidden = self._model(inputs.token_ids, inputs.positions, self._context(inputs, staged.decode_row_count))
+        pieces = [piece for rows in staged.prompt_rows for piece in self._prompt_pieces(hidden, rows)]
+        if not len(staged.sampled_rows):
+            return None, pieces
+        return self._model.compute_logits(self._sampled_hidden(hidden, inputs, staged)), pieces
 
     def _context(self, inputs: StepInputs, decode_row_count: int) -> ForwardContext:
         prompt_lengths = None
@@ -132,7 +147,7 @@ class Runner(ABC):
     def _sampled_hidden(self, hidden: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> torch.Tensor:
         """The hidden states whose logits are used, [S, hidden_size]."""
         if staged.samples_every_row:
-            return hidden
+            return hidden[: staged.token_count]
         return hidden[inputs.sample_rows[self._sampled_rows(staged)]]
 
     @abstractmethod
@@ -188,6 +203,9 @@ class CpuRunner(Runner):
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> Sampled:
         return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions)
+
+    def _done(self) -> None:
+        """Everything is there when `execute` returns."""
 
     def _prompt_piece(
         self, logits: torch.Tensor, token_ids: torch.Tensor, slot: int, first_position: int, top_count: int

@@ -54,8 +54,8 @@ class Sampler:
         logits[:, self._vocab_size :] = -np.inf
         token_ids = logits.argmax(axis=1).astype(np.int32)
         token_ids[~np.isfinite(logits[np.arange(len(slots)), token_ids])] = NOT_A_TOKEN
-        logprob_rows = [(i, count) for i, count in enumerate(self._logprob_counts[slots].tolist()) if count >= 0]
-        raw = logits[[index for index, _ in logprob_rows]]
+        wanted = np.flatnonzero(self._logprob_counts[slots] >= 0)
+        raw = logits[wanted]
         for index in np.flatnonzero(~self._plain[slots]).tolist():
             slot = int(slots[index])
             sampling = self._mirror.sampling[slot]
@@ -64,11 +64,11 @@ class Sampler:
                 token_ids[index] = self._sample_row(logits[index], slot, sampling, int(positions[index]))
         self._memory.token_ids.numpy()[slots, positions] = np.maximum(token_ids, 0)
         self._memory.known_lengths.numpy()[slots] = positions + 1
-        if not logprob_rows:
+        if not len(wanted):
             return Sampled(token_ids)
-        chosen = token_ids[[index for index, _ in logprob_rows]]
-        top_count = max(count for _, count in logprob_rows)
-        return Sampled(token_ids, logprob_rows, logprob_table(raw, chosen, top_count))
+        counts = self._logprob_counts[slots[wanted]]
+        rows = list(zip(range(len(wanted)), wanted.tolist(), counts.tolist(), strict=True))
+        return Sampled(token_ids, rows, logprob_table(raw, token_ids[wanted], int(counts.max())))
 
     def _sample_row(self, logits: np.ndarray, slot: int, sampling: SlotSampling, position: int) -> int:
         rules = self._rules[slot]

@@ -15,7 +15,7 @@ from benchmarks.kernels.shapes import DECODE_SHAPES, SMOKE_DECODE_SHAPES, Attent
 from kernels import interpreter
 
 
-def kernel_calls(shape: AttentionShape, **plan_options: int) -> list[Callable[[], None]]:
+def kernel_calls(shape: AttentionShape, pdl: bool = False, **plan_options: int) -> list[Callable[[], None]]:
     """Calls of the kernel on as many input sets as it takes to leave the L2 cache."""
     from kernels.decode_attention import decode_attention, launch_plan
 
@@ -28,7 +28,7 @@ def kernel_calls(shape: AttentionShape, **plan_options: int) -> list[Callable[[]
     scale = shape.head_dim**-0.5
 
     def call_on(inputs) -> Callable[[], None]:
-        return lambda: decode_attention(*inputs.decode_arguments, partials, counters, plan, scale=scale)
+        return lambda: decode_attention(*inputs.decode_arguments, partials, counters, plan, scale=scale, pdl=pdl)
 
     return [call_on(make_inputs(shape)) for _ in range(harness.copies_to_exceed_l2(bytes_of(shape)))]
 

@@ -9,6 +9,7 @@ measured where all of a row's tokens are new.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,22 +18,37 @@ from benchmarks.kernels.paged_inputs import PagedInputs, device_and_dtype, make_
 from benchmarks.kernels.shapes import PREFILL_SHAPES, SMOKE_PREFILL_SHAPES, AttentionShape
 from kernels import interpreter
 
+if TYPE_CHECKING:
+    from kernels.prefill_attention import PrefillPlan
 
-def kernel_call(shape: AttentionShape, inputs: PagedInputs, **plan_options: int) -> Callable[[], None]:
-    from kernels.prefill_attention import COUNTER_COUNT, launch_plan, prefill_attention
 
-    plan = launch_plan(
-        len(inputs.query),
+def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
+    """The plan that the worker would make for the shape as a bucket, unless told otherwise."""
+    from kernels.paged_kv import HeadShape
+    from kernels.prefill_attention import SPECIALISED_TOKENS, can_specialise, launch_plan
+
+    token_count = shape.batch * shape.query_tokens
+    heads = HeadShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.block_size)
+    capability_major = torch.cuda.get_device_capability()[0] if harness.has_cuda() else 0
+    is_possible = can_specialise(heads, device_and_dtype()[1], capability_major=capability_major)
+    options = {"specialised": is_possible and token_count >= SPECIALISED_TOKENS} | plan_options
+    return launch_plan(
+        token_count,
         shape.batch,
         shape.query_heads,
         shape.kv_heads,
         shape.head_dim,
         multiprocessor_count(),
-        **plan_options,
+        **options,
     )
+
+
+def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan, pdl: bool = False) -> Callable[[], None]:
+    from kernels.prefill_attention import COUNTER_COUNT, prefill_attention
+
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device_and_dtype()[0])
     scale = shape.head_dim**-0.5
-    return lambda: prefill_attention(*inputs.prefill_arguments, counters, plan, scale=scale)
+    return lambda: prefill_attention(*inputs.prefill_arguments, counters, plan, scale=scale, pdl=pdl)
 
 
 def torch_call(shape: AttentionShape) -> Callable[[], torch.Tensor]:
@@ -59,11 +75,13 @@ def main() -> None:
     for shape in SMOKE_PREFILL_SHAPES if arguments.smoke else PREFILL_SHAPES:
         if arguments.only not in shape.name:
             continue
-        calls = {"trireme": kernel_call(shape, make_inputs(shape))}
+        plan = plan_of(shape)
+        options = {"block_size": shape.block_size, "kernel": "hopper" if plan.specialised else "plain"}
+        runs_us = harness.time_runs_us([kernel_call(shape, make_inputs(shape), plan)])
+        report.add(shape.name, runs_us, flops=flops_of(shape), options=options)
         if shape.query_tokens == shape.context:
-            calls["torch"] = torch_call(shape)
-        for engine, call in calls.items():
-            report.add(shape.name, harness.time_runs_us([call]), flops=flops_of(shape), engine=engine)
+            runs_us = harness.time_runs_us([torch_call(shape)])
+            report.add(shape.name, runs_us, flops=flops_of(shape), engine="torch")
     report.write(arguments.output)
 
 

@@ -79,6 +79,9 @@ class Final:
         prompt_token_ids: int32, as they went into the model.
         prompt_logprobs: one entry per prompt token, the first nil; or nil if not asked for.
         prompt_tokens, completion_tokens, cached_tokens: counts; completion over all samples.
+        arrived_at_s: wall clock time of the request's arrival at the frontend.
+        first_token_s, last_token_s, finished_s: seconds after that, as the frontend saw them; nil for what did not
+            happen.
     """
 
     CODE: ClassVar[int] = 82
@@ -89,6 +92,10 @@ class Final:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    arrived_at_s: float = 0.0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
 
     @property
     def text(self) -> str:
@@ -108,6 +115,10 @@ class Final:
                 self.prompt_tokens,
                 self.completion_tokens,
                 self.cached_tokens,
+                self.arrived_at_s,
+                self.first_token_s,
+                self.last_token_s,
+                self.finished_s,
             ]
         )
 
@@ -123,6 +134,10 @@ class Final:
             prompt_tokens=read.integer("prompt_tokens"),
             completion_tokens=read.integer("completion_tokens"),
             cached_tokens=read.integer("cached_tokens"),
+            arrived_at_s=read.number("arrived_at_s"),
+            first_token_s=read.optional_number("first_token_s"),
+            last_token_s=read.optional_number("last_token_s"),
+            finished_s=read.optional_number("finished_s"),
         )
         read.done()
         return message
@@ -220,7 +235,8 @@ class StatusReply:
         detail: for `dead`: why.
         live_count: requests that have not ended.
         limits: the engine's limits by name (EngineReady), empty while it is starting.
-        figures: gauges and counters by name (EngineStats).
+        figures: gauges and counters by name (EngineStats), and `step_<part>_us`: microseconds that each part of the
+            steps (STEP_PARTS) took since start, all steps together.
     """
 
     CODE: ClassVar[int] = 86

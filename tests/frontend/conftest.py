@@ -19,7 +19,12 @@ from frontend.engine import Engine
 from frontend.tokenizer import Tokenizer
 from tests.support import tiny
 
-SENTENCES = ["hello world, this is the open sea", "the alphabet: ABC DEFGHIJ KLM", "naïve café 海は青い 🌊🙂", "a b c d e f"]
+SENTENCES = [
+    "hello world, this is the open sea",
+    "the alphabet: ABC DEFGHIJ KLM",
+    "naïve café 海は青い 🌊🙂",
+    "a b c d e f",
+]
 
 
 def byte_level() -> Tokenizer:

@@ -186,7 +186,9 @@ def test_bad_parameters_are_refused_by_name(shared_frontend, params, name):
         assert client.generate("a", SamplingParams(max_tokens=1)).completion_tokens == 1
 
 
-@pytest.mark.parametrize("prompt", ["", [], [400], [-1], [2**31 - 1], "sea " * 3000, [5] * 2048], ids=lambda p: str(p)[:12])
+@pytest.mark.parametrize(
+    "prompt", ["", [], [400], [-1], [2**31 - 1], "sea " * 3000, [5] * 2048], ids=lambda p: str(p)[:12]
+)
 def test_bad_prompts_are_refused(shared_frontend, prompt):
     with Client(shared_frontend.endpoint) as client:
         with pytest.raises(RequestError, match="prompt"):
@@ -232,7 +234,7 @@ def test_stop_lets_requests_finish_and_refuses_new_ones(frontend):
 
 def test_stop_without_grace_ends_requests_with_an_error(frontend):
     frontend.scheduler.gate.clear()
-    with Client(frontend.endpoint) as client:
+    with Client(frontend.endpoint, timeout_s=0.5) as client:
         running = client.submit("abc", SamplingParams(max_tokens=5))
         frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
         assert frontend.stop() == 0

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from kernels.prefill_attention import COUNTER_COUNT, flops, launch_plan, prefill_attention, reference_prefill_attention
+from kernels.paged_kv import HeadShape
+from kernels.prefill_attention import (
+    COUNTER_COUNT,
+    can_specialise,
+    flops,
+    launch_plan,
+    prefill_attention,
+    reference_prefill_attention,
+)
 from tests.kernels.paged_batches import (
     DEVICES,
     MULTIPROCESSORS,
@@ -175,7 +183,8 @@ def test_flops_count_causal_pairs():
 
 
 @pytest.mark.gpu
-def test_one_graph_is_right_for_every_mix_of_lengths():
+@pytest.mark.parametrize("specialised", [False, True])
+def test_one_graph_is_right_for_every_mix_of_lengths(specialised):
     skip_unless_here("cuda")
     shape = {"query_heads": 16, "kv_heads": 8, "head_dim": 128}
     mixes = [
@@ -186,7 +195,7 @@ def test_one_graph_is_right_for_every_mix_of_lengths():
     batches = [make_batch(rows, "cuda", torch.bfloat16, spare_tokens=512 - sum(q for q, _ in rows), seed=seed, **shape)
                for seed, rows in enumerate(mixes)]  # fmt: skip
     room = room_for(batches)
-    plan = launch_plan(512, 4, 16, 8, 128, 132)
+    plan = launch_plan(512, 4, 16, 8, 128, 132, specialised=specialised)
     output = torch.full_like(room.query, float("nan"))
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device="cuda")
 
@@ -202,4 +211,68 @@ def test_one_graph_is_right_for_every_mix_of_lengths():
         output.fill_(float("nan"))
         graph.replay()
         assert_as_exact_as_torch(output, *references(batch, 0.1), ERROR_FACTOR)
-        assert torch.equal(output, run(batch, scale=0.1)), "replay and eager call differ"
+        assert torch.equal(output, run(batch, scale=0.1, plan_options={"specialised": specialised})), (
+            "replay and eager call differ"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 1)],
+        [(64, 64)],
+        [(130, 130), (5, 5)],
+        [(1000, 1000), (3, 500), (77, 130)],
+        [(16, 4096)],
+        [(33, 97), (1, 1), (2, 40), (64, 64)] * 30,
+    ],
+)
+def test_the_hopper_kernel_on_rows_of_any_length(rows, head_dim):
+    check_specialised(rows, head_dim=head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (9, 3), (32, 2), (24, 1), (14, 2)])
+def test_the_hopper_kernel_on_groups(query_heads, kv_heads):
+    check_specialised([(190, 190), (70, 823)], query_heads=query_heads, kv_heads=kv_heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_the_hopper_kernel_on_block_sizes(block_size):
+    check_specialised([(200, 200), (16, 128), (1, 1), (129, 400)], block_size=block_size)
+
+
+@pytest.mark.gpu
+def test_the_hopper_kernel_on_padding_and_decode_rows():
+    skip_unless_here("cuda")
+    rows = [(1, 30), (1, 17), (120, 400), (50, 50), (0, 0), (6, 6)]
+    batch = make_batch(rows, "cuda", torch.bfloat16, head_dim=128, padding=(3,), spare_tokens=7)
+    row_count = torch.tensor([2], dtype=torch.int32, device="cuda")
+    result = run(batch, plan_options={"specialised": True}, decode_row_count=row_count)
+    assert result[:2].isnan().all(), "rows of the decode kernel were written"
+    assert not result[122:172].any()
+    assert not result[178:].any()
+    same, exact = references(batch)
+    assert_as_exact_as_torch(result[2:], same[2:], exact[2:], ERROR_FACTOR)
+
+
+def check_specialised(rows: list[tuple[int, int]], head_dim: int = 128, **shape) -> None:
+    skip_unless_here("cuda")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    check(make_batch(rows, "cuda", torch.bfloat16, head_dim=head_dim, **shape), plan_options={"specialised": True})
+
+
+def test_the_hopper_kernel_is_for_what_it_can_compute():
+    shape = HeadShape(query_heads=16, kv_heads=8, head_dim=128, block_size=16)
+    assert can_specialise(shape, torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.float32, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, sliding_window=64, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
+    assert not can_specialise(HeadShape(16, 8, 128, block_size=4), torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(HeadShape(16, 8, 256, block_size=16), torch.bfloat16, triton_version="3.6.0")

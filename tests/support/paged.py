@@ -51,7 +51,9 @@ class PagedSequences:
             slots.append(-1)
             context_lengths.append(0)
             starts.append(starts[-1] + padding_tokens)
-        prompts = None if self.prompt_lengths is None else [self.prompt_lengths[slot] if slot >= 0 else 0 for slot in slots]
+        prompts = (
+            None if self.prompt_lengths is None else [self.prompt_lengths[slot] if slot >= 0 else 0 for slot in slots]
+        )
         return ForwardContext(
             slot_mapping=torch.cat(slot_mapping),
             row_slots=torch.tensor(slots, dtype=torch.int32),

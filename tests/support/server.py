@@ -31,7 +31,7 @@ class Server:
         self.run_dirs.mkdir(mode=0o700)
         self._stderr = self.stderr_path.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, ROOT / "launch.py", "serve", "--model", model_dir, "--port", "0",
+            [sys.executable, ROOT / "launch.py", "serve", "--model", model_dir, "--port", "0", "--cpu-threads", "1",
              "--ready-file", self.folder / "ready.json", *options],
             stdout=subprocess.PIPE,
             stderr=self._stderr,

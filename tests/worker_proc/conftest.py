@@ -9,6 +9,12 @@ import pytest
 import torch
 import transformers
 
+from kernels import interpreter
+
+if not torch.cuda.is_available():
+    interpreter.enable()
+torch.set_num_threads(1)  # tiny models: more threads only wait for one another
+
 from common.config import StepLimits
 from common.messages import (
     SlotInit,
@@ -146,6 +152,24 @@ class PlanDriver:
         while rows := [r for r in requests if len(r.output) < token_count]:
             self.step([(r, min(chunk, len(r.tokens) - r.computed)) for r in rows])
 
+    def run_ahead(self, requests: list[DrivenRequest], token_count: int, depth: int) -> None:
+        """Like `run` with whole prompts, but plans are made `depth` steps before the results they depend on."""
+        in_flight = []
+        while rows := [r for r in requests if len(r.output) < token_count]:
+            plan = self.plan([(r, len(r.tokens) - r.computed) for r in rows])
+            places = [(request, len(request.tokens)) for request in self._sampled]
+            for request in self._sampled:
+                request.tokens.append(-1)
+            in_flight.append((places, self._execute(plan)))
+            if len(in_flight) > depth:
+                self._settle(*in_flight.pop(0))
+        for step in in_flight:
+            self._settle(*step)
+
+    def _settle(self, places: list[tuple[DrivenRequest, int]], result: StepResult) -> None:
+        for (request, place), token in zip(places, result.token_ids, strict=True):
+            request.tokens[place] = token
+
     def _append(self, request: DrivenRequest, count: int) -> list[int]:
         needed = -(-(request.computed + count) // self._block_size) - len(request.blocks)
         appended = [self._free_blocks.pop() for _ in range(needed)]
@@ -171,9 +195,12 @@ def poison(cache: KVCache) -> None:
 
 @pytest.fixture
 def make_driver():
-    """make(folder, ...) -> a PlanDriver over a fresh runner whose cache holds NaN wherever nothing was written."""
+    """make(folder or model, ...) -> a PlanDriver over a fresh runner whose cache holds NaN where nothing was written.
 
-    def make(folder, *, slot_count: int = 8, block_count: int = 96, block_size: int = 4, vocab: int = 131, **limits):
+    With `kernels` it is the GPU's runner, on the CPU in Triton's interpreter.
+    """
+
+    def make(folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, kernels=False):
         model = (
             load_model(folder, device=torch.device("cpu"), dtype=torch.float32) if isinstance(folder, Path) else folder
         )
@@ -182,7 +209,20 @@ def make_driver():
             specs, block_size=block_size, block_count=block_count, host_block_count=4, device=torch.device("cpu")
         )
         poison(cache)
-        runner = CpuRunner(model, cache, StepLimits(slot_count, 256), limits.get("max_model_len", 200), vocab)
+        limits = StepLimits(slot_count, 256)
+        if kernels:
+            from worker_proc.cuda_runner import CudaRunner
+
+            runner = CudaRunner(
+                model,
+                cache,
+                limits,
+                max_model_len=max_model_len,
+                tokenizer_vocab_size=vocab,
+                device=torch.device("cpu"),
+            )
+        else:
+            runner = CpuRunner(model, cache, limits, max_model_len, vocab)
         driver = PlanDriver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
         driver.runner, driver.cache = runner, cache
         return driver

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker_proc.attention import attention, reference_attention, store_reference
 from worker_proc.forward_context import ForwardContext
@@ -136,3 +137,36 @@ def test_store_of_padding_alone_changes_nothing():
     before = cache.clone()
     store_reference(torch.randn(2, KV_HEADS, HEAD_DIM), cache, torch.tensor([-1, -1]))
     assert torch.equal(cache, before)
+
+
+class HostReads(TorchDispatchMode):
+    """Records operations that read tensor values on the host: on a GPU each of them waits for the device."""
+
+    NAMES = (
+        "_local_scalar_dense",
+        "nonzero",
+        "is_nonzero",
+        "equal",
+        "masked_select",
+        "unique",
+        "repeat_interleave.Tensor",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in self.NAMES):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["decode, very different lengths", "mixed"])
+def test_reference_reads_no_device_value(name):
+    """Row P2: the path that runs on a GPU without kernels must be capturable."""
+    scene = Scene(SCENES[name], padding=3)
+    context, keys, values = scene.context(), scene.new_tokens(scene.keys), scene.new_tokens(scene.values)
+    with HostReads() as reads:
+        reference_attention(scene.query, keys, values, 0, context, scale=0.3, sliding_window=5)
+    assert reads.found == []

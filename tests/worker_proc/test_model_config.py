@@ -70,9 +70,15 @@ def test_saved_configs_are_read_as_transformers_reads_them(family, overrides, tm
     [
         ({"architectures": ["BertModel"]}, r"architecture 'BertModel' is not supported; supported: Llama.*, Qwen3"),
         ({"architectures": []}, "architecture None is not supported"),
-        ({"rope_scaling": {"rope_type": "su"}}, "rope type 'su' is not supported; supported: default, linear, .*llama3"),
+        (
+            {"rope_scaling": {"rope_type": "su"}},
+            "rope type 'su' is not supported; supported: default, linear, .*llama3",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs 'low_freq_factor'"),
-        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "needs 4 numbers, got 1"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "needs 4 numbers, got 1",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, got 'many'"),

@@ -38,7 +38,7 @@ PARAMETERS = {
 
 
 def configs(name: str) -> tuple[LlamaConfig, ModelConfig]:
-    rope = {"rope_type": name.split(",")[0], "rope_theta": 500_000.0, **PARAMETERS[name]}
+    rope = {"rope_type": name.split(",", maxsplit=1)[0], "rope_theta": 500_000.0, **PARAMETERS[name]}
     theirs = LlamaConfig(
         hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=MAX_LENGTH, rope_parameters=dict(rope),
         architectures=["LlamaForCausalLM"],

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import zmq
 
 from common.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from common.messages import (

