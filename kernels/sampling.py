@@ -21,9 +21,10 @@ grows by one.
 How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation
 needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum and each chunk its mass; from these
 `_choose_kernel` finds a bound below which no kept id can lie, gathers the candidates above it, and finds the exact
-thresholds among them by a five-way search over the ordered bits of the floats. Mass is summed in 64-bit integers, so
-the result does not depend on the order of the candidates. When there is no bound, or there are too many candidates, the
-search runs over the whole row: slower, and as exact. The last program of a row to finish makes the choice.
+thresholds among them by comparing each with each or, if they are many, by a search over the ordered bits of the
+floats. Mass is summed in 64-bit integers, so the result does not depend on the order of the candidates. When there is
+no bound, or there are too many candidates, the search runs over the whole row: slower, and as exact. The last program
+of a row to finish makes the choice.
 
 | tensor        | axes   | dtype          | notes                                                              |
 |---------------|--------|----------------|--------------------------------------------------------------------|
@@ -54,6 +55,7 @@ from kernels.sampling_state import (
     CHUNK,
     COUNT_ROW,
     FAILED_ID,
+    FEW,
     FREQUENCY,
     GATHER_PROGRAMS,
     MIN_P,
@@ -266,7 +268,7 @@ def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
-    PIECE_TILE: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate the row; one without a sample is done.
     let_next_start(PDL)
@@ -303,7 +305,7 @@ def _choose_kernel(
                 if mine:
                     count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
                     chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
-                                              VOCABULARY, top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
+                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, CANDIDATES)  # fmt: skip
                     tl.debug_barrier()
                     tl.store(work[8] + row * 2, 0)
                     tl.store(work[8] + row * 2 + 1, 0)
@@ -411,5 +413,5 @@ def sample(
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
         settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
-        TILE=TILE, CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
+        FEW=FEW, TILE=TILE, CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
     )  # fmt: skip

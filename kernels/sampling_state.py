@@ -11,6 +11,7 @@ import triton
 
 CHUNK = 4096  # logits a program scans
 CANDIDATES = 16_384  # the most that are gathered for a row
+FEW = 128  # candidates that are compared each with each
 TILE = 2048  # candidates, or logits, that the search looks at together
 PIECE = 256  # logits that share a maximum
 GATHER_PROGRAMS = 512  # programs over which a launch spreads the gathering

@@ -1,10 +1,10 @@
 """The parts of `kernels.sampling` that decide what a row keeps: adjusted logits, and thresholds found without a sort.
 
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
-each round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach
-one value. The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of
-`kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work` is
-`SamplingWorkspace.tensors`, both in the order given there.
+each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
+gathered above a bound, or at the whole row; few candidates are compared each with each instead. Called inside the
+kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work`
+is `SamplingWorkspace.tensors`, both in the order given there.
 """
 
 import triton
@@ -100,21 +100,21 @@ def _order_key(x):
 
 
 @triton.jit
-def _narrow(low, high, reached):
-    """The next interval of a five-way search, from how many of its four inner thresholds are still reached."""
+def _narrow(low, high, reached, PARTS: tl.constexpr):
+    """The next interval of a search in PARTS, from how many of its PARTS - 1 inner thresholds are still reached."""
     span = high - low
-    return low + span * reached // 5, tl.where(reached == 4, high, low + span * (reached + 1) // 5)
+    return low + span * reached // PARTS, tl.where(reached == PARTS - 1, high, low + span * (reached + 1) // PARTS)
 
 
 @triton.jit
 def _kth_largest_key(x, k, low, high):
     """The largest key that at least k of x's elements reach, in [low, high)."""
-    quarter = tl.arange(0, 4) + 1
+    inner = tl.arange(0, 16) + 1
     key = _order_key(x)
     while high - low > 1:
-        threshold = low + (high - low) * quarter // 5
+        threshold = low + (high - low) * inner // 17
         count = tl.sum((key[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
-        low, high = _narrow(low, high, tl.sum((count >= k).to(tl.int64), axis=0))
+        low, high = _narrow(low, high, tl.sum((count >= k).to(tl.int64), axis=0), 17)
     return low
 
 
@@ -126,9 +126,14 @@ def _from_key(key):
 
 
 @triton.jit
+def _fixed(mass):
+    return (mass * 4294967296.0).to(tl.int64)
+
+
+@triton.jit
 def _mass_of(x, top):
     """Unnormalised probability as an integer, 2^32 for the largest: sums are exact in any order."""
-    return (tl.exp(x - top) * 4294967296.0).to(tl.int64)
+    return _fixed(tl.exp(x - top))
 
 
 @triton.jit
@@ -162,7 +167,7 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
 
     Counts and mass are kept lane by lane over the tiles and added up once a round.
     """
-    quarter = tl.arange(0, 4) + 1
+    inner = tl.arange(0, 8) + 1
     tiles = tl.cdiv(count, TILE)
     top_k = tl.load(settings[1] + slot * 16)
     top_p = tl.load(settings[0] + slot * 8 + 1)
@@ -172,16 +177,16 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
     if has_k:
         k_high = high
         while k_high - low > 1:
-            threshold = low + (k_high - low) * quarter // 5
-            reached = tl.zeros((4, TILE), tl.int32)
+            threshold = low + (k_high - low) * inner // 9
+            reached = tl.zeros((8, TILE), tl.int32)
             for tile in range(0, tiles):
                 x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
                                    TILE, CANDIDATES)  # fmt: skip
                 reached += (_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32)
             found = tl.sum(reached, axis=1)
-            low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0))
+            low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0), 9)
     if top_p < 1.0:
-        total = (row_mass * 4294967296.0).to(tl.int64)
+        total = _fixed(row_mass)
         if has_k | (tl.load(settings[0] + slot * 8 + 2) > 0):
             # Only what top-k and min-p left counts, and all of that is among the candidates.
             kept = tl.zeros((TILE,), tl.int64)
@@ -192,36 +197,64 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
             total = tl.sum(kept, axis=0)
         target = (total.to(tl.float64) * top_p).to(tl.int64)
         while high - low > 1:
-            threshold = low + (high - low) * quarter // 5
-            above = tl.zeros((4, TILE), tl.int64)
+            threshold = low + (high - low) * inner // 9
+            above = tl.zeros((8, TILE), tl.int64)
             for tile in range(0, tiles):
                 x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
                                    TILE, CANDIDATES)  # fmt: skip
                 above += tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
             mass = tl.sum(above, axis=1)
-            low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0))
+            low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
     return low
 
 
 @triton.jit
+def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW: tl.constexpr,
+                   CANDIDATES: tl.constexpr):  # fmt: skip
+    """The chosen id among at most FEW candidates, each compared with each: no rounds."""
+    lane = tl.arange(0, FEW)
+    inside = lane < count
+    token_id = tl.load(work[7] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
+    x = tl.load(work[6] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+    greater = x[None, :] > x[:, None]
+    top_k = tl.load(settings[1] + slot * 16)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    kept = inside & ((tl.sum(greater.to(tl.int32), axis=1) < top_k) | (has_k == 0))
+    top_p = tl.load(settings[0] + slot * 8 + 1)
+    if top_p < 1.0:
+        mass = tl.where(kept, _mass_of(x, top), 0)
+        total = tl.sum(mass, axis=0)
+        if (has_k == 0) & (tl.load(settings[0] + slot * 8 + 2) <= 0):
+            total = _fixed(row_mass)
+        target = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
+        ahead = tl.sum(tl.where(greater, mass[None, :], 0), axis=1)
+        kept = kept & (ahead < target)
+    x = tl.where(kept, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+    return tl.min(tl.where(x == tl.max(x, axis=0), token_id, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
 def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
-                     TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+                     FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
     """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
     gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
-    count = tl.where(gathered, count, VOCABULARY)
-    low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                     top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
-    best = float("-inf")
     best_id = 0x7FFFFFFF
-    for tile in range(0, tl.cdiv(count, TILE)):
-        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                  TILE, CANDIDATES)  # fmt: skip
-        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
-        tile_best = tl.max(x, axis=0)
-        tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
-        better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
-        best_id = tl.where(better, tile_id, best_id)
-        best = tl.maximum(best, tile_best)
+    if gathered & (count <= FEW):
+        best_id = _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW, CANDIDATES)
+    else:
+        count = tl.where(gathered, count, VOCABULARY)
+        low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+                         top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
+        best = float("-inf")
+        for tile in range(0, tl.cdiv(count, TILE)):
+            x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                      TILE, CANDIDATES)  # fmt: skip
+            x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+            tile_best = tl.max(x, axis=0)
+            tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
+            better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
+            best_id = tl.where(better, tile_id, best_id)
+            best = tl.maximum(best, tile_best)
     return best_id
 
 
