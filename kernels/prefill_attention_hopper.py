@@ -39,7 +39,6 @@ from kernels.paged_kv import HeadShape, compile_options
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
-ORDERED = False
 MAIL_SLOTS = gl.constexpr(2)
 MAIL_FIELDS = gl.constexpr(8)
 
@@ -271,8 +270,6 @@ def _steps(
     begin,
     end,
     read,
-    turn,
-    turns,
     probabilities,
     accumulator,
     maximum,
@@ -290,8 +287,6 @@ def _steps(
     STAGES: gl.constexpr,
     score_layout: gl.constexpr,
     value_layout: gl.constexpr,
-    GROUP_INDEX: gl.constexpr,
-    ORDERED: gl.constexpr,
 ):
     """Tiles `begin` - 1 down to `end`: scores of each beside the values of the one before it."""
     TILE: gl.constexpr = keys.shape[1]
@@ -303,16 +298,11 @@ def _steps(
         stage = read % STAGES
         next_stage = (read + 1) % STAGES
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
-        if ORDERED:
-            mbarrier.wait(turns.index(GROUP_INDEX), turn & 1)
         scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
         operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-        if ORDERED:
-            mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
-            turn += 1
         mbarrier.arrive(key_empty.index(next_stage), count=1)
         probabilities, maximum, normaliser, shrink = _softmax(
             scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
@@ -322,7 +312,7 @@ def _steps(
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
         accumulator = accumulator * shrink[:, None]
         read += 1
-    return read, turn, probabilities, accumulator, maximum, normaliser
+    return read, probabilities, accumulator, maximum, normaliser
 
 
 @gluon.jit
@@ -332,7 +322,6 @@ def _consume(
     output_stride,
     query_stride,
     scale_log2,
-    turns,
     queries,
     keys,
     values,
@@ -348,7 +337,6 @@ def _consume(
     QUERY_TILE: gl.constexpr,
     STAGES: gl.constexpr,
     COPY_QUERY: gl.constexpr,
-    ORDERED: gl.constexpr,
 ):
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
@@ -369,7 +357,6 @@ def _consume(
     empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
 
     read = 0
-    turn = 0
     letter = 0
     is_work, query_start, query_count, first_token, length, head, key_end, _ = _read_mail(mail, mail_full, letter)
     while is_work != 0:
@@ -407,15 +394,15 @@ def _consume(
             scores, maximum, normaliser, positions, last_tile * TILE, scale_log2, True, score_layout
         )
 
-        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
-            last_tile, full_count, read, turn, turns, probabilities, accumulator, maximum, normaliser, query, positions,
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            True, STAGES, score_layout, value_layout, GROUP_INDEX, ORDERED,
+            True, STAGES, score_layout, value_layout,
         )  # fmt: skip
-        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
-            full_count, 0, read, turn, turns, probabilities, accumulator, maximum, normaliser, query, positions,
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            full_count, 0, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            False, STAGES, score_layout, value_layout, GROUP_INDEX, ORDERED,
+            False, STAGES, score_layout, value_layout,
         )  # fmt: skip
 
         stage = read % STAGES
@@ -473,7 +460,6 @@ def _hopper_kernel(
     COPY_REGISTERS: gl.constexpr,
     COPY_QUERY: gl.constexpr,
     PDL: gl.constexpr,
-    ORDERED: gl.constexpr,
 ):
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -498,7 +484,6 @@ def _hopper_kernel(
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     mail_full = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     mail_empty = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
@@ -508,9 +493,6 @@ def _hopper_kernel(
     for slot in gl.static_range(MAIL_SLOTS):
         mbarrier.init(mail_full.index(slot), count=2 if COPY_QUERY else 1)
         mbarrier.init(mail_empty.index(slot), count=3)
-        mbarrier.init(turns.index(slot), count=1)
-    if ORDERED:
-        mbarrier.arrive(turns.index(0), count=1)
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
     key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
     query_boxes = key_pages
@@ -524,17 +506,17 @@ def _hopper_kernel(
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, turns, queries, keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
+                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, turns, queries, keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
+                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
@@ -634,7 +616,6 @@ def launch(
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
         PDL=pdl,
-        ORDERED=ORDERED,
         num_warps=4,
         **compile_options(None, pdl),
     )
