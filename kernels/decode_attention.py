@@ -142,38 +142,13 @@ def bytes_moved(context_lengths: list[int], query_heads: int, kv_heads: int, hea
 
 @triton.jit
 def _decode_kernel(
-    output_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    tables_ptr,
-    slots_ptr,
-    lengths_ptr,
-    row_count_ptr,
-    partials_ptr,
-    counters_ptr,
-    max_rows,
-    output_stride,
-    query_stride,
-    table_stride,
-    scale_log2,
-    soft_cap,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_ROW_COUNT: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    MERGE_PARTS: tl.constexpr,
-    MERGE_GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
+    counters_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2, soft_cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ROW_COUNT: tl.constexpr, TILE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if PDL:
@@ -312,18 +287,10 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_parts(
-    output_ptr,
-    partials_ptr,
-    statistics_ptr,
-    first_program,
-    part_count,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-    MERGE_GROUP: tl.constexpr,
-):
+    output_ptr, partials_ptr, statistics_ptr, first_program, part_count,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
+    PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr,
+):  # fmt: skip
     """Merge the parts of one (row, head) into its output, PARTS parts of MERGE_GROUP query heads at a time."""
     dims = tl.arange(0, DIM_TILE)
     for first_query in range(0, GROUP, MERGE_GROUP):

@@ -200,39 +200,13 @@ def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int
 
 @triton.jit
 def _prefill_kernel(
-    output_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    tables_ptr,
-    slots_ptr,
-    lengths_ptr,
-    starts_ptr,
-    decode_rows_ptr,
-    counters_ptr,
-    max_rows,
-    token_count,
-    wave,
-    output_stride,
-    query_stride,
-    table_stride,
-    scale_log2,
-    soft_cap,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    HAS_DECODE_ROWS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
-    TOKEN_TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, decode_rows_ptr,
+    counters_ptr, max_rows, token_count, wave, output_stride, query_stride, table_stride, scale_log2, soft_cap,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr,
+    TOKEN_TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if PDL:

@@ -100,33 +100,12 @@ def _copy_row(
 
 @gluon.jit
 def _produce_keys(
-    query_desc,
-    key_desc,
-    tables_ptr,
-    slots_ptr,
-    lengths_ptr,
-    starts_ptr,
-    counters_ptr,
-    first_row,
-    max_rows,
-    table_stride,
-    query_boxes,
-    key_pages,
-    key_full,
-    key_empty,
-    mail,
-    mail_full,
-    mail_empty,
-    KV_HEADS: gl.constexpr,
-    QUERY_TILE: gl.constexpr,
-    KEY_TILE: gl.constexpr,
-    HALVES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr,
-    GROUP: gl.constexpr,
+    query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows,
+    table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty,
+    KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, GROUP: gl.constexpr,
     COPY_QUERY: gl.constexpr,
-):
+):  # fmt: skip
     """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -267,27 +246,10 @@ def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASK
 
 @gluon.jit
 def _steps(
-    begin,
-    end,
-    read,
-    probabilities,
-    accumulator,
-    maximum,
-    normaliser,
-    query,
-    positions,
-    keys,
-    values,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
-    scale_log2,
-    MASKED: gl.constexpr,
-    STAGES: gl.constexpr,
-    score_layout: gl.constexpr,
-    value_layout: gl.constexpr,
-):
+    begin, end, read, probabilities, accumulator, maximum, normaliser, query, positions, keys, values, key_full,
+    key_empty, value_full, value_empty, scale_log2,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, score_layout: gl.constexpr, value_layout: gl.constexpr,
+):  # fmt: skip
     """Tiles `begin` - 1 down to `end`: scores of each beside the values of the one before it."""
     TILE: gl.constexpr = keys.shape[1]
     ROWS: gl.constexpr = query.shape[0]
@@ -317,27 +279,11 @@ def _steps(
 
 @gluon.jit
 def _consume(
-    output_ptr,
-    query_ptr,
-    output_stride,
-    query_stride,
-    scale_log2,
-    queries,
-    keys,
-    values,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
-    mail,
-    mail_full,
-    mail_empty,
-    GROUP_INDEX: gl.constexpr,
-    GROUP: gl.constexpr,
-    QUERY_TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, key_full, key_empty,
+    value_full, value_empty, mail, mail_full, mail_empty,
+    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
     COPY_QUERY: gl.constexpr,
-):
+):  # fmt: skip
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
     TILE: gl.constexpr = keys.shape[1]
@@ -429,38 +375,13 @@ def _consume(
 
 @gluon.jit
 def _hopper_kernel(
-    output_ptr,
-    query_ptr,
-    query_desc,
-    key_desc,
-    value_desc,
-    tables_ptr,
-    slots_ptr,
-    lengths_ptr,
-    starts_ptr,
-    decode_rows_ptr,
-    counters_ptr,
-    max_rows,
-    token_count,
-    output_stride,
-    query_stride,
-    table_stride,
-    scale_log2,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    HAS_DECODE_ROWS: gl.constexpr,
-    QUERY_TILE: gl.constexpr,
-    KEY_TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr,
-    TOKEN_TILE: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
-    COPY_QUERY: gl.constexpr,
-    PDL: gl.constexpr,
-):
+    output_ptr, query_ptr, query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr,
+    decode_rows_ptr, counters_ptr, max_rows, token_count, output_stride, query_stride, table_stride, scale_log2,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
+    ROWS_TILE: gl.constexpr, TOKEN_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(
