@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its plain torch reference. Imports none of the other rooms; only `worker_proc` imports it."""
+"""Triton kernels, each beside its torch reference. Imports none of the other rooms; only `worker_proc` imports it."""

@@ -1,1 +1,1 @@
-"""The worker, one process per GPU: runs the model, the kernels and the CUDA Graphs, and decides nothing about scheduling."""
+"""The worker, one process per GPU: runs the model, the kernels and the CUDA Graphs, and schedules nothing."""

@@ -1,0 +1,201 @@
+"""The engines that the workloads are run on, behind one interface: ours, transformers, vLLM.
+
+Each takes token ids and output lengths, runs them as one batch of requests, and tells when each request got its first
+and its last token. An engine that is not installed raises ImportError with the package's name.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from benchmarks.workloads import Workload
+from common.messages import STEP_PARTS
+
+TEMPERATURE = 0.6
+
+
+@dataclass(frozen=True)
+class RequestTiming:
+    """One request: when it was submitted, got its first token, got its last; and how many tokens that were."""
+
+    submitted_s: float
+    first_token_s: float
+    last_token_s: float
+    output_count: int
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first token, in ms."""
+        return (self.first_token_s - self.submitted_s) * 1e3
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean time per output token after the first, in ms; None for a single token."""
+        if self.output_count < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) * 1e3 / (self.output_count - 1)
+
+
+class Engine(Protocol):
+    """What a benchmark needs of an engine."""
+
+    name: str
+    options: dict[str, Any]
+
+    def run(self, workload: Workload) -> list[RequestTiming]:
+        """Run all requests of a workload at once and time them."""
+
+    def step_parts_us(self) -> dict[str, float]:
+        """Mean microseconds of the parts of a step since the last call; empty where the engine does not tell."""
+
+    def close(self) -> None:
+        """Stop the engine."""
+
+
+class TriremeEngine:
+    """This engine, through its real processes and the `LLM` class."""
+
+    name = "trireme"
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        from frontend import LLM
+
+        self.options = options
+        self._llm = LLM(model, prefix_cache="off", **options)
+        self._figures: dict[str, int] = {}
+
+    def run(self, workload: Workload) -> list[RequestTiming]:
+        """Submit all prompts as one `generate` call."""
+        from frontend import SamplingParams
+
+        prompts, output_lens = workload
+        params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count) for count in output_lens]
+        submitted_s = time.time()
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+        timings = []
+        for output, wanted in zip(outputs, output_lens, strict=True):
+            count = len(output.outputs[0].token_ids)
+            if count != wanted:
+                raise RuntimeError(f"wanted {wanted} tokens, got {count} ({output.outputs[0].finish_reason})")
+            metrics = output.metrics
+            first_s, last_s = (
+                metrics.arrived_at_s + after_s for after_s in (metrics.first_token_s, metrics.last_token_s)
+            )
+            timings.append(RequestTiming(submitted_s, first_s, last_s, count))
+        return timings
+
+    def step_parts_us(self) -> dict[str, float]:
+        """The engine's own account of its steps."""
+        figures = self._llm.client.status().figures
+        since = {name: value - self._figures.get(name, 0) for name, value in figures.items()}
+        self._figures = dict(figures)
+        steps = max(1, since["steps"])
+        return {part: since[f"step_{part}_us"] / steps for part in STEP_PARTS} | {"steps": float(since["steps"])}
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._llm.close()
+
+
+class TransformersEngine:
+    """`transformers` generate, one padded batch: what people have without an engine."""
+
+    name = "transformers"
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.options = options
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = getattr(torch, options.get("dtype", "float32"))
+        if options.get("load_format") == "dummy":
+            torch.manual_seed(0)
+            loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        self._model = loaded.to(self._device).eval()
+
+    def run(self, workload: Workload) -> list[RequestTiming]:
+        """Left-pad the prompts to one batch and generate the longest output; the first token is timed by a streamer."""
+        import torch
+
+        prompts, output_lens = workload
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self._device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        clock = _FirstTokenClock()
+        submitted_s = time.time()
+        with torch.inference_mode():
+            self._model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=TEMPERATURE,
+                max_new_tokens=max(output_lens),
+                min_new_tokens=max(output_lens),
+                pad_token_id=0,
+                stopping_criteria=[clock],
+            )
+        ended_s = time.time()
+        return [RequestTiming(submitted_s, clock.first_s or ended_s, ended_s, count) for count in output_lens]
+
+    def step_parts_us(self) -> dict[str, float]:
+        """Not told."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class _FirstTokenClock:
+    """A stopping criterion that never stops and notes when it is first asked: after the first token."""
+
+    def __init__(self) -> None:
+        self.first_s: float | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        import torch
+
+        self.first_s = self.first_s or time.time()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class VllmEngine:
+    """vLLM's offline class, where it is installed."""
+
+    name = "vllm"
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.options = options
+        known = {key: value for key, value in options.items() if key in ("dtype", "load_format", "max_model_len")}
+        self._llm = LLM(model, enable_prefix_caching=False, disable_log_stats=False, **known)
+
+    def run(self, workload: Workload) -> list[RequestTiming]:
+        """Submit all prompts as one `generate` call."""
+        from vllm import SamplingParams
+
+        prompts, output_lens = workload
+        params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count) for count in output_lens]
+        submitted_s = time.time()
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        ended_s = time.time()
+        timings = []
+        for output, count in zip(outputs, output_lens, strict=True):
+            metrics = output.metrics
+            ttft_s = getattr(metrics, "first_token_latency", None) or ended_s - submitted_s
+            timings.append(RequestTiming(submitted_s, submitted_s + ttft_s, ended_s, count))
+        return timings
+
+    def step_parts_us(self) -> dict[str, float]:
+        """Not told."""
+        return {}
+
+    def close(self) -> None:
+        """Free the GPU for the next engine."""
+        del self._llm
+
+
+ENGINES = {"trireme": TriremeEngine, "transformers": TransformersEngine, "vllm": VllmEngine}

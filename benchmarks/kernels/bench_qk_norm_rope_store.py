@@ -1,0 +1,41 @@
+"""q/k norm, RoPE and the K/V store in one launch: bytes a second against the read limit of the same run.
+
+python -m benchmarks.kernels.bench_qk_norm_rope_store --output benchmarks/results/qk_norm_rope_store.jsonl
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.kernels.harness import copies_to_exceed_l2
+from benchmarks.kernels.runner import Case, device_and_dtype, run
+
+BLOCK_SIZE = 16
+MAX_POSITION = 40_960
+
+
+def cases(smoke: bool) -> Iterator[Case]:
+    from kernels.qk_norm_rope_store import bytes_moved, qk_norm_rope_store
+
+    device, dtype = device_and_dtype()
+    shapes = [(2, 4, 2, 64)] if smoke else [(t, 16, 8, 128) for t in (1, 8, 64, 256, 8192)] + [(8192, 32, 8, 128)]
+    for tokens, query_heads, kv_heads, head_dim in shapes:
+        moved = bytes_moved(tokens, query_heads, kv_heads, head_dim, dtype.itemsize)
+        copies = copies_to_exceed_l2(moved, at_most=8)
+        blocks = tokens // BLOCK_SIZE + 1
+        table = torch.randn(MAX_POSITION, head_dim, device=device)
+        weights = [torch.randn(head_dim, dtype=dtype, device=device) for _ in range(2)]
+        slots = torch.randperm(blocks * BLOCK_SIZE, device=device)[:tokens]
+        positions = torch.randint(MAX_POSITION, (tokens,), dtype=torch.int32, device=device)
+        calls = []
+        for _ in range(copies):
+            qkv = torch.randn(tokens, (query_heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+            q_out = torch.empty(tokens, query_heads, head_dim, dtype=dtype, device=device)
+            caches = [torch.empty(blocks, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, device=device) for _ in range(2)]
+            arguments = (qkv, q_out, *caches, slots, positions, table, *weights)
+            calls.append(lambda a=arguments: qk_norm_rope_store(*a))
+        yield Case(f"t{tokens}_h{query_heads}_kv{kv_heads}_d{head_dim}", moved, calls)
+
+
+if __name__ == "__main__":
+    run(__doc__, "qk_norm_rope_store", cases)

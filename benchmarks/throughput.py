@@ -1,0 +1,149 @@
+"""Run the workloads against the running engine: throughput, time to first token, time per output token, step parts.
+
+    python -m benchmarks.throughput --workloads b1_128_512 w1_nano256
+    python -m benchmarks.throughput --model DIR --load-format dummy --engine trireme --repeats 3
+
+Each workload runs once to warm up and then `--repeats` times; the figures are of the run with the median wall time,
+all runs' wall times stand beside them. Prints a table, appends JSON lines to `--output`, and ends with one JSON line.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+from benchmarks import records, workloads
+from benchmarks.engines import ENGINES, Engine, RequestTiming
+
+SMOKE_WORKLOADS = ("b1_16_8", "b4_16_8")
+CPU_WORKLOADS = ("b1_128_64", "b16_128_64")
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which `share` of the values lie (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def summarise(timings: list[RequestTiming], input_count: int) -> dict[str, float]:
+    """The metrics of one run."""
+    wall_s = max(t.last_token_s for t in timings) - min(t.submitted_s for t in timings)
+    output_count = sum(t.output_count for t in timings)
+    ttfts = [t.ttft_ms for t in timings]
+    tpots = [t.tpot_ms for t in timings if t.tpot_ms is not None]
+    metrics = {
+        "wall_s": wall_s,
+        "output_tokens_per_s": output_count / wall_s,
+        "input_tokens_per_s": input_count / wall_s,
+        "ttft_ms": statistics.fmean(ttfts),
+        "ttft_ms_p50": percentile(ttfts, 0.5),
+        "ttft_ms_p99": percentile(ttfts, 0.99),
+    }
+    if tpots:
+        metrics |= {
+            "ms_per_token": statistics.fmean(tpots),
+            "itl_ms_p50": percentile(tpots, 0.5),
+            "itl_ms_p99": percentile(tpots, 0.99),
+        }
+    return metrics
+
+
+def measure(engine: Engine, name: str, repeats: int) -> dict[str, Any]:
+    """Warm up, run `repeats` times, and give the metrics of the median run."""
+    workload = workloads.load(name)
+    input_count = sum(map(len, workload[0]))
+    engine.run(workload)
+    engine.step_parts_us()
+    runs = [summarise(engine.run(workload), input_count) for _ in range(repeats)]
+    parts_us = engine.step_parts_us()
+    median = sorted(runs, key=lambda run: run["wall_s"])[len(runs) // 2]
+    metrics: dict[str, Any] = {key: round(value, 4) for key, value in median.items()}
+    metrics["runs"] = [round(run["wall_s"], 4) for run in runs]
+    if parts_us:
+        metrics["step_parts_us"] = {part: round(value, 1) for part, value in parts_us.items()}
+    return metrics
+
+
+def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All workloads on one engine, as records; prints a table row for each."""
+    engine = ENGINES[engine_name](args.model, engine_options(args))
+    entries = []
+    try:
+        for name in names:
+            metrics = measure(engine, name, args.repeats)
+            print(table_row(engine_name, name, metrics), flush=True)
+            entries.append(
+                records.record(
+                    benchmark="throughput",
+                    engine=engine_name,
+                    workload=name,
+                    model=args.model_label or args.model,
+                    weights="random" if args.load_format == "dummy" else "real",
+                    metrics=metrics,
+                    options=engine.options,
+                )
+            )
+    finally:
+        engine.close()
+    return entries
+
+
+def table_row(engine_name: str, name: str, metrics: dict[str, Any]) -> str:
+    """One line of the printed table."""
+    return (
+        f"{engine_name:<13}{name:<14}{metrics['output_tokens_per_s']:>11.1f} out tok/s"
+        f"{metrics['input_tokens_per_s']:>11.1f} in tok/s  ttft {metrics['ttft_ms']:>9.2f} ms"
+        f"  token {metrics.get('ms_per_token', float('nan')):>8.3f} ms  wall {metrics['wall_s']:>8.3f} s"
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, under the names that the engines' classes take."""
+    options = {"dtype": args.dtype, "load_format": args.load_format, "max_model_len": args.max_model_len}
+    options |= dict(pair.split("=", 1) for pair in args.option)
+    return {key: value for key, value in options.items() if value}
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The command line that `throughput` and `compare` share."""
+    parsed = argparse.ArgumentParser(description=description)
+    parsed.add_argument("--model", default="default")
+    parsed.add_argument("--model-label", default="", help="the model's name in the results")
+    parsed.add_argument("--workloads", nargs="+", default=[], help="default: what suits the device")
+    parsed.add_argument("--load-format", default="", choices=("", "auto", "dummy"))
+    parsed.add_argument("--dtype", default="")
+    parsed.add_argument("--max-model-len", type=int, default=0)
+    parsed.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more engine options")
+    parsed.add_argument("--repeats", type=int, default=3)
+    parsed.add_argument("--smoke", action="store_true", help="tiny sizes, one run: does it work at all")
+    parsed.add_argument("--output", default=str(records.RESULTS_DIR / "throughput.jsonl"), help="'' keeps nothing")
+    return parsed
+
+
+def chosen_workloads(args: argparse.Namespace) -> list[str]:
+    """The workloads named, or the ones that suit the device."""
+    if args.smoke:
+        args.repeats = 1
+        return list(SMOKE_WORKLOADS)
+    if args.workloads:
+        return list(args.workloads)
+    import torch
+
+    return list(workloads.WORKLOADS if torch.cuda.is_available() else CPU_WORKLOADS)
+
+
+def main() -> None:
+    """Parse, measure, print, save."""
+    parsed = parser(__doc__.split("\n\n")[0])
+    parsed.add_argument("--engine", default="trireme", choices=sorted(ENGINES))
+    args = parsed.parse_args()
+    started_s = time.time()
+    entries = run(args.engine, chosen_workloads(args), args)
+    if args.output:
+        records.save(entries, args.output)
+    print(json.dumps({"seconds": round(time.time() - started_s, 1), "results": entries}))
+
+
+if __name__ == "__main__":
+    main()

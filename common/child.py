@@ -1,0 +1,206 @@
+"""What every child process does the same way: its start, its link to the supervisor, its end.
+
+A child is started as `python -m <room> --config FILE [--rank N]`. `run_child` gives it a process title, logging, a
+death watch (the child ends at once when the supervisor is gone, by whatever signal) and a `SupervisorLink`, and turns
+whatever comes out of the room's `main` into an exit code:
+
+    0  stopped as told        1  failed, traceback in the log
+    2  ConfigError            3  StartupError
+
+The link's thread sends a heartbeat twice a second and takes the supervisor's orders. A process that is stopped or
+frozen misses its heartbeats; a main loop that hangs shows as `progress` that stands still. SIGTERM counts as the order
+to stop; SIGINT is left to the supervisor, which gets it too.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import setproctitle
+import zmq
+
+from common import log
+from common.config import EngineConfig
+from common.errors import ConfigError, StartupError, TriremeError, WireError
+from common.messages import Failed, Heartbeat, PeerFailed, Ready, Stop, decode_for_child
+from common.sockets import connect_dealer, new_context
+
+HEARTBEAT_INTERVAL_MS = 500
+DEATH_PIPE_VARIABLE = "TRIREME_DEATH_PIPE"
+"""Environment variable with the number of the inherited pipe end that closes when the supervisor is gone."""
+
+_PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisorLink:
+    """The child's end of the control link.
+
+    The main loop adds to `progress`, polls `wake_fd` beside its sockets, and calls `take_orders` when it is readable.
+    Everything else happens in the link's own thread.
+
+    Args:
+        process: this process's name, such as `scheduler` or `worker-0`.
+        endpoint: the supervisor's endpoint.
+    """
+
+    def __init__(self, process: str, endpoint: str) -> None:
+        self.progress = 0
+        self.state = "starting"
+        self._process = process
+        self._endpoint = endpoint
+        self._orders: queue.SimpleQueue[Stop | PeerFailed] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.wake_fd, self._wake_main_fd = _wake_pipe()
+        self._wake_link_fd, self._wake_thread_fd = _wake_pipe()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="supervisor-link", daemon=True)
+        self._thread.start()
+
+    def ready(self, detail: str) -> None:
+        """Tell the supervisor that this process can serve."""
+        self.state = "serving"
+        self._send(Ready(self._process, detail).to_wire())
+
+    def failed(self, message: str) -> None:
+        """Tell the supervisor why this process is about to end."""
+        self.state = "failed"
+        self._send(Failed(self._process, message[:4000]).to_wire())
+
+    def order(self, order: Stop | PeerFailed) -> None:
+        """Put an order in the queue, as if the supervisor had sent it (also from a signal handler)."""
+        self._orders.put(order)
+        _poke(self._wake_main_fd)
+
+    def take_orders(self) -> list[Stop | PeerFailed]:
+        """The orders that have come since the last call; clears `wake_fd`."""
+        _drain(self.wake_fd)
+        orders = []
+        while not self._orders.empty():
+            orders.append(self._orders.get())
+        return orders
+
+    def close(self) -> None:
+        """Send what is still queued and end the thread."""
+        self._closing = True
+        _poke(self._wake_thread_fd)
+        self._thread.join(timeout=2.0)
+
+    def _send(self, data: bytes) -> None:
+        self._outgoing.put(data)
+        _poke(self._wake_thread_fd)
+
+    def _run(self) -> None:
+        context = new_context()
+        socket = connect_dealer(context, self._endpoint, self._process)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_link_fd, zmq.POLLIN)
+        while not self._closing:
+            socket.send(Heartbeat(self._process, self.state, self.progress).to_wire())
+            poller.poll(HEARTBEAT_INTERVAL_MS)
+            _drain(self._wake_link_fd)
+            self._exchange(socket)
+        self._exchange(socket)
+        socket.close(linger=1000)
+        context.term()
+
+    def _exchange(self, socket: "zmq.Socket[bytes]") -> None:
+        while not self._outgoing.empty():
+            socket.send(self._outgoing.get())
+        while socket.poll(0):
+            try:
+                self.order(decode_for_child(socket.recv()))
+            except WireError as error:
+                logger.error("dropped a message from the supervisor: %s", error)
+
+
+def _wake_pipe() -> tuple[int, int]:
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    os.set_blocking(write_fd, False)
+    return read_fd, write_fd
+
+
+def _poke(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader just as well
+        os.write(fd, b"x")
+
+
+def _drain(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, 4096):
+            pass
+
+
+def run_child(room: str, main: Callable[[EngineConfig, SupervisorLink, int], int]) -> None:
+    """Run a room's `main(config, link, rank)` as a child process and exit with its code.
+
+    Args:
+        room: `frontend`, `scheduler` or `worker`; a worker's name gets its rank.
+        main: returns the exit code.
+    """
+    arguments = _parse(room)
+    process = f"worker-{arguments.rank}" if room == "worker" else room
+    setproctitle.setproctitle(f"trireme-{process}")
+    watch_supervisor()
+    config = EngineConfig.from_json(Path(arguments.config).read_text())
+    log.set_up(process, config.log.log_level, config.log.log_format)
+    link = SupervisorLink(process, config.endpoint("supervisor"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: link.order(Stop(int(config.server.shutdown_timeout * 1000))))
+    code = _guarded(lambda: main(config, link, arguments.rank), link)
+    link.close()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _parse(room: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {room}")
+    parser.add_argument("--config", required=True, help="JSON file with the whole configuration")
+    parser.add_argument("--rank", type=int, default=0, help="which worker this is")
+    return parser.parse_args()
+
+
+def _guarded(main: Callable[[], int], link: SupervisorLink) -> int:
+    try:
+        return main()
+    except (ConfigError, StartupError) as error:
+        logger.error("%s", error)
+        link.failed(str(error))
+        return 2 if isinstance(error, ConfigError) else 3
+    except TriremeError as error:
+        logger.exception("stopped by an error")
+        link.failed(str(error))
+    except BaseException as error:
+        logger.exception("stopped by an unexpected error")
+        link.failed(f"{type(error).__name__}: {error}")
+    return 1
+
+
+def watch_supervisor() -> None:
+    """End this process as soon as its supervisor is gone, at whatever stage either of them is.
+
+    Two ways, since each has a gap: the kernel's parent-death signal (Linux; tied to the thread that started us), and a
+    thread that waits for the end of a pipe whose other end only the supervisor holds.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    number = os.environ.pop(DEATH_PIPE_VARIABLE, "")
+    if number:
+        threading.Thread(target=_wait_for_end, args=(int(number),), name="death-watch", daemon=True).start()
+
+
+def _wait_for_end(fd: int) -> None:
+    while os.read(fd, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,264 @@
+"""The command line, generated from the option definitions in `common.config`.
+
+Each option's flags, help, choices and parser come from its dataclass field, so there is one definition per option.
+`--config FILE` reads the same options from YAML or JSON (`max-model-len: 8k`); what the command line says wins.
+Whatever cannot be understood raises `ConfigError` with one line that says what was wanted. Called by `launch.py` and
+`LLM`; knows nothing of processes. Loads yaml only when a file is read.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_origin
+
+from common.config import GROUPS, EngineConfig, parse_count
+from common.errors import ConfigError
+
+Field = dataclasses.Field[Any]
+
+_PREFIX = "option."  # of the namespace's names, so that a program's own arguments cannot collide with options
+MODEL_DESTINATION = _PREFIX + "model.model"
+"""The namespace's name of `--model`, for programs that also take the model as an argument."""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """An argument parser that knows every configuration option and raises ConfigError instead of exiting.
+
+    A program adds its own arguments as usual, calls `parse`, and hands the result to `config_from`.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **keywords)
+        self.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
+        for group_name, group in GROUPS.items():
+            section = self.add_argument_group(group_name, (group.__doc__ or "").strip())
+            for item in dataclasses.fields(group):
+                _add_option(section, group_name, item)
+        _add_vllm_switches(self)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse, with a hint at the nearest option for one that does not exist; raises ConfigError."""
+        parsed, unknown = self.parse_known_args(arguments)
+        if unknown:
+            raise ConfigError(f"unknown argument {unknown[0]}{_nearest(unknown[0], list(self._option_string_actions))}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's message."""
+        raise ConfigError(message)
+
+
+def config_from(parsed: argparse.Namespace, **top_level: Any) -> EngineConfig:
+    """The configuration that parsed arguments (and the file they name) amount to.
+
+    Args:
+        parsed: what `OptionParser.parse` returned.
+        top_level: further fields of EngineConfig.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown key, or values that are refused.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+    if parsed.config:
+        for (group, name), value in read_config_file(Path(parsed.config)).items():
+            values[group][name] = value
+    for key, value in vars(parsed).items():
+        if key.startswith(_PREFIX):
+            _, group, name = key.split(".")
+            values[group][name] = tuple(value) if isinstance(value, list) else value
+    groups = {name: group(**values[name]) for name, group in GROUPS.items()}
+    return EngineConfig(**groups, **top_level)
+
+
+def config_from_options(**options: Any) -> EngineConfig:
+    """The configuration from keyword arguments named like the options (`max_model_len=4096`); raises ConfigError."""
+    by_name = {item.name: (group_name, item) for group_name, item in all_options()}
+    values: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+    for name, value in options.items():
+        if name not in by_name:
+            raise ConfigError(f"unknown option {name!r}{_nearest(name, list(by_name))}")
+        group_name, item = by_name[name]
+        values[group_name][name] = _checked(item, value, name)
+    return EngineConfig(**{name: group(**values[name]) for name, group in GROUPS.items()})
+
+
+def all_options() -> list[tuple[str, Field]]:
+    """Every option as (group name, dataclass field)."""
+    return [(group_name, item) for group_name, group in GROUPS.items() for item in dataclasses.fields(group)]
+
+
+def flags_of(item: Field) -> tuple[str, ...]:
+    """An option's names on the command line, the first of them its own."""
+    return tuple(item.metadata["flags"]) or ("--" + item.name.replace("_", "-"),)
+
+
+def to_arguments(config: EngineConfig) -> list[str]:
+    """The command line that gives this configuration: only what differs from the defaults."""
+    arguments = []
+    for group_name, item in all_options():
+        value = getattr(getattr(config, group_name), item.name)
+        if value == item.default:
+            continue
+        flag = flags_of(item)[0]
+        if item.type is bool:
+            arguments.append(flag if value else "--no-" + flag.removeprefix("--"))
+        else:
+            arguments += [f"{flag}={entry}" for entry in (value if isinstance(value, tuple) else (value,))]
+    return arguments
+
+
+def read_config_file(path: Path) -> dict[tuple[str, str], Any]:
+    """The options in a YAML or JSON file, keyed by (group, field).
+
+    Keys are option names as on the command line, without the dashes in front; `_` may stand for `-`.
+
+    Raises:
+        ConfigError: not readable, not a mapping, an unknown key or a value of the wrong kind.
+    """
+    known = {_plain(flag): (group, item) for group, item in all_options() for flag in flags_of(item)}
+    options = {}
+    for key, value in _load_mapping(path).items():
+        name = _plain(str(key))
+        if name not in known:
+            raise ConfigError(f"{path}: unknown option {key!r}{_nearest(name, list(known))}")
+        group, item = known[name]
+        options[group, item.name] = _checked(item, value, f"{path}: {key}")
+    return options
+
+
+def _load_mapping(path: Path) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config: {path} must hold a mapping from option names to values")
+    return values
+
+
+def _checked(item: Field, value: Any, where: str) -> Any:
+    """A value that did not come from the command line, held to the same rules."""
+    if item.metadata["repeat"]:
+        values = value if isinstance(value, list | tuple) else [value]
+        return tuple(_checked_text(item, str(entry), where) for entry in values)
+    if item.type is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: wanted true or false, got {value!r}")
+        return value
+    if isinstance(value, bool):  # YAML reads a bare `off` or `on` as a boolean
+        value = "on" if value else "off"
+    if not isinstance(value, str | int | float):
+        raise ConfigError(f"{where}: wanted one value, got {value!r}")
+    return _checked_text(item, str(value), where)
+
+
+def _checked_text(item: Field, text: str, where: str) -> Any:
+    try:
+        value = _parser_of(item)(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    choices = item.metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"{where}: wanted one of {', '.join(choices)}; got {text!r}")
+    return value
+
+
+def _add_option(section: Any, group_name: str, item: Field) -> None:
+    metadata = item.metadata
+    keywords: dict[str, Any] = {"dest": f"{_PREFIX}{group_name}.{item.name}", "default": argparse.SUPPRESS}
+    keywords["help"] = argparse.SUPPRESS if metadata["hidden"] else metadata["help"] + _shown_default(item)
+    flags = flags_of(item)
+    if item.type is bool:
+        section.add_argument(*flags, action=argparse.BooleanOptionalAction, **keywords)
+        return
+    keywords["type"] = _parser_of(item)
+    if metadata["choices"]:
+        keywords["choices"] = metadata["choices"]
+    else:
+        keywords["metavar"] = "N" if item.type in (int, float) else item.name.split("_")[-1].upper()
+    if metadata["repeat"]:
+        keywords |= {"action": "extend", "nargs": "+"}
+    section.add_argument(*flags, **keywords)
+
+
+def _add_vllm_switches(parser: argparse.ArgumentParser) -> None:
+    """Switches of other engines that are values of one option here."""
+    keywords: dict[str, Any] = {"dest": f"{_PREFIX}cache.prefix_cache", "default": argparse.SUPPRESS}
+    section = parser.add_argument_group("names from other engines")
+    section.add_argument("--enable-prefix-caching", action="store_const", const="hash",
+                         help="the same as --prefix-cache hash", **keywords)  # fmt: skip
+    section.add_argument("--no-enable-prefix-caching", "--disable-radix-cache", action="store_const", const="off",
+                         help="the same as --prefix-cache off", **keywords)  # fmt: skip
+
+
+def _parser_of(item: Field) -> Callable[[str], Any]:
+    if item.metadata["count"]:
+        return _count if item.default else _count_or_auto
+    if item.type is int:
+        return _integer
+    if item.type is float:
+        return _number
+    assert item.type is str or get_origin(item.type) is tuple, f"option {item.name} has no parser for {item.type}"
+    return str
+
+
+def _count(text: str) -> int:
+    try:
+        return parse_count(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count_or_auto(text: str) -> int:
+    return 0 if text == "auto" else _count(text)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"wanted a number from 0 up, got {text!r}")
+    return value
+
+
+def _shown_default(item: Field) -> str:
+    if item.type is bool:
+        return f" (default: {'on' if item.default else 'off'})"
+    if item.default in ("", ()) or (item.default == 0 and "0" in item.metadata["help"]):
+        return ""
+    return f" (default: {item.default})"
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name.split("=", maxsplit=1)[0], known, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36, width=110)
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        return super()._format_usage(usage or "%(prog)s [options]", actions, groups, prefix)

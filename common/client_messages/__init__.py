@@ -1,0 +1,115 @@
+"""The messages between client programs and the frontend, with their layout on the wire.
+
+The client connects a DEALER socket to the frontend's ROUTER. A message is one frame, a msgpack array
+`[type code, field, field, ...]`, its fields in the order of the class's attributes; docs/protocol.md writes the same
+down for clients in other languages.
+
+    code  message          direction   meaning
+    60    Hello            to engine   optional first message: the protocol version the client speaks
+    61    Generate         to engine   a prompt; answered by Deltas* (if it streams), then one Final or ErrorReply
+    62    Abort            to engine   end a request; it is answered by its Final, an unknown id by nothing
+    63    Tokenize         to engine   answered by TokenizeReply or ErrorReply
+    64    Detokenize       to engine   answered by DetokenizeReply or ErrorReply
+    65    GetStatus        to engine   answered by StatusReply
+    66    Ping             to engine   answered by Pong
+    80    Welcome          to client   answer to Hello
+    81    Deltas           to client   new output of one or more of the client's requests
+    82    Final            to client   the end of a request, with its whole output
+    83    ErrorReply       to client   a request or message that could not be served
+    84    TokenizeReply    to client
+    85    DetokenizeReply  to client
+    86    StatusReply      to client
+    87    Pong             to client
+
+Request ids are the client's own strings; they need to be unique among its own live requests only. Bytes that are not a
+message cost that one message and are answered by an ErrorReply.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.client_messages.output import Delta, SampleResult, TokenLogprob, TopLogprob
+from common.client_messages.replies import (
+    Deltas,
+    DetokenizeReply,
+    ErrorReply,
+    Final,
+    Pong,
+    StatusReply,
+    TokenizeReply,
+    Welcome,
+)
+from common.client_messages.requests import (
+    CLIENT_PROTOCOL_VERSION,
+    ID_LIMIT,
+    Abort,
+    Detokenize,
+    Generate,
+    GetStatus,
+    Hello,
+    Ping,
+    Prompt,
+    Tokenize,
+)
+from common.errors import WireError
+from common.wire import unpack
+
+__all__ = [
+    "CLIENT_PROTOCOL_VERSION",
+    "ID_LIMIT",
+    "Abort",
+    "Delta",
+    "Deltas",
+    "Detokenize",
+    "DetokenizeReply",
+    "ErrorReply",
+    "Final",
+    "Generate",
+    "GetStatus",
+    "Hello",
+    "Ping",
+    "Pong",
+    "Prompt",
+    "SampleResult",
+    "StatusReply",
+    "TokenLogprob",
+    "Tokenize",
+    "TokenizeReply",
+    "TopLogprob",
+    "Welcome",
+    "decode_from_client",
+    "decode_to_client",
+    "request_id_of",
+]
+
+FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping
+ToClient = Welcome | Deltas | Final | ErrorReply | TokenizeReply | DetokenizeReply | StatusReply | Pong
+
+_FROM_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in FromClient.__args__}
+_TO_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in ToClient.__args__}
+
+
+def decode_from_client(data: bytes) -> FromClient:
+    """A message from a client; raises WireError."""
+    return _decode(data, _FROM_CLIENT, "client -> engine")  # type: ignore[no-any-return]
+
+
+def decode_to_client(data: bytes) -> ToClient:
+    """A message from the engine; raises WireError."""
+    return _decode(data, _TO_CLIENT, "engine -> client")  # type: ignore[no-any-return]
+
+
+def request_id_of(data: bytes) -> str:
+    """The request id of a message that could not be decoded, so that the error can name it; empty if there is none."""
+    try:
+        _, fields = unpack(data)
+    except WireError:
+        return ""
+    return fields[0] if fields and isinstance(fields[0], str) and len(fields[0]) <= ID_LIMIT else ""
+
+
+def _decode(data: bytes, kinds: Mapping[int, Any], link: str) -> Any:
+    code, fields = unpack(data)
+    if code not in kinds:
+        raise WireError(f"type code {code} is not carried by the link {link}")
+    return kinds[code].from_fields(fields)

@@ -1,0 +1,254 @@
+"""Messages from a client to the frontend."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from common.errors import WireError
+from common.wire import INT32_MAX, FieldReader, array_bytes, pack
+
+CLIENT_PROTOCOL_VERSION = 1
+ID_LIMIT = 256
+CHAT_MESSAGE_LIMIT = 4096
+"""Chat messages in one prompt, at most."""
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, token ids (an int32 byte string on the wire), or a chat (an array of maps)."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The client introduces itself; a version that the engine does not speak is answered by an ErrorReply."""
+
+    CODE: ClassVar[int] = 60
+    protocol_version: int = CLIENT_PROTOCOL_VERSION
+    client_name: str = ""
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.protocol_version, self.client_name])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Hello":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Hello", fields)
+        message = cls(read.integer("protocol_version"), read.text("client_name", ID_LIMIT))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """A request.
+
+    Attributes:
+        request_id: the client's name for it.
+        prompt: a text, token ids, or chat messages.
+        params: sampling parameters by name, as `SamplingParams` has them; only those named here are set.
+        model_defaults: take what is not named from the model's generation_config.json, where that says anything.
+        stream: send Deltas on the way.
+        priority: lower goes first.
+        cache_salt: cached prefixes are shared only under the same salt.
+        timeout_ms: milliseconds after which the request ends with an error; nil for never.
+        add_special_tokens: put BOS before the prompt as the tokenizer does; nil does so for texts, not for chats.
+        chat: for chats: `tools`, `chat_template`, `add_generation_prompt`, `continue_final_message`,
+            `template_kwargs`; each may be missing.
+    """
+
+    CODE: ClassVar[int] = 61
+    request_id: str
+    prompt: Prompt
+    params: Mapping[str, Any] = field(default_factory=dict)
+    model_defaults: bool = True
+    stream: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_ms: int | None = None
+    add_special_tokens: bool | None = None
+    chat: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a list of chat messages."""
+        return not isinstance(self.prompt, str | array) and bool(self.prompt) and isinstance(self.prompt[0], Mapping)
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [
+                self.CODE,
+                self.request_id,
+                _prompt_to_wire(self.prompt),
+                dict(self.params),
+                self.model_defaults,
+                self.stream,
+                self.priority,
+                self.cache_salt,
+                self.timeout_ms,
+                self.add_special_tokens,
+                dict(self.chat),
+            ]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Generate":
+        """Build from raw fields; raises WireError. The values in `params` and `chat` are the caller's to check."""
+        read = FieldReader("Generate", fields)
+        message = cls(
+            request_id=read.text("request_id", ID_LIMIT),
+            prompt=_prompt_from_wire(read.anything("prompt")),
+            params=read.mapping("params"),
+            model_defaults=read.flag("model_defaults"),
+            stream=read.flag("stream"),
+            priority=read.integer("priority", -INT32_MAX),
+            cache_salt=read.text("cache_salt", 1024),
+            timeout_ms=read.optional_integer("timeout_ms", 1),
+            add_special_tokens=_optional_flag(read.anything("add_special_tokens")),
+            chat=read.mapping("chat"),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End a request."""
+
+    CODE: ClassVar[int] = 62
+    request_id: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.request_id])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Abort":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Abort", fields)
+        message = cls(read.text("request_id", ID_LIMIT))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """Which token ids a prompt has: a text, or a chat with `chat` as in Generate."""
+
+    CODE: ClassVar[int] = 63
+    request_id: str
+    prompt: Prompt
+    add_special_tokens: bool | None = None
+    chat: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [self.CODE, self.request_id, _prompt_to_wire(self.prompt), self.add_special_tokens, dict(self.chat)]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Tokenize":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Tokenize", fields)
+        message = cls(
+            read.text("request_id", ID_LIMIT),
+            _prompt_from_wire(read.anything("prompt")),
+            _optional_flag(read.anything("add_special_tokens")),
+            read.mapping("chat"),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Detokenize:
+    """The text of token ids (int32)."""
+
+    CODE: ClassVar[int] = 64
+    request_id: str
+    token_ids: "array[int]"
+    skip_special_tokens: bool = False
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.request_id, array_bytes(self.token_ids), self.skip_special_tokens])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Detokenize":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Detokenize", fields)
+        message = cls(
+            read.text("request_id", ID_LIMIT), read.numbers("token_ids", "i"), read.flag("skip_special_tokens")
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class GetStatus:
+    """How the engine is."""
+
+    CODE: ClassVar[int] = 65
+    request_id: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.request_id])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "GetStatus":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("GetStatus", fields)
+        message = cls(read.text("request_id", ID_LIMIT))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Whether anybody is there."""
+
+    CODE: ClassVar[int] = 66
+    request_id: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.request_id])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Ping":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Ping", fields)
+        message = cls(read.text("request_id", ID_LIMIT))
+        read.done()
+        return message
+
+
+def _prompt_to_wire(prompt: Prompt) -> Any:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, array) and prompt.typecode == "i":
+        return array_bytes(prompt)
+    if prompt and isinstance(prompt[0], Mapping):
+        return [dict(message) for message in prompt if isinstance(message, Mapping)]
+    return array_bytes(array("i", [token_id for token_id in prompt if isinstance(token_id, int)]))
+
+
+def _prompt_from_wire(value: Any) -> Prompt:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return FieldReader("prompt", [value]).numbers("token_ids", "i")
+    if not isinstance(value, list) or not 0 < len(value) <= CHAT_MESSAGE_LIMIT:
+        raise WireError(f"prompt: wanted a text, int32 token ids as bytes, or 1 to {CHAT_MESSAGE_LIMIT} chat messages")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise WireError("prompt: wanted chat messages, each a map with a `role`")
+    return value
+
+
+def _optional_flag(value: Any) -> bool | None:
+    if value is not None and type(value) is not bool:
+        raise WireError(f"wanted a boolean or nil, got {repr(value)[:80]}")
+    return value

@@ -1,0 +1,306 @@
+"""The configuration: one frozen dataclass per group, one definition per option, validated once and passed whole.
+
+Each field carries its flags (the vLLM name first, the SGLang name as alias), help text and parser; `common.cli` makes
+the command line from them, and this module the JSON that child processes read. Checks between options are in
+`check`; every refusal names the two values that disagree. Unknown keys are refused.
+"""
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+
+DEFAULT_MODEL = "default"
+"""The name of the embedded default model."""
+
+_UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def parse_count(text: str) -> int:
+    """A whole number as people write it: `4096`, `8k` (8,000), `8Ki` (8,192), `2GiB`.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?i?)[bB]?\s*", text)
+    if not match or match[2].lower() not in _UNITS:
+        raise ConfigError(f"wanted a whole number such as 4096, 8k or 2GiB, got {text!r}")
+    value = float(match[1]) * _UNITS[match[2].lower()]
+    if value != int(value):
+        raise ConfigError(f"wanted a whole number, got {text!r}")
+    return int(value)
+
+
+def option(
+    default: Any,
+    help: str,
+    *flags: str,
+    choices: tuple[str, ...] = (),
+    count: bool = False,
+    repeat: bool = False,
+    hidden: bool = False,
+) -> Any:
+    """A dataclass field that is a command line option.
+
+    Args:
+        default: its value when the option is not given.
+        help: one sentence for `--help`.
+        flags: all names, the first is derived from the field's name if none is given.
+        choices: the only values allowed.
+        count: the value is an integer in human notation (`8k`).
+        repeat: the option may be given several times and collects a tuple.
+        hidden: not shown in `--help` (set by the program itself).
+    """
+    metadata = {
+        "help": help, "flags": flags, "choices": choices, "count": count, "repeat": repeat, "hidden": hidden
+    }  # fmt: skip
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, in what precision."""
+
+    model: str = option(
+        DEFAULT_MODEL, "model folder, .gguf file or hub id; 'default' is the embedded model", "--model", "--model-path"
+    )
+    tokenizer: str = option("", "tokenizer folder or hub id, if not the model's", "--tokenizer", "--tokenizer-path")
+    revision: str = option("", "revision of a hub model")
+    served_model_name: tuple[str, ...] = option((), "name or names that the API answers to", repeat=True)
+    load_format: str = option(
+        "auto", "where weights come from; dummy draws random ones", choices=("auto", "safetensors", "gguf", "dummy")
+    )
+    dtype: str = option("auto", "element type of weights and activations",
+                        choices=("auto", "float32", "bfloat16", "float16"))  # fmt: skip
+    device: str = option("auto", "where the worker runs", choices=("auto", "cpu", "cuda"))
+    max_model_len: int = option(
+        0, "tokens a request may hold, prompt and output; 0 is the model's limit or what fits",
+        "--max-model-len", "--context-length", count=True,
+    )  # fmt: skip
+    chat_template: str = option("", "file with a chat template to use instead of the model's")
+    generation_config: str = option(
+        "auto", "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' takes none",
+        choices=("auto", "vllm"),
+    )  # fmt: skip
+    seed: int = option(0, "seed for dummy weights and for requests that give none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The KV cache."""
+
+    block_size: int = option(16, "tokens per KV block, a power of two", "--block-size", "--page-size", count=True)
+    kv_cache_dtype: str = option("auto", "element type of the KV cache", choices=("auto", "int8", "fp8"))
+    gpu_memory_utilization: float = option(
+        0.9, "share of the GPU's memory that the worker may use", "--gpu-memory-utilization", "--mem-fraction-static"
+    )
+    cpu_kv_cache_bytes: int = option(1 << 30, "bytes of KV cache when the worker runs on the CPU", count=True)
+    num_kv_blocks: int = option(0, "KV blocks, instead of what fits the memory (0)", "--num-kv-blocks", count=True)
+    swap_space_bytes: int = option(0, "bytes of host memory for KV blocks of preempted requests", count=True)
+    prefix_cache: str = option("hash", "how cached prefixes are found", choices=("hash", "radix", "off"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """Who runs in a step."""
+
+    max_num_seqs: int = option(
+        0, "sequences that run at once; 0 chooses 256 on a GPU and 64 on a CPU",
+        "--max-num-seqs", "--max-running-requests", count=True,
+    )  # fmt: skip
+    max_num_batched_tokens: int = option(
+        0, "tokens a step may compute; 0 chooses 8192 on a GPU and 512 on a CPU", count=True
+    )
+    max_num_queued_reqs: int = option(
+        4096, "requests that may wait; more are refused", "--max-num-queued-reqs", "--max-queued-requests", count=True
+    )
+    run_ahead: int = option(2, "steps planned before the results of earlier ones are known (0, 1 or 2)")
+    policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority", "fair"))
+    preemption: str = option("recompute", "what happens to a victim's KV", choices=("recompute", "swap", "auto"))
+    target_itl_ms: float = option(0.0, "aim for this time between tokens by limiting a step's tokens; 0 does not")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How a step is run."""
+
+    tensor_parallel_size: int = option(1, "GPUs that share each layer", "--tensor-parallel-size", "-tp", "--tp-size")
+    enforce_eager: bool = option(
+        False, "run without CUDA Graphs (for debugging)", "--enforce-eager", "--disable-cuda-graph"
+    )
+    deterministic: bool = option(False, "a request's tokens do not depend on what runs beside it (slower)")
+    cpu_threads: int = option(0, "threads of the CPU worker; 0 takes all cores", count=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How clients reach the engine."""
+
+    host: str = option("127.0.0.1", "address of the HTTP API")
+    port: int = option(8000, "port of the HTTP API; 0 takes a free one")
+    uds: str = option("", "serve HTTP on this Unix socket instead of host and port")
+    http: bool = option(True, "serve the HTTP API")
+    client_endpoint: str = option("", "endpoint of the client socket; empty makes an ipc:// one in the run directory")
+    api_key: tuple[str, ...] = option((), "key that HTTP clients must send", repeat=True)
+    allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from (CORS)", repeat=True)
+    root_path: str = option("", "path prefix that a reverse proxy adds")
+    ssl_keyfile: str = option("", "TLS key file")
+    ssl_certfile: str = option("", "TLS certificate file")
+    stream_interval: int = option(1, "tokens per streamed chunk")
+    shutdown_timeout: float = option(10.0, "seconds that requests in flight get to finish at shutdown")
+    startup_timeout: float = option(600.0, "seconds until every process must be ready")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What is written to stderr."""
+
+    log_level: str = option("info", "least severity that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "form of a log line", choices=("text", "json"))
+    enable_log_requests: bool = option(False, "log one line for each finished request")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that the processes are told at start.
+
+    Attributes:
+        run_dir: the instance's own directory (mode 0700) with its sockets.
+        model_dir, tokenizer_dir: the local folders that `model` and `tokenizer` were resolved to.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    worker: WorkerOptions = field(default_factory=WorkerOptions)
+    server: ServerOptions = field(default_factory=ServerOptions)
+    log: LogOptions = field(default_factory=LogOptions)
+    run_dir: str = ""
+    model_dir: str = ""
+    tokenizer_dir: str = ""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def to_json(self) -> str:
+        """The configuration as JSON, for the child processes."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "EngineConfig":
+        """Build from `to_json`'s output.
+
+        Raises:
+            ConfigError: not JSON, an unknown key, or values that disagree.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"the configuration is not JSON: {error}") from None
+        return cls(**_typed(cls, values))
+
+    def model_name(self) -> str:
+        """The name that the API answers to first."""
+        if self.model.served_model_name:
+            return self.model.served_model_name[0]
+        return "smollm2-135m-instruct" if self.model.model == DEFAULT_MODEL else self.model.model
+
+    def endpoint(self, name: str) -> str:
+        """The ipc endpoint of an internal socket: `requests`, `outputs`, `plans-0`, `results`, `supervisor`."""
+        return f"ipc://{Path(self.run_dir) / name}.sock"
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelOptions,
+    "cache": CacheOptions,
+    "scheduler": SchedulerOptions,
+    "worker": WorkerOptions,
+    "server": ServerOptions,
+    "log": LogOptions,
+}
+
+
+def _typed(cls: type, values: Any) -> dict[str, Any]:
+    known = {item.name for item in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"unknown configuration key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    typed: dict[str, Any] = {}
+    for name, value in values.items():
+        if cls is EngineConfig and name in GROUPS:
+            typed[name] = GROUPS[name](**_typed(GROUPS[name], value))
+        else:
+            typed[name] = tuple(value) if isinstance(value, list) else value
+    return typed
+
+
+def check(config: EngineConfig) -> None:
+    """Refuse values that are out of range or disagree.
+
+    Raises:
+        ConfigError: one line that names the option, its value, and what it disagrees with.
+    """
+    cache, scheduler, server = config.cache, config.scheduler, config.server
+    if cache.block_size < 1 or cache.block_size & (cache.block_size - 1) or cache.block_size > 256:
+        raise ConfigError(f"--block-size is {cache.block_size}; wanted a power of two from 1 to 256")
+    if not 0.05 <= cache.gpu_memory_utilization <= 0.99:
+        raise ConfigError(f"--gpu-memory-utilization is {cache.gpu_memory_utilization}; wanted 0.05 to 0.99")
+    if scheduler.run_ahead not in (0, 1, 2):
+        raise ConfigError(f"--run-ahead is {scheduler.run_ahead}; wanted 0, 1 or 2")
+    if scheduler.max_num_seqs > 65536:
+        raise ConfigError(f"--max-num-seqs is {scheduler.max_num_seqs}; at most 65536 fit the step plan")
+    if 0 < scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {scheduler.max_num_batched_tokens}, less than --max-num-seqs, which is "
+            f"{scheduler.max_num_seqs}: each running sequence needs one token of a step"
+        )
+    if scheduler.max_num_queued_reqs < 1:
+        raise ConfigError(f"--max-num-queued-reqs is {scheduler.max_num_queued_reqs}; wanted at least 1")
+    _check_server(server)
+    if config.model.max_model_len < 0 or config.cache.num_kv_blocks < 0:
+        raise ConfigError("--max-model-len and --num-kv-blocks cannot be negative")
+    if config.worker.tensor_parallel_size != 1:
+        raise ConfigError("--tensor-parallel-size: only 1 is supported so far")
+
+
+def _check_server(server: ServerOptions) -> None:
+    if not 0 <= server.port <= 65535:
+        raise ConfigError(f"--port is {server.port}; wanted 0 to 65535")
+    if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together; only one was given")
+    if server.stream_interval < 1:
+        raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
+    endpoint = server.client_endpoint
+    if endpoint and not re.fullmatch(r"ipc://.+|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)", endpoint):
+        raise ConfigError(
+            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp:// with a loopback address and a port, such as "
+            "tcp://127.0.0.1:5555 (the client socket has no keys yet, so it is not opened to other machines)"
+        )
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """How many sequences and tokens a step may hold."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def step_limits(options: SchedulerOptions, device_name: str) -> StepLimits:
+    """The options' limits, with what was left open chosen for the device (`cpu`, or a GPU's name).
+
+    Scheduler and worker both call this, so that they agree on the number of slots.
+    """
+    on_cpu = device_name == "cpu"
+    tokens = options.max_num_batched_tokens or max(512 if on_cpu else 8192, options.max_num_seqs)
+    seqs = options.max_num_seqs or min(64 if on_cpu else 256, tokens)
+    return StepLimits(seqs, tokens)
+
+
+def with_changes(config: EngineConfig, **changes: Any) -> EngineConfig:
+    """The configuration with top-level fields replaced, checked again."""
+    return dataclasses.replace(config, **changes)

@@ -1,0 +1,57 @@
+"""The exceptions of Trireme, all of them.
+
+    TriremeError
+    ├── ConfigError        an option or a model that cannot be served: start-up ends with one line and exit code 2
+    ├── StartupError       a process failed to start or did not get ready in time: exit code 3
+    ├── WireError          bytes on a socket that are not a message of that socket: costs that one message
+    ├── RequestError       a request that cannot be served as asked; `code`, `param` and `status` go to the client
+    └── EngineDeadError    a process of the engine is gone; every request in flight ends with this
+
+A message says what was wanted, what came, where, and what to do about it.
+"""
+
+
+class TriremeError(Exception):
+    """Base of every exception that Trireme raises on purpose."""
+
+
+class ConfigError(TriremeError):
+    """The configuration, or the model it names, cannot be served."""
+
+
+class StartupError(TriremeError):
+    """A process failed to start, or was not ready by its deadline."""
+
+
+class WireError(TriremeError):
+    """Received bytes are not a message that this socket may carry."""
+
+
+class RequestError(TriremeError):
+    """A request that cannot be served as asked.
+
+    Attributes:
+        code: a short stable name such as `invalid_parameter`, `context_length_exceeded`, `queue_full`.
+        param: the name of the parameter at fault, or None.
+        status: the HTTP status that says the same (400, 404, 429, 503).
+        retry_after_ms: when asking again makes sense, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "invalid_parameter",
+        param: str | None = None,
+        status: int = 400,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.status = status
+        self.retry_after_ms = retry_after_ms
+
+
+class EngineDeadError(TriremeError):
+    """A process of the engine died or hangs; the message names it and shows its last error."""

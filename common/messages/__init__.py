@@ -1,0 +1,156 @@
+"""Every message between frontend, scheduler, workers and supervisor, with its layout on the wire.
+
+Each class is frozen, carries a type code, and knows `to_wire` (the msgpack bytes) and `from_fields` (the checked way
+back). One union per direction of each link, one decoder per socket: `decode_for_scheduler`, `decode_for_frontend`,
+`decode_for_worker`, `decode_from_worker`, `decode_for_supervisor`, `decode_for_child`. A code that a socket does not
+carry raises `WireError`. The messages between clients and the frontend are in `client_messages`.
+
+    code  message          from -> to               one per
+    1     AddRequest       frontend -> scheduler    request
+    2     AbortRequests    frontend -> scheduler    abort, stop string, disconnect
+    3     FlushCache       frontend -> scheduler    operator's call
+    10    EngineReady      scheduler -> frontend    start
+    11    TokensOut        scheduler -> frontend    step that produced tokens or ended samples
+    12    RequestFailed    scheduler -> frontend    request that ends without (further) tokens
+    13    EngineStats      scheduler -> frontend    tenth of a second, when something changed
+    20    WorkerReady      worker -> scheduler      start
+    21    StepResult       worker -> scheduler      step
+    30    StepPlan         scheduler -> worker      step
+    40    Heartbeat        child -> supervisor      half second
+    41    Ready            child -> supervisor      start
+    42    Failed           child -> supervisor      failure, as the last message
+    50    Stop             supervisor -> child      end of the run
+    51    PeerFailed       supervisor -> child      death of another process
+
+Request ids are int32 numbers that the frontend allots; none is given out again while it is live. A request with n
+samples is one AddRequest; what comes back is addressed by request id and sample index.
+"""
+
+from common.errors import WireError
+from common.messages.control import Failed, Heartbeat, PeerFailed, Ready, Stop
+from common.messages.fields import STEP_PARTS, TokenLogprobs
+from common.messages.requests import (
+    FINISH_REASONS,
+    AbortRequests,
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    RequestFailed,
+    SampleFinish,
+    TokensOut,
+)
+from common.messages.steps import PROTOCOL_VERSION, SlotInit, SlotSampling, StepPlan, StepResult, WorkerReady
+from common.wire import unpack
+
+__all__ = [
+    "FINISH_REASONS",
+    "PROTOCOL_VERSION",
+    "STEP_PARTS",
+    "AbortRequests",
+    "AddRequest",
+    "EngineReady",
+    "EngineStats",
+    "Failed",
+    "FlushCache",
+    "Heartbeat",
+    "PeerFailed",
+    "Ready",
+    "RequestFailed",
+    "SampleFinish",
+    "SlotInit",
+    "SlotSampling",
+    "StepPlan",
+    "StepResult",
+    "Stop",
+    "TokenLogprobs",
+    "TokensOut",
+    "WorkerReady",
+    "decode_for_child",
+    "decode_for_frontend",
+    "decode_for_scheduler",
+    "decode_for_supervisor",
+    "decode_for_worker",
+    "decode_from_worker",
+]
+
+ForScheduler = AddRequest | AbortRequests | FlushCache
+ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
+FromWorker = WorkerReady | StepResult
+ForSupervisor = Heartbeat | Ready | Failed
+ForChild = Stop | PeerFailed
+
+
+def decode_for_scheduler(data: bytes) -> ForScheduler:
+    """A message from the frontend; raises WireError."""
+    code, fields = unpack(data)
+    match code:
+        case AddRequest.CODE:
+            return AddRequest.from_fields(fields)
+        case AbortRequests.CODE:
+            return AbortRequests.from_fields(fields)
+        case FlushCache.CODE:
+            return FlushCache.from_fields(fields)
+    raise _unknown(code, "frontend -> scheduler")
+
+
+def decode_for_frontend(data: bytes) -> ForFrontend:
+    """A message from the scheduler; raises WireError."""
+    code, fields = unpack(data)
+    match code:
+        case TokensOut.CODE:
+            return TokensOut.from_fields(fields)
+        case EngineStats.CODE:
+            return EngineStats.from_fields(fields)
+        case RequestFailed.CODE:
+            return RequestFailed.from_fields(fields)
+        case EngineReady.CODE:
+            return EngineReady.from_fields(fields)
+    raise _unknown(code, "scheduler -> frontend")
+
+
+def decode_for_worker(data: bytes) -> StepPlan:
+    """A message from the scheduler; raises WireError."""
+    code, fields = unpack(data)
+    if code == StepPlan.CODE:
+        return StepPlan.from_fields(fields)
+    raise _unknown(code, "scheduler -> worker")
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    """A message from a worker; raises WireError."""
+    code, fields = unpack(data)
+    match code:
+        case StepResult.CODE:
+            return StepResult.from_fields(fields)
+        case WorkerReady.CODE:
+            return WorkerReady.from_fields(fields)
+    raise _unknown(code, "worker -> scheduler")
+
+
+def decode_for_supervisor(data: bytes) -> ForSupervisor:
+    """A message from a child; raises WireError."""
+    code, fields = unpack(data)
+    match code:
+        case Heartbeat.CODE:
+            return Heartbeat.from_fields(fields)
+        case Ready.CODE:
+            return Ready.from_fields(fields)
+        case Failed.CODE:
+            return Failed.from_fields(fields)
+    raise _unknown(code, "child -> supervisor")
+
+
+def decode_for_child(data: bytes) -> ForChild:
+    """A message from the supervisor; raises WireError."""
+    code, fields = unpack(data)
+    match code:
+        case Stop.CODE:
+            return Stop.from_fields(fields)
+        case PeerFailed.CODE:
+            return PeerFailed.from_fields(fields)
+    raise _unknown(code, "supervisor -> child")
+
+
+def _unknown(code: int, link: str) -> WireError:
+    return WireError(f"type code {code} is not carried by the link {link}")

@@ -1,0 +1,111 @@
+"""Messages between the supervisor and its children: heartbeats up, orders down."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from common.wire import FieldReader, pack
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A process's main loop is turning; `progress` counts its steps or messages."""
+
+    CODE: ClassVar[int] = 40
+    process: str
+    state: str
+    progress: int
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.process, self.state, self.progress])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Heartbeat":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Heartbeat", fields)
+        message = cls(read.text("process", 64), read.text("state", 64), read.integer("progress", 0, 2**53))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process can serve; `detail` is shown to the operator (endpoints, device, what took how long)."""
+
+    CODE: ClassVar[int] = 41
+    process: str
+    detail: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.process, self.detail])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Ready":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Ready", fields)
+        message = cls(read.text("process", 64), read.text("detail", 4096))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A process's last message: the one line that says why it ends."""
+
+    CODE: ClassVar[int] = 42
+    process: str
+    message: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.process, self.message])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Failed":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Failed", fields)
+        message = cls(read.text("process", 64), read.text("message", 1 << 16))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the run: refuse new work, finish what is in flight within `grace_ms`, end the rest, exit."""
+
+    CODE: ClassVar[int] = 50
+    grace_ms: int
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.grace_ms])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Stop":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Stop", fields)
+        message = cls(read.integer("grace_ms"))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class PeerFailed:
+    """Another process of the engine is gone: end every request in flight with this error, then exit."""
+
+    CODE: ClassVar[int] = 51
+    process: str
+    message: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.process, self.message])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "PeerFailed":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("PeerFailed", fields)
+        message = cls(read.text("process", 64), read.text("message", 1 << 16))
+        read.done()
+        return message

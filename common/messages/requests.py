@@ -1,0 +1,347 @@
+"""Messages between the frontend and the scheduler: requests in, tokens and figures out."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from common.errors import RequestError, WireError
+from common.messages.fields import (
+    TokenLogprobs,
+    empty_i32,
+    empty_u8,
+    logprobs_by_row,
+    logprobs_to_lists,
+    token_id,
+    token_ids,
+)
+from common.sampling_params import SamplingParams
+from common.wire import INT32_MAX, FieldReader, array_bytes, pack
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+"""How a sample ends: an end token, stop id or stop string; a limit; an abort; a failure inside the engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddRequest:
+    """A request enters the engine.
+
+    Attributes:
+        request_id: int32, allotted by the frontend.
+        prompt_token_ids: int32.
+        params: as the client gave them; `max_tokens` is set by now, `seed` too.
+        end_token_ids: ids that end the output: the model's end tokens (unless ignore_eos) and stop_token_ids.
+        bad_token_ids: token sequences that the output will not contain (from `bad_words`).
+        priority: lower goes first; 0 is the default.
+        client_key: who asked, for fair sharing.
+        cache_salt: requests share cached prefixes only with requests of the same salt.
+        deadline_s: wall clock time after which the request is ended with an error; None for never.
+        arrived_at_s: wall clock time of arrival at the frontend.
+    """
+
+    CODE: ClassVar[int] = 1
+    request_id: int
+    prompt_token_ids: "array[int]"
+    params: SamplingParams
+    end_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    client_key: str = ""
+    cache_salt: str = ""
+    deadline_s: float | None = None
+    arrived_at_s: float = 0.0
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [
+                self.CODE,
+                self.request_id,
+                array_bytes(self.prompt_token_ids),
+                self.params.to_wire(),
+                list(self.end_token_ids),
+                [list(ids) for ids in self.bad_token_ids],
+                self.priority,
+                self.client_key,
+                self.cache_salt,
+                self.deadline_s,
+                self.arrived_at_s,
+            ]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "AddRequest":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("AddRequest", fields)
+        message = cls(
+            request_id=read.integer("request_id"),
+            prompt_token_ids=read.numbers("prompt_token_ids", "i"),
+            params=_params(read.mapping("params")),
+            end_token_ids=read.entries("end_token_ids", token_id),
+            bad_token_ids=read.entries("bad_token_ids", token_ids),
+            priority=read.integer("priority", -INT32_MAX),
+            client_key=read.text("client_key", 256),
+            cache_salt=read.text("cache_salt", 1024),
+            deadline_s=read.optional_number("deadline_s"),
+            arrived_at_s=read.number("arrived_at_s"),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class AbortRequests:
+    """The named requests are not wanted any more; unknown and finished ids are ignored. Nothing is sent back."""
+
+    CODE: ClassVar[int] = 2
+    request_ids: "array[int]"  # int32
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, array_bytes(self.request_ids)])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "AbortRequests":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("AbortRequests", fields)
+        message = cls(read.numbers("request_ids", "i"))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class FlushCache:
+    """Forget every cached prefix that no live request holds."""
+
+    CODE: ClassVar[int] = 3
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "FlushCache":
+        """Build from raw fields; raises WireError."""
+        FieldReader("FlushCache", fields).done()
+        return cls()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReady:
+    """The engine can serve; its limits, known once the worker has sized the KV cache."""
+
+    CODE: ClassVar[int] = 10
+    max_model_len: int
+    max_num_seqs: int
+    block_size: int
+    block_count: int
+    vocab_size: int
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [self.CODE, self.max_model_len, self.max_num_seqs, self.block_size, self.block_count, self.vocab_size]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "EngineReady":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("EngineReady", fields)
+        message = cls(
+            max_model_len=read.integer("max_model_len", 1),
+            max_num_seqs=read.integer("max_num_seqs", 1),
+            block_size=read.integer("block_size", 1),
+            block_count=read.integer("block_count", 1),
+            vocab_size=read.integer("vocab_size", 1),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class SampleFinish:
+    """A sample's end: the row of TokensOut whose tokens are its last (a row may hold no token), and why."""
+
+    row_index: int
+    reason: str  # one of FINISH_REASONS
+    detail: str = ""  # for "error": what went wrong
+
+    def to_list(self) -> list[Any]:
+        """The nested array that stands in a message."""
+        return [self.row_index, FINISH_REASONS.index(self.reason), self.detail]
+
+    @classmethod
+    def from_list(cls, fields: Any) -> "SampleFinish":
+        """Build from a nested array; raises WireError."""
+        read = FieldReader("SampleFinish", fields)
+        entry = cls(
+            read.integer("row_index"),
+            FINISH_REASONS[read.integer("reason", 0, len(FINISH_REASONS) - 1)],
+            read.text("detail"),
+        )
+        read.done()
+        return entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensOut:
+    """New tokens of one step: one row per sample that got tokens or ended.
+
+    Attributes:
+        request_ids: int32, one per row.
+        sample_indices: uint8, one per row; empty when all are 0.
+        token_counts: uint8, one per row; empty when all are 1.
+        token_ids: int32, the rows' tokens one after another.
+        cached_counts: int32, one per row: prompt tokens that came from the cache, on a sample's first row (-1 on
+            others); empty when no row is a first one.
+        finishes: samples that end with this message.
+        logprobs: for the tokens that want them; `row_index` counts along `token_ids`.
+        prompt_logprobs: pairs of row index and one entry per prompt token from the second on (`row_index` is the
+            token's position in the prompt).
+    """
+
+    CODE: ClassVar[int] = 11
+    request_ids: "array[int]"
+    token_ids: "array[int]"
+    sample_indices: "array[int]" = field(default_factory=empty_u8)
+    token_counts: "array[int]" = field(default_factory=empty_u8)
+    cached_counts: "array[int]" = field(default_factory=empty_i32)
+    finishes: tuple[SampleFinish, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [
+                self.CODE,
+                array_bytes(self.request_ids),
+                array_bytes(self.token_ids),
+                array_bytes(self.sample_indices),
+                array_bytes(self.token_counts),
+                array_bytes(self.cached_counts),
+                [entry.to_list() for entry in self.finishes],
+                [entry.to_list() for entry in self.logprobs],
+                logprobs_to_lists(self.prompt_logprobs),
+            ]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "TokensOut":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("TokensOut", fields)
+        message = cls(
+            request_ids=read.numbers("request_ids", "i"),
+            token_ids=read.numbers("token_ids", "i"),
+            sample_indices=read.numbers("sample_indices", "B"),
+            token_counts=read.numbers("token_counts", "B"),
+            cached_counts=read.numbers("cached_counts", "i"),
+            finishes=read.entries("finishes", SampleFinish.from_list),
+            logprobs=read.entries("logprobs", TokenLogprobs.from_list),
+            prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
+        )
+        read.done()
+        rows = len(message.request_ids)
+        aligned = (message.sample_indices, message.token_counts, message.cached_counts)
+        if any(len(numbers) not in (0, rows) for numbers in aligned):
+            raise WireError(f"TokensOut: per-row arrays must be empty or hold {rows} entries")
+        token_count = sum(message.token_counts) if message.token_counts else rows
+        if token_count != len(message.token_ids):
+            raise WireError(f"TokensOut: {len(message.token_ids)} tokens, the rows' counts add up to {token_count}")
+        return message
+
+
+@dataclass(frozen=True)
+class RequestFailed:
+    """A request ends here, all its samples with it: refused on arrival, or ended by a failure or its deadline."""
+
+    CODE: ClassVar[int] = 12
+    request_id: int
+    error_code: str
+    message: str
+    status: int = 400
+    param: str | None = None
+    retry_after_ms: int | None = None
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [self.CODE, self.request_id, self.error_code, self.message, self.status, self.param, self.retry_after_ms]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "RequestFailed":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("RequestFailed", fields)
+        message = cls(
+            request_id=read.integer("request_id"),
+            error_code=read.text("error_code", 64),
+            message=read.text("message", 4096),
+            status=read.integer("status", 400, 599),
+            param=read.optional_text("param", 64),
+            retry_after_ms=read.optional_integer("retry_after_ms"),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Where the engine stands: gauges, counters since start, and the parts of the last steps.
+
+    Attributes:
+        *_count: requests or blocks right now.
+        steps to output_tokens: counters since start; *_tokens in tokens.
+        last_decode_rows, last_chunk_tokens: the composition of the last step.
+        parts_us: int32 [6], mean microseconds of each of STEP_PARTS over the steps since the last EngineStats.
+    """
+
+    CODE: ClassVar[int] = 13
+    GAUGES: ClassVar[tuple[str, ...]] = (
+        "running_count", "waiting_count", "swapped_count", "total_block_count", "free_block_count",
+        "cached_block_count", "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens",
+        "prompt_tokens", "output_tokens", "last_decode_rows", "last_chunk_tokens",
+    )  # fmt: skip
+    running_count: int = 0
+    waiting_count: int = 0
+    swapped_count: int = 0
+    total_block_count: int = 0
+    free_block_count: int = 0
+    cached_block_count: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    last_decode_rows: int = 0
+    last_chunk_tokens: int = 0
+    parts_us: "array[int]" = field(default_factory=empty_i32)
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, [getattr(self, name) for name in self.GAUGES], array_bytes(self.parts_us)])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "EngineStats":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("EngineStats", fields)
+        numbers = read.entries("gauges", _counter, 64)
+        parts_us = read.numbers("parts_us", "i", 64)
+        read.done()
+        if len(numbers) != len(cls.GAUGES):
+            raise WireError(f"EngineStats.gauges: wanted {len(cls.GAUGES)} numbers, got {len(numbers)}")
+        return cls(**dict(zip(cls.GAUGES, numbers, strict=True)), parts_us=parts_us)
+
+
+def _params(values: dict[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams.from_wire(values)
+    except RequestError as error:
+        raise WireError(f"AddRequest.params: {error}") from None
+
+
+def _counter(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= 2**63:
+        raise WireError(f"wanted a counter, got {repr(value)[:80]}")
+    return value

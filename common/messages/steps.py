@@ -1,0 +1,370 @@
+"""Messages between the scheduler and the workers: step plans out, results back."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from common.errors import WireError
+from common.messages.fields import (
+    TokenLogprobs,
+    empty_i32,
+    empty_u8,
+    empty_u16,
+    logprobs_by_row,
+    logprobs_to_lists,
+    token_id,
+    token_ids,
+)
+from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotSampling:
+    """What the worker needs to sample for one slot.
+
+    Attributes:
+        seed: uint64; the noise at a position depends on seed, position and token id alone.
+        min_output_count: while the output is shorter, `end_token_ids` cannot be sampled.
+        logprobs, prompt_logprobs: how many likeliest tokens to report; -1 for none at all.
+        bias_token_ids, bias_values: int32 and float32, aligned.
+        allowed_token_ids: int32; empty allows all.
+        bad_token_ids: sequences whose last token cannot be sampled after the others.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    min_output_count: int = 0
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    end_token_ids: tuple[int, ...] = ()
+    bias_token_ids: "array[int]" = field(default_factory=empty_i32)
+    bias_values: "array[float]" = field(default_factory=lambda: array("f"))
+    allowed_token_ids: "array[int]" = field(default_factory=empty_i32)
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+
+    def to_list(self) -> list[Any]:
+        """The nested array that stands in a SlotInit."""
+        return [
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.repetition_penalty,
+            self.seed,
+            self.min_output_count,
+            self.logprobs,
+            self.prompt_logprobs,
+            list(self.end_token_ids),
+            array_bytes(self.bias_token_ids),
+            array_bytes(self.bias_values),
+            array_bytes(self.allowed_token_ids),
+            [list(ids) for ids in self.bad_token_ids],
+        ]
+
+    @classmethod
+    def from_list(cls, fields: Any) -> "SlotSampling":
+        """Build from a nested array; raises WireError."""
+        read = FieldReader("SlotSampling", fields)
+        entry = cls(
+            temperature=read.number("temperature"),
+            top_k=read.integer("top_k"),
+            top_p=read.number("top_p"),
+            min_p=read.number("min_p"),
+            presence_penalty=read.number("presence_penalty"),
+            frequency_penalty=read.number("frequency_penalty"),
+            repetition_penalty=read.number("repetition_penalty"),
+            seed=read.integer("seed", 0, UINT64_MAX),
+            min_output_count=read.integer("min_output_count"),
+            logprobs=read.integer("logprobs", -1, 1024),
+            prompt_logprobs=read.integer("prompt_logprobs", -1, 1024),
+            end_token_ids=read.entries("end_token_ids", token_id),
+            bias_token_ids=read.numbers("bias_token_ids", "i"),
+            bias_values=read.numbers("bias_values", "f"),
+            allowed_token_ids=read.numbers("allowed_token_ids", "i"),
+            bad_token_ids=read.entries("bad_token_ids", token_ids),
+        )
+        read.done()
+        return entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotInit:
+    """A request (or a preempted one that resumes) gets a slot: the only message that carries its tokens.
+
+    Attributes:
+        slot: where the worker keeps its state; free before this plan.
+        token_ids: int32: the prompt, then whatever output it already has.
+        prompt_count: how many of them are the prompt's.
+        computed_count: how many already have their K/V in `block_ids` (prefix hit); less than len(token_ids).
+        block_ids: int32, in order; hold at least `computed_count` tokens. Blocks for the tokens that this plan
+            computes may be among them or be appended by the plan's `block_ids`.
+        sampling: how to sample.
+    """
+
+    slot: int
+    token_ids: "array[int]"
+    prompt_count: int
+    computed_count: int
+    block_ids: "array[int]"
+    sampling: SlotSampling
+
+    def to_list(self) -> list[Any]:
+        """The nested array that stands in a StepPlan."""
+        return [
+            self.slot,
+            array_bytes(self.token_ids),
+            self.prompt_count,
+            self.computed_count,
+            array_bytes(self.block_ids),
+            self.sampling.to_list(),
+        ]
+
+    @classmethod
+    def from_list(cls, fields: Any) -> "SlotInit":
+        """Build from a nested array; raises WireError."""
+        read = FieldReader("SlotInit", fields)
+        entry = cls(
+            slot=read.integer("slot", 0, 0xFFFF),
+            token_ids=read.numbers("token_ids", "i"),
+            prompt_count=read.integer("prompt_count", 1),
+            computed_count=read.integer("computed_count"),
+            block_ids=read.numbers("block_ids", "i"),
+            sampling=read.nested("sampling", SlotSampling.from_list),
+        )
+        read.done()
+        if not entry.computed_count < len(entry.token_ids) or entry.prompt_count > len(entry.token_ids):
+            raise WireError(
+                f"SlotInit: {len(entry.token_ids)} tokens with prompt_count {entry.prompt_count} "
+                f"and computed_count {entry.computed_count}"
+            )
+        return entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One step: which slots compute how many tokens, and what changes before they do.
+
+    The worker carries it out in this order: cleared slots, swap-outs, block copies, swap-ins, new slots, appended
+    blocks, then the forward pass over the rows, decode rows first. A slot stands in at most one row. A decode row
+    computes the one token at the end of what the slot knows, and samples. A chunk row computes the next
+    `chunk_token_counts[i]` known tokens and samples only if `chunk_samples[i]` is 1, that is, if they are the last
+    known ones.
+
+    Attributes:
+        step_id: counts up from 1; results come back in the same order.
+        decode_slots: uint16.
+        decode_block_counts: uint8, new blocks appended to each decode row's table; empty when none gets any.
+        chunk_slots: uint16.
+        chunk_token_counts: int32, one per chunk row.
+        chunk_samples: uint8 (0 or 1), one per chunk row.
+        chunk_block_counts: int32, new blocks appended to each chunk row's table.
+        block_ids: int32: the appended blocks of all rows, in row order.
+        new_slots: slots that start with this step.
+        cleared_slots: uint16: slots whose request is gone; nothing reads their state any more.
+        copy_block_ids: int32 pairs (source, destination) on the device.
+        swap_out_block_ids: int32 pairs (device block, host block).
+        swap_in_block_ids: int32 pairs (host block, device block).
+    """
+
+    CODE: ClassVar[int] = 30
+    step_id: int
+    decode_slots: "array[int]" = field(default_factory=empty_u16)
+    decode_block_counts: "array[int]" = field(default_factory=empty_u8)
+    chunk_slots: "array[int]" = field(default_factory=empty_u16)
+    chunk_token_counts: "array[int]" = field(default_factory=empty_i32)
+    chunk_samples: "array[int]" = field(default_factory=empty_u8)
+    chunk_block_counts: "array[int]" = field(default_factory=empty_i32)
+    block_ids: "array[int]" = field(default_factory=empty_i32)
+    new_slots: tuple[SlotInit, ...] = ()
+    cleared_slots: "array[int]" = field(default_factory=empty_u16)
+    copy_block_ids: "array[int]" = field(default_factory=empty_i32)
+    swap_out_block_ids: "array[int]" = field(default_factory=empty_i32)
+    swap_in_block_ids: "array[int]" = field(default_factory=empty_i32)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.decode_slots) + sum(self.chunk_token_counts)
+
+    @property
+    def sampled_slots(self) -> list[int]:
+        """The slots that sample, in the order of the result's tokens."""
+        chunks = [slot for slot, samples in zip(self.chunk_slots, self.chunk_samples, strict=True) if samples]
+        return [*self.decode_slots, *chunks]
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [
+                self.CODE,
+                self.step_id,
+                array_bytes(self.decode_slots),
+                array_bytes(self.decode_block_counts),
+                array_bytes(self.chunk_slots),
+                array_bytes(self.chunk_token_counts),
+                array_bytes(self.chunk_samples),
+                array_bytes(self.chunk_block_counts),
+                array_bytes(self.block_ids),
+                [entry.to_list() for entry in self.new_slots],
+                array_bytes(self.cleared_slots),
+                array_bytes(self.copy_block_ids),
+                array_bytes(self.swap_out_block_ids),
+                array_bytes(self.swap_in_block_ids),
+            ]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "StepPlan":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("StepPlan", fields)
+        message = cls(
+            step_id=read.integer("step_id", 1, 2**53),
+            decode_slots=read.numbers("decode_slots", "H"),
+            decode_block_counts=read.numbers("decode_block_counts", "B"),
+            chunk_slots=read.numbers("chunk_slots", "H"),
+            chunk_token_counts=read.numbers("chunk_token_counts", "i"),
+            chunk_samples=read.numbers("chunk_samples", "B"),
+            chunk_block_counts=read.numbers("chunk_block_counts", "i"),
+            block_ids=read.numbers("block_ids", "i"),
+            new_slots=read.entries("new_slots", SlotInit.from_list),
+            cleared_slots=read.numbers("cleared_slots", "H"),
+            copy_block_ids=read.numbers("copy_block_ids", "i"),
+            swap_out_block_ids=read.numbers("swap_out_block_ids", "i"),
+            swap_in_block_ids=read.numbers("swap_in_block_ids", "i"),
+        )
+        read.done()
+        message._check_counts()
+        return message
+
+    def _check_counts(self) -> None:
+        chunks = len(self.chunk_slots)
+        if any(len(n) != chunks for n in (self.chunk_token_counts, self.chunk_samples, self.chunk_block_counts)):
+            raise WireError(f"StepPlan: per-chunk arrays must hold {chunks} entries")
+        if len(self.decode_block_counts) not in (0, len(self.decode_slots)):
+            raise WireError(f"StepPlan: decode_block_counts must be empty or hold {len(self.decode_slots)} entries")
+        block_count = sum(self.decode_block_counts) + sum(self.chunk_block_counts)
+        if block_count != len(self.block_ids):
+            raise WireError(f"StepPlan: {len(self.block_ids)} block ids, the rows' counts add up to {block_count}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerReady:
+    """The worker has loaded the model, sized its KV cache and run a first forward pass.
+
+    Attributes:
+        max_model_len: tokens a request may hold: the model's limit, the option's, or what fits, whichever is least.
+        block_count: KV blocks on the device; host_block_count: in the swap pool.
+        block_bytes: bytes of one block over all layers.
+    """
+
+    CODE: ClassVar[int] = 20
+    protocol_version: int
+    rank: int
+    max_model_len: int
+    block_size: int
+    block_count: int
+    host_block_count: int
+    block_bytes: int
+    vocab_size: int
+    device_name: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [
+                self.CODE,
+                self.protocol_version,
+                self.rank,
+                self.max_model_len,
+                self.block_size,
+                self.block_count,
+                self.host_block_count,
+                self.block_bytes,
+                self.vocab_size,
+                self.device_name,
+            ]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "WorkerReady":
+        """Build from raw fields; raises WireError, also for another protocol version."""
+        read = FieldReader("WorkerReady", fields)
+        version = read.integer("protocol_version")
+        if version != PROTOCOL_VERSION:
+            raise WireError(f"WorkerReady: the worker speaks protocol version {version}, this is {PROTOCOL_VERSION}")
+        message = cls(
+            protocol_version=version,
+            rank=read.integer("rank"),
+            max_model_len=read.integer("max_model_len", 1),
+            block_size=read.integer("block_size", 1),
+            block_count=read.integer("block_count", 1),
+            host_block_count=read.integer("host_block_count"),
+            block_bytes=read.integer("block_bytes", 1, 2**53),
+            vocab_size=read.integer("vocab_size", 1),
+            device_name=read.text("device_name", 256),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step sampled.
+
+    Attributes:
+        step_id: the plan's.
+        token_ids: int32: the sampled slots' tokens, in the order of `StepPlan.sampled_slots`; -1 where the logits
+            were not numbers (that request fails, the others go on).
+        token_counts: uint8, tokens per sampled slot; empty when each has one.
+        logprobs: for slots that asked; `row_index` counts along `token_ids`.
+        prompt_logprobs: pairs of slot and entries for the prompt positions whose logits this step computed;
+            `row_index` is the position in the prompt of the token that was predicted.
+        parts_us: int32, microseconds of the worker's STEP_PARTS (input, forward, sampling, report).
+    """
+
+    CODE: ClassVar[int] = 21
+    step_id: int
+    token_ids: "array[int]"
+    token_counts: "array[int]" = field(default_factory=empty_u8)
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+    parts_us: "array[int]" = field(default_factory=empty_i32)
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [
+                self.CODE,
+                self.step_id,
+                array_bytes(self.token_ids),
+                array_bytes(self.token_counts),
+                [entry.to_list() for entry in self.logprobs],
+                logprobs_to_lists(self.prompt_logprobs),
+                array_bytes(self.parts_us),
+            ]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "StepResult":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("StepResult", fields)
+        message = cls(
+            step_id=read.integer("step_id", 1, 2**53),
+            token_ids=read.numbers("token_ids", "i"),
+            token_counts=read.numbers("token_counts", "B"),
+            logprobs=read.entries("logprobs", TokenLogprobs.from_list),
+            prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
+            parts_us=read.numbers("parts_us", "i", 64),
+        )
+        read.done()
+        return message

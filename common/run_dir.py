@@ -1,0 +1,158 @@
+"""An instance's run directory: made, found again by other commands, and removed.
+
+It is a directory of mode 0700 that only one instance uses and that holds the internal sockets, `config.json` and, once
+the engine serves, `ready.json`. The supervisor holds a lock on its `lock` file for as long as it lives, so that the
+next start can tell a directory in use from one that a killed supervisor left. Used by `launch.py`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import StartupError
+
+PREFIX = "trireme-"
+_SOCKET_PATH_LIMIT = 107  # characters that a Unix socket's address holds
+_LONGEST_NAME = len("/trireme-12345678/supervisor.sock")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A running engine.
+
+    Attributes:
+        path: its run directory.
+        pid: its supervisor.
+        ready: what the supervisor wrote when the engine was ready; {} before.
+    """
+
+    path: Path
+    pid: int
+    ready: dict[str, Any]
+
+
+class RunDir:
+    """The directory of this process's instance; use as a context manager that removes it.
+
+    Args:
+        base: where to make it; None chooses XDG_RUNTIME_DIR or the temporary directory.
+
+    Raises:
+        StartupError: no directory could be made whose socket paths are short enough.
+    """
+
+    def __init__(self, base: Path | None = None) -> None:
+        base = base or base_dir()
+        try:
+            remove_stale(base)
+            self.path, self._lock_fd = _make(base)
+        except OSError as error:
+            raise StartupError(f"cannot make a run directory in {base}: {error.strerror}") from None
+
+    def __enter__(self) -> "RunDir":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file of mode 0600 in one piece: readers see all of it or none."""
+        path = self.path / name
+        write_atomically(path, text)
+        return path
+
+    def remove(self) -> None:
+        """Remove the directory and everything in it; idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def base_dir() -> Path:
+    """The directory that holds run directories.
+
+    Raises:
+        StartupError: its path is too long for sockets.
+    """
+    candidates = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
+    for candidate in candidates:
+        path = Path(candidate)
+        if candidate and path.is_dir() and os.access(path, os.W_OK) and _short_enough(path):
+            return path.absolute()
+    raise StartupError(
+        f"no usable directory for sockets among {', '.join(filter(None, candidates))}: wanted a writable one with a "
+        f"path of at most {_SOCKET_PATH_LIMIT - _LONGEST_NAME} characters; set TMPDIR or XDG_RUNTIME_DIR"
+    )
+
+
+def instances(base: Path | None = None) -> list[Instance]:
+    """The engines of this user that run now."""
+    found = []
+    for path in _own_dirs(base or base_dir()):
+        with contextlib.suppress(OSError, ValueError):  # it may end while we look
+            if _in_use(path):
+                ready = path / "ready.json"
+                pid = int((path / "lock").read_text())
+                found.append(Instance(path, pid, json.loads(ready.read_text()) if ready.exists() else {}))
+    return found
+
+
+def remove_stale(base: Path) -> None:
+    """Remove the directories of instances that no longer run."""
+    for path in _own_dirs(base):
+        if (path / "lock").exists() and not _in_use(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file of mode 0600 beside its place and move it there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _short_enough(base: Path) -> bool:
+    return len(os.fsencode(base.absolute())) + _LONGEST_NAME <= _SOCKET_PATH_LIMIT
+
+
+def _make(base: Path) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (path / "lock").exists():  # not taken for stale by another start between these two calls
+                os.write(lock_fd, str(os.getpid()).encode())
+                return path, lock_fd
+        os.close(lock_fd)
+
+
+def _own_dirs(base: Path) -> list[Path]:
+    paths = []
+    for path in sorted(base.glob(PREFIX + "*")):
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+                paths.append(path)
+    return paths
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        fd = os.open(path / "lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,129 @@
+"""ZeroMQ sockets as this engine uses them: who binds, what waits, what is dropped.
+
+Internal links are one-way PUSH/PULL pairs over ipc:// in the run directory; the receiver binds. They have no high-water
+mark: run-ahead and admission control bound what is in flight. The client socket is a ROUTER with a bound on message
+size and on what waits for one client. Every socket closes without lingering unless told otherwise.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from common.errors import StartupError
+
+CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
+CLIENT_QUEUE_LIMIT = 2048
+"""Messages that may wait for a client that does not read; one more, and its requests are aborted."""
+CLIENT_HEARTBEAT_MS = 2000
+CLIENT_HEARTBEAT_TIMEOUT_MS = 10_000
+"""A client or engine whose machine or process stands still this long is taken for gone by the other."""
+SOCKET_LIMIT = 65_536
+
+
+def new_context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """The process's ZeroMQ context."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, SOCKET_LIMIT)
+    return context
+
+
+def bind_pull(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+    """The receiving end of an internal link."""
+    return _internal(context, zmq.PULL, endpoint, bind=True)
+
+
+def connect_push(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+    """The sending end of an internal link; may connect before the other end binds."""
+    return _internal(context, zmq.PUSH, endpoint, bind=False)
+
+
+def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+    """The supervisor's end of the control link."""
+    return _internal(context, zmq.ROUTER, endpoint, bind=True)
+
+
+def connect_dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, identity: str = "") -> "zmq.Socket[bytes]":
+    """A child's end of the control link, known to the other side by `identity`."""
+    return _internal(context, zmq.DEALER, endpoint, bind=False, identity=identity)
+
+
+def bind_client_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+    """The socket that client programs connect to.
+
+    Raises:
+        StartupError: the endpoint cannot be bound; the message says which and why.
+    """
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.MAXMSGSIZE, CLIENT_MESSAGE_LIMIT_BYTES)
+    socket.set(zmq.SNDHWM, CLIENT_QUEUE_LIMIT)
+    socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
+    _bind(socket, endpoint)
+    return socket
+
+
+def connect_client(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str
+) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
+    """A client program's socket, and the socket that tells when its connection begins and ends.
+
+    What is sent while there is no connection waits for the next one, which may be to another engine: look at the events
+    before sending (`tells_connected`).
+
+    Raises:
+        StartupError: not an endpoint.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        socket.disable_monitor()
+        monitor.close()
+        socket.close()
+        raise StartupError(f"cannot connect to {endpoint!r}: {error}") from None
+    return socket, monitor
+
+
+def tells_connected(event: Sequence[bytes]) -> bool:
+    """Whether a monitor's event says that the connection stands; if not, that it has ended."""
+    number: int = struct.unpack_from("=H", event[0])[0]
+    return number == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+def _internal(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str, *, bind: bool, identity: str = ""
+) -> "zmq.Socket[bytes]":
+    socket = context.socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    if identity:
+        socket.set(zmq.IDENTITY, identity.encode())
+    if bind:
+        _bind(socket, endpoint)
+    else:
+        socket.connect(endpoint)
+    return socket
+
+
+def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise StartupError(f"cannot bind {endpoint}: {error}") from None
+    if endpoint.startswith("ipc://"):
+        path = Path(endpoint.removeprefix("ipc://"))
+        if path.exists():
+            os.chmod(path, 0o600)

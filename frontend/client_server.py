@@ -1,0 +1,437 @@
+"""The client socket: a ROUTER that client programs connect to, translated to and from the engine.
+
+Owns the socket, and one record per client and per live request of it. Called by the frontend's main: `flush` after
+every batch of messages from the scheduler, `close` at the end. Knows the wire only through `common.client_messages`.
+
+What one step gives one client goes out as one message. A client that does not read is cut off: when
+`CLIENT_QUEUE_LIMIT` messages wait for it, its requests are aborted. A client that is gone loses its requests too: each
+time a connection ends (ZeroMQ's heartbeats end that of a client that vanished without a word), every client with live
+requests is sent a Pong, which fails for the one that is not there.
+"""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import zmq
+
+from common import client_messages as wire
+from common.errors import RequestError, WireError
+from common.sampling_params import SamplingParams
+from common.wire import array_bytes, pack
+from frontend.engine import ChatPrompt, Engine, Prompt
+from frontend.events import Delta, Final
+from frontend.request import Request
+from frontend.zmq_reader import ZmqReader
+
+LIVE_LIMIT = 65_536
+"""Live requests of one client at most."""
+ROWS_LIMIT = 256
+"""Deltas in one message at most, so that the bound on waiting messages bounds memory."""
+GONE_DELAYS_S = (0.02, 0.5)
+"""When to look who is gone after a connection has ended: the socket learns of it a little later than its monitor."""
+
+_FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
+_LAST_FRAME = int(zmq.NOBLOCK)
+
+logger = logging.getLogger(__name__)
+
+
+class ClientSink:
+    """Takes the events of one client's request.
+
+    Args:
+        client: who asked.
+        request_id: the client's name for it.
+        sample_count: how many outputs it is to have.
+    """
+
+    __slots__ = ("aborted", "client", "request", "request_id", "sample_count")
+
+    def __init__(self, client: "ClientRecord", request_id: str, sample_count: int) -> None:
+        self.client = client
+        self.request_id = request_id
+        self.sample_count = sample_count
+        self.request: Request | None = None  # None while the prompt is being encoded
+        self.aborted = False
+
+    def on_delta(self, delta: Delta) -> None:
+        """Put new output into the client's next message."""
+        self.client.rows.append(
+            [
+                self.request_id,
+                delta.sample_index,
+                delta.text,
+                array_bytes(delta.token_ids),
+                [entry.to_list() for entry in delta.logprobs],
+                delta.finish_reason,
+                delta.stop_reason,
+            ]
+        )
+        self.client.touch()
+
+    def on_final(self, final: Final) -> None:
+        """Put the end after it."""
+        usage = final.usage
+        self.client.end(
+            self.request_id,
+            wire.Final(
+                request_id=self.request_id,
+                samples=final.samples,
+                prompt_token_ids=final.prompt_token_ids,
+                prompt_logprobs=final.prompt_logprobs,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                arrived_at_s=final.timings.arrived_at_s,
+                first_token_s=final.timings.after_arrival(final.timings.first_token_s),
+                last_token_s=final.timings.after_arrival(final.timings.last_token_s),
+                finished_s=final.timings.after_arrival(final.timings.finished_s),
+            ),
+        )
+
+    def on_failed(self, error: RequestError) -> None:
+        """Put the error after it."""
+        self.client.end(self.request_id, error_reply(self.request_id, error))
+
+
+class ClientRecord:
+    """One client: its live requests, and what the next flush sends it.
+
+    Args:
+        server: whose client it is.
+        identity: the ROUTER's name for its connection.
+    """
+
+    __slots__ = ("_server", "ends", "gone", "identity", "key", "live", "rows")
+
+    def __init__(self, server: "ClientServer", identity: bytes) -> None:
+        self.identity = identity
+        self.key = identity.hex()
+        self.live: dict[str, ClientSink] = {}
+        self.rows: list[list[Any]] = []
+        self.ends: list[bytes] = []
+        self.gone = False
+        self._server = server
+
+    def touch(self) -> None:
+        """Have the next flush send something to this client."""
+        self._server.touched[self.identity] = self
+
+    def end(self, request_id: str, reply: wire.Final | wire.ErrorReply) -> None:
+        """A request of this client is over; its last message goes out after its deltas."""
+        self.live.pop(request_id, None)
+        self.ends.append(reply.to_wire())
+        self.touch()
+
+    def messages(self) -> list[bytes]:
+        """What waits for this client, deltas first; empties it."""
+        waiting = [
+            pack([wire.Deltas.CODE, self.rows[start : start + ROWS_LIMIT]])
+            for start in range(0, len(self.rows), ROWS_LIMIT)
+        ]
+        waiting += self.ends
+        self.rows, self.ends = [], []
+        return waiting
+
+
+class ClientServer:
+    """Serves the client socket.
+
+    Args:
+        engine: does the work.
+        socket: a bound ROUTER with ROUTER_MANDATORY; closed by `close`.
+
+    Attributes:
+        touched: clients that the next flush sends something to.
+    """
+
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+        self.touched: dict[bytes, ClientRecord] = {}
+        self._engine = engine
+        self._socket = socket
+        self._clients: dict[bytes, ClientRecord] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reader = ZmqReader(socket, self._on_frames, self.flush)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor_reader = ZmqReader(self._monitor, lambda _: None, self._on_disconnect)
+
+    @property
+    def client_count(self) -> int:
+        """Clients with live requests."""
+        return len(self._clients)
+
+    def flush(self) -> None:
+        """Send what has gathered since the last flush. Never blocks."""
+        while self.touched:
+            _, client = self.touched.popitem()
+            for message in client.messages():
+                if not self._send(client, message):
+                    break
+            if not client.live:
+                self._clients.pop(client.identity, None)
+        self._reader.recheck()
+
+    def close(self, linger_ms: int = 1000) -> None:
+        """Send what is left, stop reading and close the socket."""
+        stopping = RequestError("the engine has shut down", code="shutting_down", status=503)
+        for client in list(self._clients.values()):
+            for sink in [sink for sink in client.live.values() if sink.request is None]:
+                sink.aborted = True
+                sink.on_failed(stopping)
+        self.flush()
+        for task in self._tasks:
+            task.cancel()
+        self._monitor_reader.close()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._reader.close()
+        self._socket.close(linger=linger_ms)
+
+    def _on_disconnect(self) -> None:
+        loop = asyncio.get_running_loop()
+        for delay_s in GONE_DELAYS_S:
+            loop.call_later(delay_s, self._look_for_gone_clients)
+
+    def _look_for_gone_clients(self) -> None:
+        if self._socket.closed:
+            return
+        for client in list(self._clients.values()):
+            self._send(client, wire.Pong("").to_wire())
+        self.flush()
+
+    def _send(self, client: ClientRecord, message: bytes) -> bool:
+        if client.gone:
+            return False
+        try:
+            self._socket.send(client.identity, _FIRST_FRAME)
+            self._socket.send(message, _LAST_FRAME)
+        except zmq.Again:
+            self._drop(client, "it does not read what it is sent")
+            return False
+        except zmq.ZMQError as error:
+            self._drop(client, "it is gone" if error.errno == zmq.EHOSTUNREACH else str(error))
+            return False
+        return True
+
+    def _drop(self, client: ClientRecord, why: str) -> None:
+        """End all requests of a client that cannot be reached."""
+        client.gone = True
+        self._clients.pop(client.identity, None)
+        if client.live:
+            logger.warning("client %s: aborting its %d requests: %s", client.key[:16], len(client.live), why)
+        for sink in list(client.live.values()):
+            sink.aborted = True
+            if sink.request is not None:
+                self._engine.core.abort(sink.request.request_id)
+        client.rows, client.ends = [], []
+
+    # -- messages in ---------------------------------------------------------------------------------------------------
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        identity, data = frames[0], frames[-1]
+        client = self._clients.get(identity) or ClientRecord(self, identity)
+        try:
+            if len(frames) != 2:
+                raise WireError(f"a message is one frame, got {len(frames) - 1}")
+            message = wire.decode_from_client(data)
+        except WireError as error:
+            reply = wire.ErrorReply(wire.request_id_of(data), "bad_message", str(error)[:1000])
+            self._reply(client, reply)
+            return
+        try:
+            self._dispatch(client, message)
+        except RequestError as error:
+            self._reply(client, error_reply(getattr(message, "request_id", ""), error))
+        except Exception as error:
+            logger.exception("a client's %s failed", type(message).__name__)
+            failure = RequestError(f"internal error: {error}", code="internal_error", status=500)
+            self._reply(client, error_reply(getattr(message, "request_id", ""), failure))
+
+    def _dispatch(self, client: ClientRecord, message: wire.FromClient) -> None:
+        match message:
+            case wire.Generate():
+                self._generate(client, message)
+            case wire.Abort():
+                self._abort(client, message.request_id)
+            case wire.Tokenize():
+                self._start(client, message.request_id, self._tokenize(client, message))
+            case wire.Detokenize():
+                self._start(client, message.request_id, self._detokenize(client, message))
+            case wire.GetStatus():
+                self._reply(client, self._status(message.request_id))
+            case wire.Ping():
+                self._reply(client, wire.Pong(message.request_id))
+            case wire.Hello():
+                self._welcome(client, message)
+
+    def _reply(self, client: ClientRecord, reply: wire.ToClient) -> None:
+        client.ends.append(reply.to_wire())
+        client.touch()
+
+    def _start(self, client: ClientRecord, request_id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do what takes time beside the loop; its errors become replies."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except RequestError as error:
+                self._reply(client, error_reply(request_id, error))
+            except Exception as error:
+                logger.exception("a client's request failed")
+                failure = RequestError(f"internal error: {error}", code="internal_error", status=500)
+                self._reply(client, error_reply(request_id, failure))
+            self.flush()
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- one method per message ----------------------------------------------------------------------------------------
+
+    def _generate(self, client: ClientRecord, message: wire.Generate) -> None:
+        request_id = message.request_id
+        if request_id in client.live:
+            raise RequestError(
+                f"request id {request_id!r} is already in use by a live request of this client",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        if len(client.live) >= LIVE_LIMIT:
+            raise RequestError(
+                f"this client has {LIVE_LIMIT} live requests, the most there may be", code="too_many", status=429
+            )
+        self._engine.core.check_serving()
+        params = self._engine.make_params(message.params, model_defaults=message.model_defaults)
+        self._start_request(client, message, params)
+
+    def _start_request(self, client: ClientRecord, message: wire.Generate, params: SamplingParams) -> None:
+        sink = ClientSink(client, message.request_id, params.n)
+        prompt = prompt_of(message.prompt, message.chat)
+        token_ids = self._engine.prompt_ids_now(prompt, message.add_special_tokens)
+        if token_ids is not None:
+            self._submit(sink, message, token_ids, params)
+            return
+
+        async def encode_and_submit() -> None:
+            try:
+                ids = await self._engine.prompt_ids(prompt, message.add_special_tokens)
+                if not sink.aborted:
+                    self._submit(sink, message, ids, params)
+            except Exception:
+                if sink.aborted:  # it has had its end
+                    return
+                client.live.pop(message.request_id, None)
+                raise
+
+        self._admit(sink)
+        self._start(client, message.request_id, encode_and_submit())
+
+    def _admit(self, sink: ClientSink) -> None:
+        self._clients[sink.client.identity] = sink.client
+        sink.client.live[sink.request_id] = sink
+
+    def _submit(
+        self, sink: ClientSink, message: wire.Generate, token_ids: "array[int]", params: SamplingParams
+    ) -> None:
+        sink.request = self._engine.core.submit(
+            token_ids,
+            params,
+            sink,
+            stream=message.stream,
+            starts_text=message.is_chat,
+            priority=message.priority,
+            client_key=sink.client.key,
+            cache_salt=message.cache_salt,
+            timeout_s=None if message.timeout_ms is None else message.timeout_ms / 1000,
+            name=message.request_id,
+        )
+        self._admit(sink)
+
+    def _abort(self, client: ClientRecord, request_id: str) -> None:
+        sink = client.live.get(request_id)
+        if sink is None:
+            return
+        sink.aborted = True
+        if sink.request is not None:
+            self._engine.core.abort(sink.request.request_id)
+        else:
+            client.end(request_id, _never_begun(request_id, sink.sample_count))
+
+    async def _tokenize(self, client: ClientRecord, message: wire.Tokenize) -> None:
+        prompt = prompt_of(message.prompt, message.chat)
+        token_ids = await self._engine.prompt_ids(prompt, message.add_special_tokens)
+        self._reply(client, wire.TokenizeReply(message.request_id, token_ids))
+
+    async def _detokenize(self, client: ClientRecord, message: wire.Detokenize) -> None:
+        text = await self._engine.decode(message.token_ids, skip_special_tokens=message.skip_special_tokens)
+        self._reply(client, wire.DetokenizeReply(message.request_id, text))
+
+    def _welcome(self, client: ClientRecord, message: wire.Hello) -> None:
+        if message.protocol_version != wire.CLIENT_PROTOCOL_VERSION:
+            raise RequestError(
+                f"the client speaks protocol version {message.protocol_version}, this engine "
+                f"{wire.CLIENT_PROTOCOL_VERSION}",
+                code="protocol_version",
+            )
+        limits = self._engine.limits
+        self._reply(
+            client,
+            wire.Welcome(
+                wire.CLIENT_PROTOCOL_VERSION,
+                self._engine.model_names,
+                limits.max_model_len if limits else 0,
+                limits.vocab_size if limits else 0,
+                self._engine.health().state,
+            ),
+        )
+
+    def _status(self, request_id: str) -> wire.StatusReply:
+        health, limits, stats = self._engine.health(), self._engine.limits, self._engine.stats
+        names = ("max_model_len", "max_num_seqs", "block_size", "block_count", "vocab_size")
+        return wire.StatusReply(
+            request_id,
+            health.state,
+            health.detail,
+            self._engine.model_names,
+            self._engine.core.live_count,
+            {name: getattr(limits, name) for name in names} if limits else {},
+            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.step_totals_us(),
+        )
+
+
+def error_reply(request_id: str, error: RequestError) -> wire.ErrorReply:
+    """An error as a message to the client."""
+    return wire.ErrorReply(request_id, error.code, str(error)[:8000], error.param, error.retry_after_ms, error.status)
+
+
+def _never_begun(request_id: str, sample_count: int) -> wire.Final:
+    """The end of a request that was aborted while its prompt was being encoded."""
+    samples = tuple(wire.SampleResult(index, "", array("i"), "abort") for index in range(sample_count))
+    return wire.Final(request_id=request_id, samples=samples, prompt_token_ids=array("i"))
+
+
+def prompt_of(prompt: wire.Prompt, chat: Any) -> Prompt:
+    """A prompt from the wire as the engine takes it.
+
+    Raises:
+        RequestError: a chat option that is unknown or of the wrong type.
+    """
+    if isinstance(prompt, str | array):
+        return prompt
+    kinds = {
+        "tools": list | None,
+        "chat_template": str | None,
+        "add_generation_prompt": bool,
+        "continue_final_message": bool,
+        "template_kwargs": dict,
+    }
+    for name, value in chat.items():
+        if name not in kinds:
+            raise RequestError(f"chat: unknown option {name!r}; known are {', '.join(kinds)}", param="chat")
+        if not isinstance(value, kinds[name]):
+            raise RequestError(f"chat.{name}: got {type(value).__name__}", param="chat")
+    messages = [message for message in prompt if isinstance(message, Mapping)]
+    return ChatPrompt(messages=messages, **chat)

@@ -1,0 +1,480 @@
+"""The life of all requests, as a plain object: submissions, tokens and failures go in, messages and events come out.
+
+Knows nothing of sockets, asyncio, HTTP or clients; the clock, the random numbers and the way to the scheduler are
+passed in. `engine.Engine` owns the one instance of a frontend process; tests drive it directly.
+
+    submit -> AddRequest -> TokensOut* -> final            every sample ended, or the request was aborted
+                                       -> failed           RequestFailed, a broken sample, or a dead engine
+
+A request's sink gets exactly one of `on_final` and `on_failed`, as its last call. A request is live from `submit` until
+then, and its number is not given out again meanwhile. What the scheduler says about requests that are not live is
+ignored: an abort and the last tokens may cross on the way.
+"""
+
+import dataclasses
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import RequestError
+from common.messages import (
+    STEP_PARTS,
+    AbortRequests,
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    RequestFailed,
+    SampleFinish,
+    TokenLogprobs,
+    TokensOut,
+)
+from common.sampling_params import SamplingParams
+from common.wire import INT32_MAX
+from frontend.events import Delta, Sink, Timings, TokenLogprob
+from frontend.request import Request, Sample
+from frontend.tokenizer import Tokenizer
+
+Observer = Callable[[Request, str], None]
+"""Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
+
+
+class Core:
+    """All live requests of the frontend.
+
+    Args:
+        tokenizer: the model's.
+        send: takes a message for the scheduler; must not block.
+        seed: of the random numbers for requests that bring no seed.
+        stream_interval: tokens per delta; a sample's first and last are not held back.
+        clock: monotonic seconds.
+        wall_clock: seconds since the epoch.
+
+    Attributes:
+        state: `starting`, `serving`, `draining` or `dead`.
+        limits: the engine's, once it is ready.
+        stats: the last figures from the scheduler.
+        observers: called when a request ends.
+        error: why the engine is dead.
+        token_count: output tokens since start.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        send: Callable[[bytes], None],
+        *,
+        seed: int = 0,
+        stream_interval: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.state = "starting"
+        self.limits: EngineReady | None = None
+        self.stats = EngineStats()
+        self._part_totals_us = [0] * len(STEP_PARTS)
+        self.observers: list[Observer] = []
+        self.error = ""
+        self.token_count = 0
+        self._send = send
+        self._random = random.Random(seed)
+        self._stream_interval = stream_interval
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._live: dict[int, Request] = {}
+        self._next_id = 0
+        self._abort_ids = array("i")
+
+    @property
+    def live_count(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def arrival(self) -> Timings:
+        """The timings of a request that arrives now."""
+        return Timings(self._wall_clock(), self._clock())
+
+    def step_totals_us(self) -> dict[str, int]:
+        """Microseconds that each part of the steps took since start, as `step_<part>_us`."""
+        return {f"step_{part}_us": total for part, total in zip(STEP_PARTS, self._part_totals_us, strict=True)}
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        step_count = stats.steps - self.stats.steps
+        for index, mean_us in enumerate(stats.parts_us):
+            self._part_totals_us[index] += mean_us * step_count
+        self.stats = stats
+
+    # -- requests in ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_token_ids: "array[int]",
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        stream: bool = True,
+        starts_text: bool = False,
+        priority: int = 0,
+        client_key: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        name: str = "",
+        exact_max_tokens: bool = False,
+        timings: Timings | None = None,
+    ) -> Request:
+        """Check a request and send it to the scheduler.
+
+        Args:
+            prompt_token_ids: int32.
+            params: as asked for; `max_tokens` and `seed` are filled in here if they are None.
+            sink: takes the events.
+            stream: send deltas on the way, not only the end.
+            starts_text: the output is a text of its own (a chat's answer).
+            priority: lower goes first.
+            client_key: who asks, for fair sharing.
+            cache_salt: cached prefixes are shared only under the same salt.
+            timeout_s: seconds from now after which the request ends with an error; None for never.
+            name: what the asker calls the request, for the log.
+            exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
+            timings: from `arrival`, if work was done for the request before now.
+
+        Raises:
+            RequestError: it cannot be served; nothing was sent and the sink will not be called.
+        """
+        limits = self.check_serving()
+        self._check_prompt(prompt_token_ids, limits)
+        params = self._complete(params, limits, len(prompt_token_ids), exact_max_tokens)
+        timings = timings or self.arrival()
+        request = Request(
+            request_id=self._allot_id(),
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            end_token_ids=self._end_token_ids(params),
+            tokenizer=self.tokenizer,
+            sink=sink,
+            stream=stream,
+            starts_text=starts_text,
+            timings=timings,
+            name=name,
+        )
+        message = AddRequest(
+            request_id=request.request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            end_token_ids=tuple(sorted(request.end_token_ids)),
+            bad_token_ids=self.tokenizer.bad_word_ids(params) if params.bad_words else (),
+            priority=priority,
+            client_key=client_key,
+            cache_salt=cache_salt,
+            deadline_s=None if timeout_s is None else timings.arrived_at_s + timeout_s,
+            arrived_at_s=timings.arrived_at_s,
+        )
+        self._send(message.to_wire())
+        timings.submitted_s = self._clock()
+        self._live[request.request_id] = request
+        return request
+
+    def abort(self, request_id: int) -> None:
+        """End a request: its sink gets `on_final`, open samples as `abort`. Unknown ids are ignored."""
+        request = self._live.get(request_id)
+        if request is None:
+            return
+        self._abort_ids.append(request_id)
+        for sample in request.samples:
+            if sample.finish_reason is None:
+                self._close_sample(request, sample, "abort", None)
+        self._finish(request)
+        self._send_aborts()
+
+    def flush_cache(self) -> None:
+        """Have the scheduler forget cached prefixes."""
+        self._send(FlushCache().to_wire())
+
+    def check_serving(self) -> EngineReady:
+        """The engine's limits.
+
+        Raises:
+            RequestError: it is not serving (503), and why.
+        """
+        if self.state == "serving" and self.limits is not None:
+            return self.limits
+        reasons = {
+            "starting": ("the engine is still starting", "starting", 1000),
+            "draining": ("the engine is shutting down and takes no new requests", "shutting_down", None),
+            "dead": (f"the engine is down: {self.error}", "engine_dead", None),
+        }
+        message, code, retry_after_ms = reasons[self.state]
+        raise RequestError(message, code=code, status=503, retry_after_ms=retry_after_ms)
+
+    def _check_prompt(self, prompt_token_ids: "array[int]", limits: EngineReady) -> None:
+        count = len(prompt_token_ids)
+        if not count:
+            raise RequestError("the prompt is empty: wanted at least one token", param="prompt")
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        if low < 0 or high >= limits.vocab_size:
+            raise RequestError(
+                f"the prompt holds the token id {low if low < 0 else high}; this model's ids are 0 to "
+                f"{limits.vocab_size - 1}",
+                param="prompt",
+            )
+        if count >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {count} tokens; this engine holds {limits.max_model_len} tokens of prompt and output "
+                f"together (--max-model-len)",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+
+    def _complete(
+        self, params: SamplingParams, limits: EngineReady, prompt_count: int, exact_max_tokens: bool
+    ) -> SamplingParams:
+        params.check_for_model(limits.vocab_size)
+        if params.stop and not params.detokenize:
+            raise RequestError("stop strings need detokenize; use stop_token_ids without it", param="stop")
+        room = limits.max_model_len - prompt_count
+        wanted = params.max_tokens
+        if exact_max_tokens and wanted is not None and wanted > room:
+            raise RequestError(
+                f"the prompt has {prompt_count} tokens and max_tokens is {wanted}; together that is more than the "
+                f"{limits.max_model_len} tokens this engine holds (--max-model-len)",
+                code="context_length_exceeded",
+                param="max_tokens",
+            )
+        changes: dict[str, Any] = {}
+        if wanted is None or wanted > room:
+            changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
+        if params.seed is None:
+            changes["seed"] = self._random.getrandbits(63)
+        return dataclasses.replace(params, **changes) if changes else params
+
+    def _end_token_ids(self, params: SamplingParams) -> set[int]:
+        return set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.tokenizer.end_token_ids))
+
+    def _allot_id(self) -> int:
+        while self._next_id in self._live:
+            self._next_id = (self._next_id + 1) & INT32_MAX
+        request_id = self._next_id
+        self._next_id = (request_id + 1) & INT32_MAX
+        return request_id
+
+    # -- messages from the scheduler -----------------------------------------------------------------------------------
+
+    def handle(self, message: TokensOut | RequestFailed | EngineReady | EngineStats) -> None:
+        """Take one message from the scheduler."""
+        match message:
+            case TokensOut():
+                self._take_tokens(message)
+            case EngineStats():
+                self._note_stats(message)
+            case RequestFailed():
+                self._take_failure(message)
+            case EngineReady():
+                self.limits = message
+                if self.state == "starting":
+                    self.state = "serving"
+
+    def _take_tokens(self, out: TokensOut) -> None:
+        now = self._clock()
+        simple = not (out.sample_indices or out.token_counts or out.cached_counts or out.finishes)
+        if simple and not (out.logprobs or out.prompt_logprobs):
+            self._take_single_tokens(out.request_ids, out.token_ids, now)
+        else:
+            self._take_rows(out, now)
+        if self._abort_ids:
+            self._send_aborts()
+
+    def _take_single_tokens(self, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
+        """The common step: one token for each first sample, nothing else."""
+        live = self._live
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            request = live.get(request_id)
+            if request is None:
+                continue
+            sample = request.samples[0]
+            if sample.finish_reason is not None:
+                continue
+            text = sample.add(token_id)
+            self.token_count += 1
+            request.mark_token(now)
+            if sample.finish_reason is not None:
+                request.stopped_early = True
+            if request.stream:
+                self._emit(request, sample, text, (token_id,))
+            if sample.finish_reason is not None:
+                self._sample_ended(request)
+
+    def _take_rows(self, out: TokensOut, now: float) -> None:
+        for row in _rows(out):
+            request = self._live.get(row.request_id)
+            if request is None or row.sample_index >= len(request.samples):
+                continue
+            request.cached_count = max(request.cached_count, row.cached_count)
+            if row.prompt_logprobs:
+                request.add_prompt_logprobs(row.prompt_logprobs)
+            sample = request.samples[row.sample_index]
+            if row.finish is not None and row.finish.reason == "error":
+                self._abort_ids.append(request.request_id)
+                detail = row.finish.detail or "the engine could not compute this sample"
+                self._fail(request, RequestError(detail, code="sample_failed", status=500))
+            elif sample.finish_reason is None:
+                self._extend(request, sample, row, now)
+
+    def _extend(self, request: Request, sample: Sample, row: "_Row", now: float) -> None:
+        old_count, old_logprob_count = len(sample.token_ids), len(sample.logprobs)
+        silent_index = _silent_index(request, row)
+        text = ""
+        for index, token_id in enumerate(row.token_ids):
+            text += sample.add(token_id, row.logprobs.get(index), silent=index == silent_index)
+            if sample.finish_reason is not None:
+                break
+        new_count = len(sample.token_ids) - old_count
+        self.token_count += new_count
+        if new_count:
+            request.mark_token(now)
+        if sample.finish_reason is not None:
+            request.stopped_early |= row.finish is None
+        elif row.finish is not None:
+            text += sample.end(row.finish.reason, _stop_token(request, row))
+        if request.stream:
+            self._emit(request, sample, text, row.token_ids[:new_count], sample.logprobs[old_logprob_count:])
+        if sample.finish_reason is not None:
+            self._sample_ended(request)
+
+    def _emit(
+        self,
+        request: Request,
+        sample: Sample,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
+        delta = sample.pending
+        if delta is None:
+            delta = Delta(sample.index, text, array("i", token_ids), list(logprobs))
+        else:
+            delta.text += text
+            delta.token_ids.extend(token_ids)
+            delta.logprobs.extend(logprobs)
+        first = len(delta.token_ids) == len(sample.token_ids)
+        if sample.finish_reason is None and not first and len(delta.token_ids) < self._stream_interval:
+            sample.pending = delta
+            return
+        sample.pending = None
+        delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
+        request.sink.on_delta(delta)
+
+    def _close_sample(self, request: Request, sample: Sample, reason: str, stop_reason: str | int | None) -> None:
+        text = sample.end(reason, stop_reason)
+        if request.stream:
+            self._emit(request, sample, text, ())
+
+    def _sample_ended(self, request: Request) -> None:
+        request.open_count -= 1
+        if request.open_count:
+            return
+        if request.stopped_early:
+            self._abort_ids.append(request.request_id)
+        self._finish(request)
+
+    def _take_failure(self, message: RequestFailed) -> None:
+        request = self._live.get(message.request_id)
+        if request is not None:
+            error = RequestError(
+                message.message,
+                code=message.error_code,
+                param=message.param,
+                status=message.status,
+                retry_after_ms=message.retry_after_ms,
+            )
+            self._fail(request, error)
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        if self.state != "dead":
+            self.state = "draining"
+
+    def fail_all(self, message: str, *, code: str = "engine_dead", dead: bool = True) -> None:
+        """End every live request with an error (503).
+
+        Args:
+            message: why.
+            code: the error's code.
+            dead: the engine cannot serve any more.
+        """
+        if dead:
+            self.state, self.error = "dead", message
+        for request in list(self._live.values()):
+            if not dead:
+                self._abort_ids.append(request.request_id)
+            self._fail(request, RequestError(message, code=code, status=503))
+        self._send_aborts()
+
+    def _finish(self, request: Request) -> None:
+        self._retire(request, str(request.samples[0].finish_reason))
+        request.sink.on_final(request.final())
+
+    def _fail(self, request: Request, error: RequestError) -> None:
+        self._retire(request, error.code)
+        request.sink.on_failed(error)
+
+    def _retire(self, request: Request, outcome: str) -> None:
+        request.timings.finished_s = self._clock()
+        del self._live[request.request_id]
+        for observer in self.observers:
+            observer(request, outcome)
+
+    def _send_aborts(self) -> None:
+        if self._abort_ids:
+            self._send(AbortRequests(self._abort_ids).to_wire())
+            self._abort_ids = array("i")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of TokensOut with everything that belongs to it; `logprobs` by index into `token_ids`."""
+
+    request_id: int
+    sample_index: int
+    token_ids: Sequence[int]
+    finish: SampleFinish | None
+    cached_count: int
+    logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
+def _rows(out: TokensOut) -> Iterator[_Row]:
+    finishes = {finish.row_index: finish for finish in out.finishes}
+    prompt_logprobs = dict(out.prompt_logprobs)
+    logprobs = {entry.row_index: entry for entry in out.logprobs}
+    start = 0
+    for index, request_id in enumerate(out.request_ids):
+        end = start + (out.token_counts[index] if out.token_counts else 1)
+        yield _Row(
+            request_id,
+            out.sample_indices[index] if out.sample_indices else 0,
+            out.token_ids[start:end],
+            finishes.get(index),
+            out.cached_counts[index] if out.cached_counts else 0,
+            {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
+            prompt_logprobs.get(index, ()),
+        )
+        start = end
+
+
+def _silent_index(request: Request, row: _Row) -> int:
+    """Which token is an end token that the text leaves out; -1 for none."""
+    if row.finish is None or row.finish.reason != "stop" or request.params.include_stop_str_in_output:
+        return -1
+    return len(row.token_ids) - 1 if row.token_ids and row.token_ids[-1] in request.end_token_ids else -1
+
+
+def _stop_token(request: Request, row: _Row) -> int | None:
+    """The stop token id that ended the sample, if it was one that the client named."""
+    ended_by = row.token_ids[-1] if row.finish and row.finish.reason == "stop" and row.token_ids else None
+    return ended_by if ended_by in request.params.stop_token_ids else None

@@ -1,0 +1,146 @@
+"""Token ids to text, piece by piece, never half a character.
+
+Knows nothing of requests. `tokenizer.Tokenizer` makes the table, `request.Sample` feeds one decoder per sample.
+
+Each token id stands for some bytes; the text is the UTF-8 decoding of all bytes so far. A character that is not
+complete yet is held back; bytes that can never become one turn into U+FFFD where they stand. At the end, a cut
+character becomes a single U+FFFD. The joined pieces equal the tokenizer's own decoding of all ids, with two
+differences that are meant: byte-fallback tokenizers replace the good characters of a run of byte tokens too when
+another part of that run is invalid, and end a cut character with one U+FFFD per byte.
+"""
+
+import codecs
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+REPLACEMENT = "�"
+_PER_BYTE = "trireme_replace_each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_PER_BYTE, _replace_each_byte)
+
+
+class ByteTable(dict[int, bytes]):
+    """Token id -> its bytes, filled on first use (a whole vocabulary of 150,000 would cost start-up time).
+
+    Args:
+        look_up: gives an id's bytes; b"" for ids that do not exist or are left out of the text.
+        byte_fallback: invalid bytes are replaced one by one, as SentencePiece models do, not per cut character.
+        stripped_spaces: how many leading spaces a text that starts with these tokens loses.
+    """
+
+    def __init__(
+        self, look_up: Callable[[int], bytes], *, byte_fallback: bool = False, stripped_spaces: int = 0
+    ) -> None:
+        super().__init__()
+        self._look_up = look_up
+        self.errors = _PER_BYTE if byte_fallback else "replace"
+        self.stripped_spaces = stripped_spaces
+
+    def __missing__(self, token_id: int) -> bytes:
+        data = self[token_id] = self._look_up(token_id)
+        return data
+
+
+class Detokenizer(Protocol):
+    """The incremental decoder of one sample."""
+
+    def push(self, token_id: int) -> str:
+        """The text that one more token completes."""
+
+    def finish(self) -> str:
+        """What is left at the end."""
+
+
+class ByteDetokenizer:
+    """Decodes by a table of bytes.
+
+    Args:
+        table: the tokenizer's.
+        at_start: the text starts here (a chat's answer), so that leading spaces that the tokenizer's decoder strips are
+            stripped; False where it goes on from a prompt.
+    """
+
+    __slots__ = ("_pending", "_strip_count", "_table")
+
+    def __init__(self, table: ByteTable, *, at_start: bool = True) -> None:
+        self._table = table
+        self._pending = b""
+        self._strip_count = table.stripped_spaces if at_start else 0
+
+    def push(self, token_id: int) -> str:
+        """The text that one more token completes."""
+        data = self._table[token_id]
+        if self._pending:
+            data = self._pending + data
+        try:
+            text = data.decode()
+            self._pending = b""
+        except UnicodeDecodeError:
+            text, used_count = codecs.utf_8_decode(data, self._table.errors, False)
+            self._pending = data[used_count:]
+        return self._strip(text) if self._strip_count else text
+
+    def finish(self) -> str:
+        """U+FFFD if the last character was cut, else nothing."""
+        cut, self._pending = bool(self._pending), b""
+        return REPLACEMENT if cut else ""
+
+    def _strip(self, text: str) -> str:
+        if not text:
+            return text
+        kept = text.lstrip(" ")
+        space_count = len(text) - len(kept)
+        stripped_count = min(space_count, self._strip_count)
+        self._strip_count = self._strip_count - stripped_count if not kept else 0
+        return text[stripped_count:]
+
+
+class WindowDetokenizer:
+    """Decodes through the tokenizer itself, for decoders that no table of bytes can stand for (WordPiece and such).
+
+    The ids since the last complete text are decoded together with a few before them, so that rules that look at the
+    token before still see it.
+
+    Args:
+        decode: the tokenizer's decoding of a list of ids.
+    """
+
+    __slots__ = ("_context_index", "_decode", "_done_index", "_ids")
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._context_index = 0
+        self._done_index = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that one more token completes."""
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._context_index : self._done_index])
+        after = self._decode(self._ids[self._context_index :])
+        if len(after) <= len(before) or after.endswith(REPLACEMENT):
+            return ""
+        return self._advance(before, after)
+
+    def finish(self) -> str:
+        """What is left, with at most one U+FFFD at its end."""
+        before = self._decode(self._ids[self._context_index : self._done_index])
+        rest = self._advance(before, self._decode(self._ids[self._context_index :]))
+        kept = rest.rstrip(REPLACEMENT)
+        return rest if kept == rest else kept + REPLACEMENT
+
+    def _advance(self, before: str, after: str) -> str:
+        self._context_index, self._done_index = self._done_index, len(self._ids)
+        return after[len(before) :]
+
+
+def decode_all(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
+    """The text of all ids."""
+    return "".join([detokenizer.push(token_id) for token_id in token_ids]) + detokenizer.finish()

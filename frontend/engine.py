@@ -1,0 +1,356 @@
+"""The engine as the frontend's asyncio code sees it: prompts in any form go in, streams of events come out.
+
+The HTTP API and the client socket are built on `Engine`; it knows neither. It adds to the core what takes time:
+encoding and chat templates in threads, and streams that a slow reader cannot make grow.
+
+    stream = await engine.generate(prompt, params)        raises RequestError before anything is promised
+    async for event in stream:                            Delta* and one Final; raises RequestError if it fails later
+        ...
+
+Leaving the stream early (`aclose`, or the end of `async with stream`) aborts the request.
+"""
+
+import asyncio
+import math
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from common.config import EngineConfig
+from common.errors import ConfigError, RequestError
+from common.messages import EngineReady, EngineStats
+from common.sampling_params import SamplingParams
+from frontend.core import Core
+from frontend.events import Delta, Final
+from frontend.request import Request
+from frontend.tokenizer import Tokenizer
+
+INLINE_TEXT_LIMIT = 512
+"""Texts up to this many characters are encoded on the spot: that takes less time than a thread's hand-over."""
+TOKENIZER_THREADS = 2
+TIMEOUT_LIMIT_S = 7 * 24 * 3600.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A chat, to be rendered with the model's template.
+
+    Attributes:
+        messages: maps with `role`, `content` and whatever else the template knows.
+        tools: JSON descriptions of functions.
+        chat_template: a template to use instead of the model's.
+        template_kwargs: further variables for the template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | Sequence[int] | ChatPrompt
+"""A text, token ids, or a chat."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the engine serves: `starting`, `serving`, `draining` or `dead`, and for `dead` why."""
+
+    state: str
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether new requests are taken."""
+        return self.state == "serving"
+
+
+class RequestStream:
+    """The events of one request, as an asynchronous iterator: `Delta` objects, then one `Final`.
+
+    A reader that is slower than the engine finds what came meanwhile merged into one delta per sample, so that what
+    waits here never exceeds the request's own output.
+
+    Raises:
+        RequestError: from the iteration, if the request fails after it was accepted.
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        self.request: Request
+        self._engine = engine
+        self._waiting: dict[int, Delta] = {}
+        self._final: Final | None = None
+        self._error: RequestError | None = None
+        self._ended = False
+        self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def prompt_token_ids(self) -> "array[int]":
+        """The prompt as it went into the model, int32."""
+        return self.request.prompt_token_ids
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> Delta | Final:
+        while True:
+            if self._waiting:
+                return self._waiting.pop(next(iter(self._waiting)))
+            if self._ended:
+                raise StopAsyncIteration
+            if self._error is not None:
+                self._ended = True
+                raise self._error
+            if self._final is not None:
+                self._ended = True
+                return self._final
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+
+    async def final(self) -> Final:
+        """Skip the deltas and wait for the end."""
+        async with self:
+            async for event in self:
+                if isinstance(event, Final):
+                    return event
+        raise RuntimeError("the request's end was taken before")
+
+    def abort(self) -> None:
+        """End the request; its `Final` follows with what there is. Does nothing if it has ended."""
+        self._engine.core.abort(self.request.request_id)
+
+    async def aclose(self) -> None:
+        """Abort the request if it is still running, and read no more of it."""
+        self.abort()
+        self._waiting.clear()
+        self._ended = True
+
+    async def __aenter__(self) -> "RequestStream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # -- called by the core --------------------------------------------------------------------------------------------
+
+    def on_delta(self, delta: Delta) -> None:
+        """New output of a sample."""
+        waiting = self._waiting.get(delta.sample_index)
+        if waiting is None:
+            self._waiting[delta.sample_index] = delta
+        else:
+            waiting.text += delta.text
+            waiting.token_ids.extend(delta.token_ids)
+            waiting.logprobs.extend(delta.logprobs)
+            waiting.finish_reason, waiting.stop_reason = delta.finish_reason, delta.stop_reason
+        self._awake()
+
+    def on_final(self, final: Final) -> None:
+        """The request ended."""
+        self._final = final
+        self._awake()
+
+    def on_failed(self, error: RequestError) -> None:
+        """The request failed."""
+        self._error = error
+        self._awake()
+
+    def _awake(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class Engine:
+    """The whole engine behind one object.
+
+    Args:
+        config: the configuration.
+        tokenizer: the model's.
+        send: takes a message for the scheduler; must not block.
+
+    Attributes:
+        core: the requests' life cycle.
+        tokenizer: the model's tokenizer.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, send: Callable[[bytes], None]) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.core = Core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
+        try:
+            SamplingParams.from_wire(dict(self._defaults))
+        except RequestError as error:
+            raise ConfigError(
+                f"the model's generation_config.json: {error}; start with --generation-config vllm to ignore it"
+            ) from None
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        stream: bool = True,
+        priority: int = 0,
+        client_key: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+        name: str = "",
+        exact_max_tokens: bool = False,
+        add_special_tokens: bool | None = None,
+    ) -> RequestStream:
+        """Start a request.
+
+        Args:
+            prompt: a text, token ids, or a chat.
+            params: see `make_params`.
+            stream: whether deltas are wanted; without them the stream yields one `Final`.
+            priority, client_key, cache_salt, timeout_s, name, exact_max_tokens: as in `Core.submit`.
+            add_special_tokens: for texts: add BOS as the tokenizer does; by default for texts, not for chats.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        self.core.check_serving()
+        timings = self.core.arrival()
+        token_ids = await self.prompt_ids(prompt, add_special_tokens)
+        events = RequestStream(self)
+        events.request = self.core.submit(
+            token_ids, params, events,
+            stream=stream, starts_text=isinstance(prompt, ChatPrompt), priority=priority, client_key=client_key,
+            cache_salt=cache_salt, timeout_s=check_timeout(timeout_s), name=name, exact_max_tokens=exact_max_tokens,
+            timings=timings,
+        )  # fmt: skip
+        return events
+
+    def make_params(self, values: Mapping[str, Any], *, model_defaults: bool = True, **defaults: Any) -> SamplingParams:
+        """Sampling parameters from what a client sent.
+
+        Args:
+            values: only what the client named; None is a value.
+            model_defaults: fill in the model's own defaults (generation_config.json) for what is missing.
+            defaults: an API's defaults, which come after the model's.
+
+        Raises:
+            RequestError: an unknown name or a bad value.
+        """
+        return SamplingParams.from_wire({**defaults, **(self._defaults if model_defaults else {}), **values})
+
+    async def prompt_ids(self, prompt: Prompt, add_special_tokens: bool | None = None) -> "array[int]":
+        """The token ids of a prompt in any form, int32.
+
+        Raises:
+            RequestError: a chat that the template refuses, or ids that are no int32 numbers.
+        """
+        if isinstance(prompt, ChatPrompt):
+            text = await self.render_chat(prompt)
+            return await self.encode(text, add_special_tokens=bool(add_special_tokens))
+        if isinstance(prompt, str):
+            return await self.encode(prompt, add_special_tokens=add_special_tokens is not False)
+        return _as_ids(prompt)
+
+    def prompt_ids_now(self, prompt: Prompt, add_special_tokens: bool | None = None) -> "array[int] | None":
+        """The token ids of a prompt that needs no thread; None for one that does."""
+        if isinstance(prompt, ChatPrompt) or (isinstance(prompt, str) and len(prompt) > INLINE_TEXT_LIMIT):
+            return None
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)
+        return _as_ids(prompt)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of token ids, in a thread.
+
+        Raises:
+            RequestError: ids below 0.
+        """
+        if any(token_id < 0 for token_id in token_ids):
+            raise RequestError("token ids are numbers from 0", param="token_ids")
+        return await self.in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
+        """Token ids of a text; a long text is encoded in a thread."""
+        if len(text) <= INLINE_TEXT_LIMIT:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self.in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def render_chat(self, chat: ChatPrompt) -> str:
+        """A chat as text, by the model's template, in a thread.
+
+        Raises:
+            RequestError: no template, or it refuses the chat.
+        """
+        return await self.in_thread(
+            lambda: self.tokenizer.render_chat(
+                chat.messages,
+                tools=chat.tools,
+                chat_template=chat.chat_template,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                template_kwargs=chat.template_kwargs,
+            )
+        )
+
+    def in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
+        """Run work that takes time in one of the tokenizer's threads."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that the model answers to; the first is the one in replies."""
+        return self.config.model.served_model_name or (self.config.model_name(),)
+
+    @property
+    def limits(self) -> EngineReady | None:
+        """The engine's limits, once it is ready."""
+        return self.core.limits
+
+    @property
+    def stats(self) -> EngineStats:
+        """The last figures from the scheduler."""
+        return self.core.stats
+
+    def health(self) -> Health:
+        """Whether new requests are taken, and if not, why."""
+        return Health(self.core.state, self.core.error)
+
+    def close(self) -> None:
+        """End the threads; work that has not begun is dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def check_timeout(timeout_s: float | None) -> float | None:
+    """Refuse a timeout that is no positive number of seconds up to a week.
+
+    Raises:
+        RequestError: naming `timeout`.
+    """
+    if timeout_s is not None and not (math.isfinite(timeout_s) and 0 < timeout_s <= TIMEOUT_LIMIT_S):
+        raise RequestError(
+            f"timeout: wanted seconds above 0 up to {TIMEOUT_LIMIT_S:g}, got {timeout_s!r}", param="timeout"
+        )
+    return timeout_s
+
+
+def _as_ids(prompt: Sequence[int]) -> "array[int]":
+    if isinstance(prompt, array) and prompt.typecode == "i":
+        return prompt
+    if any(type(token_id) is not int for token_id in prompt):
+        raise RequestError("the prompt: wanted token ids, all integers", param="prompt")
+    try:
+        return array("i", prompt)
+    except OverflowError:
+        raise RequestError("the prompt holds a token id outside int32", param="prompt") from None

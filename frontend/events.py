@@ -1,0 +1,78 @@
+"""What a request gives back: pieces of text on the way, one result at the end.
+
+Plain values without behaviour. The core makes them; the HTTP API and the client socket turn them into their own forms.
+Those parts of them that clients get as they are come from `common.client_messages`.
+"""
+
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.client_messages import Delta, SampleResult, TokenLogprob, TopLogprob
+from common.errors import RequestError
+
+__all__ = ["Delta", "Final", "SampleResult", "Sink", "Timings", "TokenLogprob", "TopLogprob", "Usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request: its prompt, its output over all samples, and how much of the prompt was cached."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Timings:
+    """When things happened to a request.
+
+    Attributes:
+        arrived_at_s: wall clock time of arrival.
+        arrived_s, submitted_s, first_token_s, last_token_s, finished_s: monotonic clock, in seconds; None for what has
+            not happened. Between arrival and submission the prompt is tokenized.
+    """
+
+    arrived_at_s: float
+    arrived_s: float
+    submitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+    def after_arrival(self, time_s: float | None) -> float | None:
+        """Seconds from arrival to one of the other times; None if it has not happened."""
+        return None if time_s is None else time_s - self.arrived_s
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """A request's end, all samples done.
+
+    Attributes:
+        samples: by index.
+        prompt_token_ids: int32.
+        prompt_logprobs: one entry per prompt token, the first None; or None if not asked for.
+    """
+
+    samples: tuple[SampleResult, ...]
+    usage: Usage
+    prompt_token_ids: "array[int]"
+    prompt_logprobs: "tuple[TokenLogprob | None, ...] | None"
+    timings: Timings
+
+
+class Sink(Protocol):
+    """Who takes a request's events. Called from the event loop; must neither block nor call back into the core.
+
+    `on_delta` comes only for requests that stream; `on_final` or `on_failed` comes exactly once, as the last call.
+    """
+
+    def on_delta(self, delta: Delta) -> None:
+        """New output."""
+
+    def on_final(self, final: Final) -> None:
+        """The request ended, by itself or by an abort."""
+
+    def on_failed(self, error: RequestError) -> None:
+        """The request ended with an error."""

@@ -1,0 +1,109 @@
+"""`/v1/completions`: text or token ids in, what follows out; several prompts at once, echo, log probabilities."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import RequestError
+from frontend.engine import Engine, Prompt, RequestStream
+from frontend.events import Final, TokenLogprob
+from frontend.http import generation
+from frontend.http.errors import JsonResponse, not_supported
+from frontend.http.prompts import completion_prompts
+from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, usage_dict
+from frontend.http.requests import CompletionRequest, decode, sampling_values
+from frontend.http.streams import EventStream, answer_or_abort
+
+
+async def completions(request: Request) -> Response:
+    """The endpoint."""
+    engine: Engine = request.app.state.engine
+    body = decode(await request.body(), CompletionRequest)
+    model = generation.check_model(engine, body.model)
+    generation.check_generation(body)
+    _check_own(body)
+    prompts = completion_prompts(body.prompt)
+    params = engine.make_params(_values(body))
+    reply = CompletionReply(
+        generation.reply_id("cmpl", request, body), model,
+        logprob_count=body.logprobs, token_ids=bool(body.return_token_ids),
+    )  # fmt: skip
+    streams = await generation.start(engine, request, body, prompts, params, deltas=bool(body.stream))
+
+    def abort() -> None:
+        generation.abort_all(streams)
+
+    if body.stream:
+        return EventStream(_events(engine, reply, prompts, streams, body), abort)
+    finals = await answer_or_abort(request.receive, generation.finals(streams), abort)
+    wanted = body.max_tokens != 0
+    choices: list[dict[str, Any]] = []
+    for prompt, final in zip(prompts, finals, strict=True):
+        echo = _echo(engine, prompt, final.prompt_token_ids, final.prompt_logprobs) if body.echo else NO_ECHO
+        for sample in final.samples:
+            choices.append(reply.choice(len(choices), sample, echo, output_wanted=wanted))
+    return JsonResponse(reply.whole(choices, finals_usage(finals, output_wanted=wanted)))
+
+
+async def _events(
+    engine: Engine,
+    reply: CompletionReply,
+    prompts: Sequence[Prompt],
+    streams: Sequence[RequestStream],
+    body: CompletionRequest,
+) -> AsyncIterator[bytes]:
+    with_usage, with_running_usage = generation.wants_usage(body)
+    n = body.n or 1
+    echoed = set()
+    finals = []
+    async for at, event in generation.follow(streams):
+        request = streams[at].request
+        if body.echo and at not in echoed:
+            echoed.add(at)
+            echo = _echo(engine, prompts[at], request.prompt_token_ids, request.prompt_logprobs)
+            yield b"".join(reply.echo_chunk(at * n + index, echo) for index in range(n))
+        if isinstance(event, Final):
+            finals.append(event)
+            continue
+        if body.max_tokens == 0:
+            event.text, event.logprobs = "", []
+        usage = usage_dict([stream.request.usage() for stream in streams]) if with_running_usage else None
+        if chunk := reply.chunk(at * n + event.sample_index, event, usage):
+            yield chunk
+    if with_usage:
+        yield reply.event(None, finals_usage(finals, output_wanted=body.max_tokens != 0))
+
+
+def _values(body: CompletionRequest) -> dict[str, Any]:
+    values = sampling_values(body)
+    if body.logprobs is not None:
+        values["logprobs"] = body.logprobs
+        if body.echo:
+            values["prompt_logprobs"] = body.logprobs
+    if body.echo and body.max_tokens == 0:
+        values["max_tokens"] = 1  # the engine always samples; `completions` drops it
+    return values
+
+
+def _check_own(body: CompletionRequest) -> None:
+    if body.suffix:
+        raise not_supported("suffix is", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise not_supported("best_of other than n is", "best_of")
+    if body.logprobs is not None and body.logprobs < 0:
+        raise RequestError(f"logprobs: wanted 0 or more, got {body.logprobs}", param="logprobs")
+
+
+def _echo(
+    engine: Engine, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None
+) -> Echo:
+    """The prompt as text, and as tokens whose texts join to it."""
+    detokenizer = engine.tokenizer.detokenizer(skip_special_tokens=False)
+    texts = [detokenizer.push(token_id) for token_id in token_ids]
+    texts[-1] += detokenizer.finish()
+    if isinstance(prompt, str) and "".join(texts[1:]) == prompt:
+        texts[0] = ""  # the tokenizer's own BOS is no part of the prompt's text
+    entries = logprobs if logprobs is not None else [None] * len(texts)
+    return Echo("".join(texts), tuple(zip(texts, entries, strict=True)))

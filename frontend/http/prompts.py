@@ -1,0 +1,87 @@
+"""What clients send as prompts, in the forms that the engine takes: text, token ids, chats."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.errors import RequestError
+from frontend.engine import ChatPrompt, Prompt
+
+PROMPT_LIMIT = 1024
+"""Prompts in one completion request."""
+MESSAGE_LIMIT = 4096
+_ROLES = {"developer": "system"}  # roles that no template knows -> the one that means the same
+
+
+def completion_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """The prompts of a completion: one from a string or token ids, several from a list of either.
+
+    Raises:
+        RequestError: anything else, or too many.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt: wanted a string, token ids, or a list of either; got an empty list", param="prompt")
+    if all(type(entry) is int for entry in prompt):
+        return [prompt]
+    if len(prompt) > PROMPT_LIMIT:
+        raise RequestError(f"prompt: {len(prompt)} prompts, at most {PROMPT_LIMIT} are allowed", param="prompt")
+    for entry in prompt:
+        ids = isinstance(entry, list) and all(type(token_id) is int for token_id in entry)
+        if not ids and not isinstance(entry, str):
+            raise RequestError(
+                "prompt: wanted a string, token ids, or a list of either; got a list that mixes or nests them",
+                param="prompt",
+            )
+    return prompt
+
+
+def chat_prompt(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatPrompt:
+    """A chat as the templates expect it: every content a string.
+
+    Raises:
+        RequestError: no messages, one without a role, or content that is not text.
+    """
+    if not 0 < len(messages) <= MESSAGE_LIMIT:
+        raise RequestError(f"messages: wanted 1 to {MESSAGE_LIMIT}, got {len(messages)}", param="messages")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message"
+        )
+    return ChatPrompt(
+        messages=[_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+        add_generation_prompt=add_generation_prompt is not False,
+        continue_final_message=bool(continue_final_message),
+        template_kwargs=template_kwargs or {},
+    )
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role: wanted a string such as 'user', got {role!r:.80}", param="messages")
+    return {**message, "role": _ROLES.get(role, role), "content": _text_of(message.get("content"), where)}
+
+
+def _text_of(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        raise RequestError(f"{where}.content: wanted a string or a list of parts", param="messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            raise RequestError(
+                f"{where}.content: this model takes text only; got a part of type {kind!r:.80}", param="messages"
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,218 @@
+"""What is sent back for completions: whole bodies, and the chunks of streams.
+
+Nearly every chunk of a stream is a piece of text and nothing else; such a chunk is put together from parts encoded once
+for the stream and the text. All others are dicts, encoded by msgspec.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from frontend.events import Delta, Final, SampleResult, TokenLogprob, Usage
+
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The prompt as it stands before the output of a completion with `echo`.
+
+    Attributes:
+        text: the prompt's text.
+        tokens: each token's share of the text, with its log probability if asked for (never for the first).
+    """
+
+    text: str
+    tokens: tuple[tuple[str, TokenLogprob | None], ...]
+
+
+NO_ECHO = Echo("", ())
+
+
+def usage_dict(usages: Sequence[Usage], *, output_wanted: bool = True) -> dict[str, Any]:
+    """Tokens of one or several requests, as the API reports them."""
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = sum(usage.completion_tokens for usage in usages) if output_wanted else 0
+    cached = sum(usage.cached_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Reply:
+    """The reply to one HTTP request; subclasses know the form of a choice.
+
+    Args:
+        reply_id: the `id` of body and chunks.
+        model: the name that the client hears.
+        logprob_count: likeliest tokens to show per position; None for no log probabilities.
+        token_ids: whether token ids are shown.
+    """
+
+    kind = ""
+    chunk_kind = ""
+
+    def __init__(self, reply_id: str, model: str, *, logprob_count: int | None, token_ids: bool) -> None:
+        self.logprob_count = logprob_count
+        self.token_ids = token_ids
+        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
+        self._start = b"data: " + _encoder.encode({**self._head, "object": self.chunk_kind})[:-1] + b',"choices":['
+        self._plain: dict[int, bytes] = {}
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a reply that is not streamed."""
+        return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
+
+    def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
+        """A delta of choice `index` as an event; empty if there is nothing to show yet."""
+        if not delta.finish_reason and self.logprob_count is None and not self.token_ids and usage is None:
+            return self._plain_chunk(index, delta.text) if delta.text else b""
+        return self.event(self.delta_choice(index, delta), usage)
+
+    def event(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> bytes:
+        """A chunk with one choice or none, and the usage if it is wanted."""
+        body = {**self._head, "object": self.chunk_kind, "choices": [choice] if choice else []}
+        if usage is not None:
+            body["usage"] = usage
+        return b"data: " + _encoder.encode(body) + b"\n\n"
+
+    def delta_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The choice of a chunk."""
+        raise NotImplementedError
+
+    def _plain_chunk(self, index: int, text: str) -> bytes:
+        raise NotImplementedError
+
+
+class ChatReply(Reply):
+    """Replies of `/v1/chat/completions`."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def choice(self, sample: SampleResult) -> dict[str, Any]:
+        """One choice of a whole body."""
+        choice = {
+            "index": sample.index,
+            "message": {"role": "assistant", "content": sample.text},
+            "logprobs": self._logprobs(sample.logprobs),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        return choice | ({"token_ids": list(sample.token_ids)} if self.token_ids else {})
+
+    def role_chunk(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        delta = {"role": "assistant", "content": ""}
+        return self.event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def delta_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The choice of a chunk."""
+        choice = {
+            "index": index,
+            "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
+            "logprobs": self._logprobs(delta.logprobs) if delta.token_ids else None,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason:
+            choice["stop_reason"] = delta.stop_reason
+        return choice | ({"token_ids": list(delta.token_ids)} if self.token_ids else {})
+
+    def _plain_chunk(self, index: int, text: str) -> bytes:
+        start = self._plain.get(index)
+        if start is None:
+            start = self._plain[index] = self._start + b'{"index":%d,"delta":{"content":' % index
+        return start + _encoder.encode(text) + b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        if self.logprob_count is None or entries is None:
+            return None
+        return {"content": [self._logprob(entry) for entry in entries]}
+
+    def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+        top = entry.top[: self.logprob_count]
+        return {
+            "token": entry.text,
+            "logprob": entry.logprob,
+            "bytes": list(entry.raw),
+            "top_logprobs": [{"token": t.text, "logprob": t.logprob, "bytes": list(t.raw)} for t in top],
+        }
+
+
+class CompletionReply(Reply):
+    """Replies of `/v1/completions`; keeps, per choice, how much text has been sent, for `text_offset`."""
+
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, reply_id: str, model: str, *, logprob_count: int | None, token_ids: bool) -> None:
+        super().__init__(reply_id, model, logprob_count=logprob_count, token_ids=token_ids)
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, index: int, sample: SampleResult, echo: Echo, *, output_wanted: bool = True) -> dict[str, Any]:
+        """One choice of a whole body; without the output if only the echo is wanted."""
+        tokens = list(echo.tokens)
+        if output_wanted:
+            tokens += [(entry.text, entry) for entry in sample.logprobs or ()]
+        choice = {
+            "index": index,
+            "text": echo.text + (sample.text if output_wanted else ""),
+            "logprobs": self._logprobs(index, tokens),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        return choice | ({"token_ids": list(sample.token_ids)} if self.token_ids else {})
+
+    def echo_chunk(self, index: int, echo: Echo) -> bytes:
+        """The chunk that holds the prompt."""
+        logprobs = self._logprobs(index, list(echo.tokens))
+        return self.event({"index": index, "text": echo.text, "logprobs": logprobs, "finish_reason": None})
+
+    def delta_choice(self, index: int, delta: Delta) -> dict[str, Any]:
+        """The choice of a chunk."""
+        choice = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": self._logprobs(index, [(entry.text, entry) for entry in delta.logprobs]),
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason:
+            choice["stop_reason"] = delta.stop_reason
+        return choice | ({"token_ids": list(delta.token_ids)} if self.token_ids else {})
+
+    def _plain_chunk(self, index: int, text: str) -> bytes:
+        start = self._plain.get(index)
+        if start is None:
+            start = self._plain[index] = self._start + b'{"index":%d,"text":' % index
+        return start + _encoder.encode(text) + b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+    def _logprobs(self, index: int, tokens: list[tuple[str, TokenLogprob | None]]) -> dict[str, Any] | None:
+        if self.logprob_count is None:
+            return None
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for text, _ in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        return {
+            "tokens": [text for text, _ in tokens],
+            "token_logprobs": [entry.logprob if entry else None for _, entry in tokens],
+            "top_logprobs": [self._top(text, entry) if entry else None for text, entry in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
+        top = {candidate.text: candidate.logprob for candidate in reversed(entry.top[: self.logprob_count])}
+        return {**top, text: entry.logprob} if self.logprob_count else {}
+
+
+def finals_usage(finals: Sequence[Final], *, output_wanted: bool = True) -> dict[str, Any]:
+    """The usage of a reply over all its prompts."""
+    return usage_dict([final.usage for final in finals], output_wanted=output_wanted)

@@ -1,0 +1,165 @@
+"""What the bodies of requests may hold: one class per endpoint, decoded by msgspec, refused with the field's name.
+
+Field names and defaults are OpenAI's, with vLLM's additions. A field that is null counts as not given. Unknown fields
+are accepted, and each is logged once. The ranges of sampling parameters are `SamplingParams`' business.
+"""
+
+import logging
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.errors import RequestError
+
+_FIELD_PATH = re.compile(r"\$\.(\w+)")
+_REPORT_LIMIT = 1000
+
+logger = logging.getLogger(__name__)
+_reported: set[str] = set()
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What form the output must have."""
+
+    type: str
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """The sampling parameters that a body may name, under SamplingParams' names."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+
+
+class GenerationRequest(SamplingFields, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    timeout: float | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """`/v1/completions`."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`/tokenize`: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`/detokenize`: token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """A request's body as an object of `kind`.
+
+    Raises:
+        RequestError: not JSON, not an object, or a field of the wrong type; `param` names it.
+    """
+    try:
+        values = msgspec.json.decode(body)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"the body: wanted a JSON object, got {type(values).__name__}", code="invalid_json")
+    _report_unknown(values.keys() - set(kind.__struct_fields__), kind)
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise _refusal(str(error)) from None
+
+
+def sampling_values(request: SamplingFields) -> dict[str, Any]:
+    """The sampling parameters that a body names."""
+    named = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _refusal(text: str) -> RequestError:
+    what, _, path = text.partition(" - at `")
+    match = _FIELD_PATH.match(path)
+    missing = re.match(r"Object missing required field `(\w+)`", what)
+    param = missing[1] if missing else match[1] if match else None
+    where = f"{path.rstrip('`').removeprefix('$.')}: " if match else ""
+    return RequestError(where + what, param=param)
+
+
+def _report_unknown(names: set[str], kind: type[msgspec.Struct]) -> None:
+    for name in sorted(names - _reported):
+        if len(_reported) < _REPORT_LIMIT:
+            _reported.add(name)
+            logger.warning("ignoring the unknown field %.64r of %s (said once)", name, kind.__name__)

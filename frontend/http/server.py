@@ -1,0 +1,88 @@
+"""Serves the application with uvicorn, on the socket that the supervisor bound."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from common.config import EngineConfig, ServerOptions
+from common.http_socket import bind_http, http_url, inherited_http_socket
+from frontend.engine import Engine
+from frontend.http.app import build_app
+from frontend.http.protocol import Protocol
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+_START_POLL_S = 0.005
+
+
+async def start(engine: Engine, config: EngineConfig) -> "HttpServer":
+    """Answer HTTP requests from now on, in the running loop.
+
+    Raises:
+        ConfigError: the address cannot be had (only where no supervisor has bound it already).
+    """
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every bad request
+    server = HttpServer(engine, config.server, inherited_http_socket() or bind_http(config.server))
+    await server.start()
+    return server
+
+
+class HttpServer:
+    """The HTTP side of a frontend process.
+
+    Args:
+        engine: what serves the requests.
+        options: keys, origins, TLS.
+        listener: bound to the address, not yet listening.
+    """
+
+    def __init__(self, engine: Engine, options: ServerOptions, listener: socket.socket) -> None:
+        self.endpoint = http_url(options, listener)
+        self._listener = listener
+        self._server = _Server(
+            uvicorn.Config(
+                build_app(engine, options),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                loop="none",
+                http=Protocol,
+                ws="none",
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                root_path=options.root_path,
+                ssl_keyfile=options.ssl_keyfile or None,
+                ssl_certfile=options.ssl_certfile or None,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to serve; returns once connections are taken."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise RuntimeError("the HTTP server ended while it started")
+            await asyncio.sleep(_START_POLL_S)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new connections, close idle ones, and cut those that still write after `grace_s` seconds."""
+        if self._task is None:
+            return
+        self._server.should_exit = True
+        await asyncio.wait({self._task}, timeout=grace_s)
+        self._server.force_exit = True
+        await self._task
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: the process's own handlers deal with them."""
+        yield

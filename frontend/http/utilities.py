@@ -1,0 +1,99 @@
+"""The small endpoints: models, health, version, tokenizing, metrics."""
+
+import functools
+import time
+from importlib import metadata
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import RequestError
+from frontend.engine import Engine
+from frontend.http.errors import JsonResponse
+from frontend.http.generation import check_model
+from frontend.http.prompts import chat_prompt
+from frontend.http.requests import DetokenizeRequest, TokenizeRequest, decode
+
+_STARTED_AT_S = int(time.time())
+
+
+async def health(request: Request) -> Response:
+    """200 while the engine serves; 503 with the state while it starts, drains or is dead."""
+    engine: Engine = request.app.state.engine
+    now = engine.health()
+    body = {"status": now.state} | ({"detail": now.detail} if now.detail else {})
+    return JsonResponse(body, status_code=200 if now.ok else 503)
+
+
+async def version(_: Request) -> Response:
+    """The engine's version."""
+    return JsonResponse({"version": own_version()})
+
+
+@functools.cache
+def own_version() -> str:
+    """The installed version, or `unknown` when run from a folder that is not installed."""
+    try:
+        return metadata.version("trireme")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+async def models(request: Request) -> Response:
+    """All names that the model is served under."""
+    engine: Engine = request.app.state.engine
+    return JsonResponse({"object": "list", "data": [_card(engine, name) for name in engine.model_names]})
+
+
+async def model(request: Request) -> Response:
+    """One of them; 404 for others."""
+    engine: Engine = request.app.state.engine
+    return JsonResponse(_card(engine, check_model(engine, request.path_params["model_id"])))
+
+
+def _card(engine: Engine, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": _STARTED_AT_S,
+        "owned_by": "trireme",
+        "root": engine.model_names[0],
+        "parent": None,
+        "max_model_len": engine.limits.max_model_len if engine.limits else None,
+    }
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or a rendered chat."""
+    engine: Engine = request.app.state.engine
+    body = decode(await request.body(), TokenizeRequest)
+    check_model(engine, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("wanted either prompt or messages", param="prompt")
+    if body.prompt is not None:
+        ids = await engine.prompt_ids(body.prompt, body.add_special_tokens)
+    else:
+        chat = chat_prompt(
+            body.messages or [],
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        ids = await engine.prompt_ids(chat, body.add_special_tokens)
+    texts = [engine.tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+    limit = engine.limits.max_model_len if engine.limits else None
+    return JsonResponse({"count": len(ids), "max_model_len": limit, "tokens": list(ids), "token_strs": texts})
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    engine: Engine = request.app.state.engine
+    body = decode(await request.body(), DetokenizeRequest)
+    check_model(engine, body.model)
+    for token_id in body.tokens:
+        if not 0 <= token_id < engine.tokenizer.vocab_size:
+            raise RequestError(
+                f"tokens holds {token_id}; this model's ids are 0 to {engine.tokenizer.vocab_size - 1}", param="tokens"
+            )
+    text = await engine.in_thread(lambda: engine.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return JsonResponse({"prompt": text})

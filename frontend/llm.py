@@ -1,0 +1,269 @@
+"""`LLM`: the whole engine inside a program. Starts the processes, talks to them, stops them.
+
+    llm = LLM("path/to/model", max_model_len=4096)
+    for output in llm.generate(["The sea", "The sky"], SamplingParams(max_tokens=32)):
+        print(output.prompt, output.outputs[0].text)
+
+Calls and results have the shape that vLLM gave them. The engine is `launch.py serve` without HTTP, as a child process;
+it ends with this object, and with this program whatever way that ends. Errors are those of `client.Client`, and
+`StartupError` or `ConfigError` from the constructor, with the engine's own last line.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import client_messages as wire
+from common.cli import config_from_options, to_arguments
+from common.client_messages import TokenLogprob
+from common.errors import ConfigError, StartupError
+from common.sampling_params import SamplingParams
+from frontend.client import Client
+from frontend.client_state import Params, chat_options
+
+START_POLL_S = 0.01
+STOP_TIMEOUT_S = 15.0
+CONFIG_EXIT_CODE = 2
+LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a map with `prompt_token_ids` or `prompt`."""
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One sample of a request.
+
+    Attributes:
+        logprobs: one entry per token, or None if not asked for.
+        finish_reason: `stop`, `length` or `abort`.
+        stop_reason: the stop string or stop token id that ended it, or None.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened to a request.
+
+    Attributes:
+        arrived_at_s: wall clock time of arrival in the engine.
+        first_token_s, last_token_s, finished_s: seconds after that; None for what did not happen.
+    """
+
+    arrived_at_s: float
+    first_token_s: float | None
+    last_token_s: float | None
+    finished_s: float | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request's result.
+
+    Attributes:
+        prompt: the text, if the prompt was one.
+        num_cached_tokens: how many of the prompt's tokens came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = field(default=True)
+
+
+class LLM:
+    """An engine of one's own.
+
+    Args:
+        model: model folder, .gguf file, hub id, or `default`.
+        options: the engine's options by name, as on the command line with underscores: `max_model_len=4096`,
+            `enforce_eager=True`, `device="cpu"`.
+
+    Attributes:
+        client: the connection to the engine, for streams and all else that a `Client` can do.
+
+    Raises:
+        ConfigError: an unknown option, or a model that cannot be served.
+        StartupError: the engine did not start.
+    """
+
+    def __init__(self, model: str = "default", **options: Any) -> None:
+        arguments = command_line(model, options)
+        parent_read_fd, parent_write_fd = os.pipe()
+        with tempfile.TemporaryDirectory(prefix="trireme-llm-") as folder:
+            ready_file = Path(folder) / "ready.json"
+            log_file = Path(folder) / "stderr"
+            with log_file.open("wb") as log:
+                process = subprocess.Popen(
+                    [*arguments, "--ready-file", str(ready_file), "--parent-pipe", str(parent_read_fd)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    pass_fds=(parent_read_fd,),
+                    start_new_session=True,  # Ctrl-C in this program's terminal is ours to deal with
+                )
+            os.close(parent_read_fd)
+            self._process = process
+            self._finalizer = weakref.finalize(self, _stop, process, parent_write_fd)
+            try:
+                ready = _wait_until_ready(process, ready_file, log_file)
+            except BaseException:
+                self._finalizer()
+                raise
+        self.client = Client(ready["client_endpoint"], name="LLM")
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[SamplingParams] = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; all of them run together.
+
+        Args:
+            prompts: one or many: texts, lists of token ids, or maps with `prompt_token_ids`.
+            sampling_params: one for all, one for each, or None for the model's defaults.
+            options: as `Client.submit` has them: `priority`, `timeout_s`, `cache_salt`, ...
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            RequestError: a request was refused or failed; the others are aborted.
+            EngineDeadError: the engine is gone.
+        """
+        many = _as_many(prompts)
+        finals = self.client.generate_batch([_plain(prompt) for prompt in many], sampling_params, **options)
+        return [_output(final, prompt, number) for number, (final, prompt) in enumerate(zip(finals, many, strict=True))]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params | Sequence[SamplingParams] = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or many.
+
+        Args:
+            messages: a list of messages, or a list of such lists.
+            sampling_params: one for all, one for each, or None for the model's defaults.
+            tools: JSON descriptions of functions, for the chat template.
+            chat_template_kwargs: further variables of the chat template.
+            continue_final_message: go on with the last message instead of answering it.
+            options: as `Client.submit` has them.
+        """
+        conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        chat = chat_options(tools, chat_template_kwargs, continue_final_message)
+        finals = self.client.generate_batch(conversations, sampling_params, chat=chat, **options)
+        return [_output(final, None, number) for number, final in enumerate(finals)]
+
+    def close(self) -> None:
+        """Stop the engine."""
+        if hasattr(self, "client"):
+            self.client.close()
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def command_line(model: str, options: Mapping[str, Any]) -> list[str]:
+    """The command that starts the engine.
+
+    Raises:
+        ConfigError: an option that does not exist, or a value that is refused.
+    """
+    config = config_from_options(**{"model": str(model), "http": False, **options})
+    return [sys.executable, str(LAUNCH), "serve", *to_arguments(config)]
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log_file: Path) -> dict[str, Any]:
+    while not ready_file.exists():
+        code = process.poll()
+        if code is not None:
+            log = log_file.read_text(errors="replace").strip()
+            last_line = log.splitlines()[-1] if log else "it said nothing"
+            kind = ConfigError if code == CONFIG_EXIT_CODE else StartupError
+            raise kind(f"the engine did not start (exit code {code}): {last_line.removeprefix('trireme: ')}")
+        time.sleep(START_POLL_S)
+    ready: dict[str, Any] = json.loads(ready_file.read_text())
+    return ready
+
+
+def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
+    """End the engine: the end of the pipe tells it to; a kill, if it does not listen."""
+    with contextlib.suppress(OSError):
+        os.close(parent_write_fd)
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return prompts
+
+
+def _plain(prompt: Any) -> wire.Prompt:
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    return prompt if isinstance(prompt, array) else list(prompt)
+
+
+def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return RequestOutput(
+        request_id=str(number),
+        prompt=text if isinstance(text, str) else None,
+        prompt_token_ids=list(final.prompt_token_ids),
+        outputs=[
+            CompletionOutput(
+                sample.index,
+                sample.text,
+                list(sample.token_ids),
+                sample.finish_reason,
+                sample.stop_reason,
+                sample.logprobs,
+            )
+            for sample in final.samples
+        ],
+        metrics=RequestMetrics(final.arrived_at_s, final.first_token_s, final.last_token_s, final.finished_s),
+        prompt_logprobs=final.prompt_logprobs,
+        num_cached_tokens=final.cached_tokens,
+    )

@@ -1,0 +1,176 @@
+"""The frontend process: its sockets, its event loop, its start and its end.
+
+Sockets: connects `requests` (PUSH, to the scheduler), binds `outputs` (PULL, from the scheduler) and the client
+endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders come over the supervisor link.
+
+Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
+answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
+finish within the grace, end the rest with an error. A failed peer: every request ends with an error, then exit code 1.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from typing import Any, Protocol
+
+import zmq
+
+from common.child import SupervisorLink
+from common.config import EngineConfig
+from common.errors import WireError
+from common.messages import EngineReady, PeerFailed, Stop, decode_for_frontend
+from common.sockets import bind_client_router, bind_pull, connect_push, new_context
+from frontend.client_server import ClientServer
+from frontend.engine import Engine
+from frontend.tokenizer import Tokenizer
+from frontend.zmq_reader import ZmqReader
+
+LAST_WORDS_S = 0.3
+"""How long the HTTP API gets to write the last errors to its clients."""
+DEAD_S = 0.6
+"""How long `/health` goes on to say that the engine is dead, for whoever asks in between."""
+
+logger = logging.getLogger(__name__)
+
+
+class HttpServer(Protocol):
+    """What `frontend.http.server.start` returns."""
+
+    @property
+    def endpoint(self) -> str:
+        """The URL it answers at."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Close the connections, those still writing after `grace_s` seconds too."""
+
+
+def main(config: EngineConfig, link: SupervisorLink, rank: int = 0) -> int:
+    """Run the frontend; returns the exit code."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.run(_run(config, link))
+    return asyncio.run(_run(config, link))
+
+
+async def _run(config: EngineConfig, link: SupervisorLink) -> int:
+    return await Frontend(config, link).run()
+
+
+class Frontend:
+    """The process's parts, and how they start and stop.
+
+    Args:
+        config: the configuration.
+        link: to the supervisor.
+    """
+
+    def __init__(self, config: EngineConfig, link: SupervisorLink) -> None:
+        self._config = config
+        self._link = link
+        self._context = new_context()
+        self._http: HttpServer | None = None
+        self._started = False
+        self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+        requests = connect_push(self._context, config.endpoint("requests"))
+        outputs = bind_pull(self._context, config.endpoint("outputs"))
+        endpoint = config.server.client_endpoint or config.endpoint("client")
+        router = bind_client_router(self._context, endpoint)
+        self._client_endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        started_s = time.monotonic()
+        tokenizer = Tokenizer.load(config.tokenizer_dir or config.model_dir, config.model.chat_template)
+        self._tokenizer_ms = (time.monotonic() - started_s) * 1000
+        self._requests = requests
+        self._engine = Engine(config, tokenizer, self._send_to_scheduler)
+        self._clients = ClientServer(self._engine, router)
+        self._outputs = outputs
+        self._outputs_reader = ZmqReader(outputs, self._on_output, self._clients.flush)
+        asyncio.get_running_loop().add_reader(link.wake_fd, self._on_orders)
+
+    async def run(self) -> int:
+        """Serve until told to stop; returns the exit code."""
+        if self._config.server.http:
+            from frontend.http import server
+
+            self._http = await server.start(self._engine, self._config)
+        self._started = True
+        self._announce()
+        threading.Thread(target=_warm_up, args=(self._engine.tokenizer,), name="warm-up", daemon=True).start()
+        code, grace_s = await self._ended
+        if code:
+            await asyncio.sleep(DEAD_S)
+        await self._finish(grace_s)
+        return code
+
+    def _send_to_scheduler(self, data: bytes) -> None:
+        self._requests.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+
+    def _on_output(self, frames: list[bytes]) -> None:
+        self._link.progress += 1
+        try:
+            message = decode_for_frontend(frames[0])
+        except WireError as error:
+            logger.error("dropped a message from the scheduler: %s", error)
+            return
+        self._engine.core.handle(message)
+        if isinstance(message, EngineReady):
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell the supervisor that we serve, once both the engine and our own sockets are ready."""
+        ready = self._engine.limits
+        if ready is None or not self._started:
+            return
+        where = f"client socket {self._client_endpoint}"
+        if self._http is not None:
+            where += f", HTTP {self._http.endpoint}"
+        self._link.ready(f"{where}; tokenizer {self._tokenizer_ms:.0f} ms; max_model_len {ready.max_model_len}")
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    def _on_orders(self) -> None:
+        for order in self._link.take_orders():
+            match order:
+                case Stop():
+                    logger.info("stopping: %d requests in flight", self._engine.core.live_count)
+                    self._engine.core.drain()
+                    self._end(0, order.grace_ms / 1000)
+                case PeerFailed():
+                    logger.error("%s", order.message)
+                    self._engine.core.fail_all(order.message)
+                    self._clients.flush()
+                    self._end(1, 0.0)
+
+    def _end(self, code: int, grace_s: float) -> None:
+        if not self._ended.done():
+            self._ended.set_result((code, grace_s))
+
+    async def _finish(self, grace_s: float) -> None:
+        core = self._engine.core
+        idle = asyncio.Event()
+
+        def look(*_: Any) -> None:
+            asyncio.get_running_loop().call_soon(lambda: idle.set() if not core.live_count else None)
+
+        core.observers.append(look)
+        if core.live_count:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(idle.wait(), grace_s)
+        core.fail_all("the engine has shut down", code="shutting_down", dead=False)
+        if self._http is not None:
+            await self._http.stop(LAST_WORDS_S)
+        asyncio.get_running_loop().remove_reader(self._link.wake_fd)
+        self._clients.close()
+        self._outputs_reader.close()
+        self._outputs.close()
+        self._requests.close(linger=1000)
+        self._engine.close()
+        self._context.term()
+
+
+def _warm_up(tokenizer: Tokenizer) -> None:
+    """Import what the first chat needs, while the model loads."""
+    if tokenizer.chat_template:
+        from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401

@@ -1,0 +1,203 @@
+"""One request and its samples, from submission to the end: what came so far, as tokens and as text.
+
+Knows nothing of sockets, clocks or other requests. `core.Core` feeds it tokens and passes its events on.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from common.messages import TokenLogprobs
+from common.sampling_params import SamplingParams
+from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
+from frontend.stop_strings import StopMatcher, StopStrings
+from frontend.tokenizer import Tokenizer
+
+
+class Sample:
+    """One of a request's n outputs.
+
+    Args:
+        request: whose sample this is.
+        index: which one.
+    """
+
+    __slots__ = (
+        "_detokenizer", "_matcher", "_request", "finish_reason", "index", "logprobs", "pending", "stop_reason",
+        "text_parts", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, request: "Request", index: int) -> None:
+        params = request.params
+        self.index = index
+        self.token_ids = array("i")
+        self.text_parts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.pending: Delta | None = None
+        self._request = request
+        self._detokenizer = request.tokenizer.detokenizer(
+            skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text
+        )
+        self._matcher = StopMatcher(request.stops) if request.stops else None
+
+    def add(self, token_id: int, logprobs: TokenLogprobs | None = None, *, silent: bool = False) -> str:
+        """Take one more token.
+
+        Args:
+            token_id: the token.
+            logprobs: what the worker reported for it.
+            silent: it ends the sample and is not part of the text.
+
+        Returns:
+            The text that may be shown now. If a stop string completed, `finish_reason` is set.
+        """
+        self.token_ids.append(token_id)
+        shown = self._request.params.detokenize and not silent
+        text = self._detokenizer.push(token_id) if shown else ""
+        if logprobs is not None:
+            self.logprobs.append(self._request.describe(token_id, text, logprobs))
+        if self._matcher is not None and text:
+            text = self._match(text)
+        if text:
+            self.text_parts.append(text)
+        return text
+
+    def end(self, reason: str, stop_reason: str | int | None = None) -> str:
+        """The sample is over: give what was held back."""
+        text = ""
+        if self._request.params.detokenize and self.finish_reason is None:
+            text = self._detokenizer.finish()
+            if text and self.logprobs:
+                self._lengthen_last_logprob(text)
+            if self._matcher is not None:
+                text = self._matcher.flush() + text
+            if text:
+                self.text_parts.append(text)
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
+        return text
+
+    def result(self) -> SampleResult:
+        """The whole sample."""
+        assert self.finish_reason is not None, f"sample {self.index} has not ended"
+        return SampleResult(
+            self.index,
+            "".join(self.text_parts),
+            self.token_ids,
+            self.finish_reason,
+            self.stop_reason,
+            tuple(self.logprobs) if self._request.params.logprobs is not None else None,
+        )
+
+    def _match(self, text: str) -> str:
+        assert self._matcher is not None
+        params = self._request.params
+        if len(self.token_ids) <= params.min_tokens:
+            return text
+        shown, stop = self._matcher.feed(text)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+            if params.include_stop_str_in_output:
+                shown += stop
+        return shown
+
+    def _lengthen_last_logprob(self, text: str) -> None:
+        last = self.logprobs[-1]
+        self.logprobs[-1] = TokenLogprob(
+            last.token_id, last.text + text, last.raw, last.logprob, last.rank, last.top
+        )  # fmt: skip
+
+
+class Request:
+    """A request that the engine has accepted.
+
+    Args:
+        request_id: the engine's own number for it.
+        prompt_token_ids: int32.
+        params: with `max_tokens` and `seed` set.
+        end_token_ids: ids that end a sample.
+        tokenizer: the model's.
+        sink: who takes its events.
+        stream: whether the sink wants deltas.
+        starts_text: the output starts a text of its own (a chat's answer) instead of going on from the prompt.
+        timings: holds the time of arrival.
+        name: what the asker calls it, for the log.
+    """
+
+    __slots__ = (
+        "cached_count", "end_token_ids", "name", "open_count", "params", "prompt_logprobs", "prompt_token_ids",
+        "request_id", "samples", "sink", "starts_text", "stopped_early", "stops", "stream", "timings", "tokenizer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        request_id: int,
+        prompt_token_ids: "array[int]",
+        params: SamplingParams,
+        end_token_ids: Iterable[int],
+        tokenizer: Tokenizer,
+        sink: Sink,
+        stream: bool,
+        starts_text: bool,
+        timings: Timings,
+        name: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.end_token_ids = frozenset(end_token_ids)
+        self.tokenizer = tokenizer
+        self.sink = sink
+        self.stream = stream
+        self.starts_text = starts_text
+        self.timings = timings
+        self.name = name
+        self.stops = StopStrings(params.stop) if params.stop else None
+        self.cached_count = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.samples = [Sample(self, index) for index in range(params.n)]
+        self.open_count = params.n
+        self.stopped_early = False  # a stop string ended a sample that the scheduler still runs
+
+    def mark_token(self, now_s: float) -> None:
+        """Note the time of new tokens."""
+        timings = self.timings
+        timings.last_token_s = now_s
+        if timings.first_token_s is None:
+            timings.first_token_s = now_s
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Take the log probabilities of the prompt's tokens, from the second on."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=False)
+        texts = [detokenizer.push(token_id) for token_id in self.prompt_token_ids]
+        for entry in entries:
+            position = entry.row_index
+            if 0 <= position < len(texts):
+                token_id = self.prompt_token_ids[position]
+                self.prompt_logprobs[position] = self.describe(token_id, texts[position], entry)
+
+    def describe(self, token_id: int, text: str, entry: TokenLogprobs) -> TokenLogprob:
+        """A reported log probability with texts instead of ids."""
+        tokenizer = self.tokenizer
+        top = tuple(
+            TopLogprob(top_id, tokenizer.token_text(top_id), tokenizer.token_bytes(top_id), logprob, rank)
+            for rank, (top_id, logprob) in enumerate(zip(entry.top_token_ids, entry.top_logprobs, strict=False), 1)
+        )
+        return TokenLogprob(token_id, text, tokenizer.token_bytes(token_id), entry.logprob, entry.rank, top)
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        output_count = sum(len(sample.token_ids) for sample in self.samples)
+        return Usage(len(self.prompt_token_ids), output_count, self.cached_count)
+
+    def final(self) -> Final:
+        """The whole request, once every sample has ended."""
+        prompt_logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
+        if self.params.prompt_logprobs is not None and prompt_logprobs is None:
+            prompt_logprobs = (None,) * len(self.prompt_token_ids)
+        samples = tuple(sample.result() for sample in self.samples)
+        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings)

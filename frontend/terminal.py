@@ -1,0 +1,163 @@
+"""What people do with a running engine from a terminal: look at it, talk to it, end it.
+
+The verbs `status`, `chat` and `stop` of `launch.py`, and the one answer of `--once`. Everything goes through the SDK's
+`Client`; engines are found by their run directories.
+"""
+
+import argparse
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from common.errors import ConfigError, TriremeError
+from common.run_dir import Instance, instances
+from frontend.client import Client
+
+ANSWER_TOKENS = 512
+STATUS_TIMEOUT_S = 3.0
+ONCE_PARAMS = {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": 160}
+
+Messages = list[dict[str, str]]
+
+
+def run(verb: str, arguments: Sequence[str]) -> int:
+    """Run a verb; returns the exit code.
+
+    Raises:
+        ConfigError: bad arguments, or no engine that they could mean.
+    """
+    parser = _Parser(prog=f"launch.py {verb}", allow_abbrev=False)
+    parser.add_argument("--pid", type=int, help="the supervisor's process id, if several engines run")
+    if verb == "chat":
+        parser.add_argument("--client-endpoint", default="", help="endpoint of an engine that was not started here")
+        parser.add_argument("--temperature", type=float, default=None, help="0 is greedy")
+        parser.add_argument("--max-tokens", type=int, default=ANSWER_TOKENS, help="tokens of an answer at most")
+    parsed = parser.parse_args(arguments)
+    if verb == "status":
+        return status(instances())
+    if verb == "stop":
+        return stop(choose(instances(), parsed.pid))
+    endpoint = parsed.client_endpoint or client_endpoint(choose(instances(), parsed.pid))
+    params: dict[str, Any] = {"max_tokens": parsed.max_tokens}
+    if parsed.temperature is not None:
+        params["temperature"] = parsed.temperature
+    with Client(endpoint) as client:
+        return chat(client, params)
+
+
+def choose(running: Sequence[Instance], pid: int | None) -> Instance:
+    """The one engine that is meant.
+
+    Raises:
+        ConfigError: none runs, or several do and none was named.
+    """
+    if pid is not None:
+        running = [instance for instance in running if instance.pid == pid]
+    if not running:
+        raise ConfigError("no engine of yours is running" + (f" with process id {pid}" if pid is not None else ""))
+    if len(running) > 1:
+        pids = ", ".join(str(instance.pid) for instance in running)
+        raise ConfigError(f"{len(running)} engines are running; choose with --pid, one of {pids}")
+    return running[0]
+
+
+def client_endpoint(instance: Instance) -> str:
+    """Where to reach an engine; raises ConfigError while it is still starting."""
+    if not instance.ready:
+        raise ConfigError(f"the engine with process id {instance.pid} is still starting")
+    return str(instance.ready["client_endpoint"])
+
+
+def status(running: Sequence[Instance]) -> int:
+    """Print how every engine of this user is; returns 1 if none runs or one does not answer."""
+    if not running:
+        print("no engine is running")
+        return 1
+    return max([_print_status(instance) for instance in running])
+
+
+def _print_status(instance: Instance) -> int:
+    ready = instance.ready
+    if not ready:
+        print(f"pid {instance.pid}: starting")
+        return 0
+    print(f"pid {instance.pid}: {ready['model']}, up {_duration(time.time() - ready['ready_at_s'])}")
+    print(f"  HTTP    {ready['http'] or 'off'}\n  client  {ready['client_endpoint']}")
+    try:
+        with Client(ready["client_endpoint"], timeout_s=STATUS_TIMEOUT_S) as client:
+            reply = client.status()
+    except (TriremeError, TimeoutError) as error:
+        print(f"  state   does not answer: {error}")
+        return 1
+    figures = reply.figures
+    print(f"  state   {reply.state}{': ' + reply.detail if reply.detail else ''}")
+    if figures:
+        print(f"  now     {figures['running_count']} running, {figures['waiting_count']} waiting")
+        print(f"  blocks  {figures['free_block_count']} free, {figures['cached_block_count']} cached, ", end="")
+        print(f"{figures['total_block_count']} in all")
+        print(f"  since   {figures['prompt_tokens']} tokens in, {figures['output_tokens']} out, ", end="")
+        print(f"{figures['prefix_hit_tokens']} from the prefix cache, {figures['preemptions']} preemptions")
+    return 0
+
+
+def stop(instance: Instance) -> int:
+    """Ask an engine to stop, and wait until it has."""
+    try:
+        fd = os.pidfd_open(instance.pid)
+        os.kill(instance.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return 0
+    print(f"stopping the engine with process id {instance.pid}", file=sys.stderr)
+    select.select([fd], [], [])
+    os.close(fd)
+    return 0
+
+
+def chat(client: Client, params: Mapping[str, Any]) -> int:
+    """Talk with the model until the end of the input."""
+    print(f"{client.welcome.model_names[0]}; end with Ctrl-D", file=sys.stderr)
+    messages: Messages = []
+    while True:
+        try:
+            text = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return 0
+        if text.strip():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": stream_answer(client, messages, params)})
+
+
+def answer_once(endpoint: str, prompt: str) -> None:
+    """Ask one question and stream the answer to stdout."""
+    with Client(endpoint) as client:
+        stream_answer(client, [{"role": "user", "content": prompt}], ONCE_PARAMS)
+
+
+def stream_answer(client: Client, messages: Messages, params: Mapping[str, Any]) -> str:
+    """Print the answer to a chat as it comes; returns the whole of it. Ctrl-C ends the answer, not the chat."""
+    text = ""
+    try:
+        with client.chat(messages, params, stream=True) as stream:
+            for delta in stream:
+                text += delta.text
+                print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    print(flush=True)
+    return text
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)

@@ -1,0 +1,95 @@
+"""How the kernels of this package are launched: on a GPU or in Triton's interpreter, and early where the card allows
+it.
+
+Programmatic dependent launch (Hopper and later) lets a kernel's programs start while the kernel before it still runs.
+Three rules make that safe, and every kernel here keeps them:
+
+1. `let_next_start` comes first: it only permits the next kernel to be placed on the card.
+2. Before `wait_for_inputs` a program reads nothing but what no kernel ever writes: weights, norm weights, rope tables.
+3. All other reads, and every write, come after `wait_for_inputs`. It returns when the kernel before has completed, and
+   since that one waited too, everything before it has completed as well.
+
+A launch without the attribute, on another card or in the interpreter, is an ordinary ordered launch of the same code.
+While it waits, a program can also bring into the level-2 cache what a later kernel will read first (`prefetch`): memory
+then works through the gaps between dependent kernels, in which it would be idle.
+
+Called by every module of `kernels`.
+"""
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's CPU interpreter, which must be chosen before Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _has_dependent_launch(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] >= 9
+
+
+def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
+    """The keyword arguments for a kernel that takes `PDL`: early launch where the tensor's card supports it."""
+    if tensor.device.type != "cuda" or interpreted() or torch.version.hip is not None:
+        return {"PDL": False}
+    early = _has_dependent_launch(tensor.device.index or 0)
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Permit the next kernel of the stream to be placed on the card as soon as every program has come this far."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait until all earlier kernels have completed and their writes can be read."""
+    if PDL:
+        gdc_wait()
+
+
+MAX_PREFETCH_BYTES = 16 << 20  # a part of the level-2 cache that leaves room for what runs meanwhile
+PREFETCH_UNIT = 1024  # bytes; shares are multiples
+
+
+def prefetch_share(upcoming: torch.Tensor | None, program_count: int) -> tuple[int, int]:
+    """`(bytes in all, bytes for each program)` of prefetching the beginning of `upcoming`; zeros for None."""
+    if upcoming is None:
+        return 0, 0
+    total = min(upcoming.numel() * upcoming.element_size(), MAX_PREFETCH_BYTES) // PREFETCH_UNIT * PREFETCH_UNIT
+    return total, triton.cdiv(total, program_count * PREFETCH_UNIT) * PREFETCH_UNIT
+
+
+@triton.jit
+def prefetch(upcoming, total, SHARE: tl.constexpr, PDL: tl.constexpr):
+    """Ask for this program's SHARE of the first `total` bytes at `upcoming`; waits for nothing."""
+    if PDL and SHARE > 0:
+        start = (tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)) * SHARE
+        size = tl.minimum(total - start, SHARE)
+        if size > 0:
+            tl.inline_asm_elementwise(
+                """
+                {
+                    .reg .pred first;
+                    .reg .u32 thread;
+                    mov.u32 thread, %tid.x;
+                    setp.eq.u32 first, thread, 0;
+                    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+                    mov.u32 $0, 0;
+                }
+                """,
+                "=r,l,r",
+                [upcoming.to(tl.int64) + start, size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )

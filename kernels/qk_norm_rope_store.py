@@ -1,0 +1,228 @@
+"""Everything between the qkv product and attention, in one launch: q/k norm, RoPE, and the store of K and V.
+
+    q, k, v   = split(qkv[t])                                    rows of hq, hkv and hkv heads of d elements
+    h         = h / sqrt(mean(h^2) + eps) * weight               h in q, k; only with norm weights; float32 inside
+    h[i]      = h[i] * cos[p, i] - h[i + r/2] * sin[p, i]        i < r/2, p = positions[t], r = rotary_dim
+    h[i+r/2]  = h[i + r/2] * cos[p, i] + h[i] * sin[p, i]        elements from r on pass through
+    q_out[t]  = q;   k_cache[b, :, s] = k;   v_cache[b, :, s] = v        slot_mapping[t] = b * block_size + s
+
+Sources: 1. J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (half-split pairing, as
+GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transformers", 2020.
+
+| tensor       | axes                              | dtype          | notes                                    |
+|--------------|-----------------------------------|----------------|------------------------------------------|
+| qkv          | [T, (hq + 2 hkv) d]               | any float      | last axis 1; q heads, then k, then v     |
+| q_out        | [T, hq, d]                        | as qkv         | last axis 1, heads adjacent              |
+| k_cache, v_cache | [block, kv head, position, d] | any float      | last axis 1; 64-bit offsets              |
+| slot_mapping | [T]                               | int64          | -1: K and V of this row are not stored   |
+| positions    | [T]                               | int32 or int64 | below max_position, also in padding rows |
+| rope_table   | [max_position, r]                 | float32        | cos in the first r/2 columns, then sin   |
+| q_weight, k_weight | [d]                         | any float      | both or neither                          |
+
+"Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
+even and at most d; r = 0 applies no rotation.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import FLOATS, check_tensor
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
+
+# How K and V are kept. A quantised format is a new number here, a branch in `_store_heads`, and a scale tensor beside.
+CACHE_PLAIN = 0
+
+PROGRAM_TARGET = 4096  # above this many programs, one program takes several heads
+
+
+def rotate_reference(heads: torch.Tensor, positions: torch.Tensor, rope_table: torch.Tensor) -> torch.Tensor:
+    """RoPE of `heads` [T, h, d] in float32, the first rotary_dim elements of each head in half-split pairs."""
+    half = rope_table.shape[1] // 2
+    rows = rope_table[positions.long()].float()[:, None, :]
+    cos, sin = rows[..., :half], rows[..., half:]
+    first, second, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def qk_norm_rope_store_reference(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    rope_table: torch.Tensor,
+    query_heads: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Store K and V into the caches in place and return q [T, hq, d], all arithmetic in float32."""
+    _, kv_heads, block_size, head_dim = k_cache.shape
+    heads = qkv.float().view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split((query_heads, kv_heads, kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
+        q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * q_weight.float()
+        k = k * torch.rsqrt(k.square().mean(-1, keepdim=True) + eps) * k_weight.float()
+    q, k = rotate_reference(q, positions, rope_table), rotate_reference(k, positions, rope_table)
+    stored = slot_mapping >= 0
+    block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
+    k_cache[block, :, place] = k[stored].to(k_cache.dtype)
+    v_cache[block, :, place] = v[stored].to(v_cache.dtype)
+    return q.to(qkv.dtype)
+
+
+@dataclass(frozen=True)
+class QkNormRopeStorePlan:
+    """One program a token and a block of heads of one kind (q, k or v)."""
+
+    grid: tuple[int, int]
+    heads_per_program: int
+    block_dim: int
+    num_warps: int
+
+
+def launch_plan(token_count: int, query_heads: int, kv_heads: int, head_dim: int) -> QkNormRopeStorePlan:
+    """The grid and tile: single heads for a small batch, several heads a program for a large one."""
+    heads = 1
+    while (
+        heads < 8
+        and query_heads % (2 * heads) == 0
+        and kv_heads % (2 * heads) == 0
+        and token_count * (query_heads + 2 * kv_heads) // heads > PROGRAM_TARGET
+    ):
+        heads *= 2
+    block = triton.next_power_of_2(head_dim)
+    warps = max(heads * block // 256, 1)
+    return QkNormRopeStorePlan((token_count, (query_heads + 2 * kv_heads) // heads), heads, block, warps)
+
+
+def bytes_moved(token_count: int, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int) -> int:
+    """The fewest bytes that the operation reads and writes: every head once each way."""
+    return 2 * token_count * (query_heads + 2 * kv_heads) * head_dim * element_bytes
+
+
+@triton.jit
+def normed_rotated_heads(
+    heads, weight, rope_row, eps, offset, column, inside,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads [H, D] at `heads` + `offset`, normed and rotated in float32; `rope_row`: the position's cosines."""
+    x = tl.load(heads + offset, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        x = x * scale * tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+    if HALF > 0:
+        rotary = column < 2 * HALF  # elements that take part
+        first = column < HALF
+        partner = tl.where(first, column + HALF, column - HALF)
+        y = tl.load(heads + offset + (partner - column)[None, :], mask=inside & rotary[None, :], other=0.0)
+        y = y.to(tl.float32)
+        if HAS_NORM:
+            y = y * scale * tl.load(weight + partner, mask=rotary, other=0.0).to(tl.float32)[None, :]
+        angle = tl.where(first, column, column - HALF)
+        cos = tl.load(rope_row + angle, mask=rotary, other=1.0)
+        sin = tl.load(rope_row + HALF + angle, mask=rotary, other=0.0)
+        x = x * cos[None, :] + y * tl.where(first, -sin, sin)[None, :]
+    return x
+
+
+@triton.jit
+def _store_heads(cache, x, slot, head, column, inside, cache_strides, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr):
+    """Store heads [H, D] at a token's slot of a paged cache; nothing for slot -1."""
+    block_stride, head_stride, position_stride = cache_strides
+    place = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
+    target = place + head[:, None].to(tl.int64) * head_stride + column[None, :]
+    if FORMAT == 0:
+        tl.store(target, x.to(cache.dtype.element_ty), mask=inside & (slot >= 0))
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+    qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight,
+    qkv_stride, q_stride, k_strides, v_strides, eps,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+    FORMAT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # 1. Locate: this program's token and heads.
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    first_head = tl.program_id(1) * HEADS
+    head = first_head + tl.arange(0, HEADS)
+    column = tl.arange(0, BLOCK_DIM)
+    inside = (head[:, None] >= 0) & (column[None, :] < HEAD_DIM)  # the head's end
+    offset = head[:, None] * HEAD_DIM + column[None, :]
+    row = qkv + token * qkv_stride
+    wait_for_inputs(PDL)
+    slot = tl.load(slot_mapping + token)
+    rope_row = rope_table + tl.load(positions + token).to(tl.int64) * (2 * HALF)
+    # 2. Queries go to q_out; keys and values to the cache.
+    if first_head < QUERY_HEADS:
+        x = normed_rotated_heads(row, q_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
+        tl.store(q_out + token * q_stride + offset, x.to(q_out.dtype.element_ty), mask=inside)
+    elif first_head < QUERY_HEADS + KV_HEADS:
+        x = normed_rotated_heads(row, k_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
+        _store_heads(k_cache, x, slot, head - QUERY_HEADS, column, inside, k_strides, BLOCK_SIZE, FORMAT)
+    else:
+        x = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
+        head = head - QUERY_HEADS - KV_HEADS
+        _store_heads(v_cache, x, slot, head, column, inside, v_strides, BLOCK_SIZE, FORMAT)
+
+
+def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight) -> None:
+    check_tensor("k_cache", k_cache, (None, None, None, None), FLOATS, like=qkv)
+    check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, like=qkv)
+    check_tensor("q_out", q_out, (None, None, k_cache.shape[3]), FLOATS, like=qkv)
+    token_count, query_heads, head_dim = q_out.shape
+    check_tensor("qkv", qkv, (token_count, (query_heads + 2 * k_cache.shape[1]) * head_dim), q_out.dtype)
+    check_tensor("slot_mapping", slot_mapping, (token_count,), torch.int64, like=qkv)
+    check_tensor("positions", positions, (token_count,), (torch.int32, torch.int64), like=qkv)
+    check_tensor("rope_table", rope_table, (None, None), torch.float32, like=qkv)
+    if rope_table.shape[1] % 2 or rope_table.shape[1] > head_dim or not rope_table.is_contiguous():
+        raise ValueError(
+            f"rope_table: wanted a contiguous table with an even number of columns up to {head_dim}, "
+            f"got {list(rope_table.shape)} with strides {rope_table.stride()}"
+        )
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight: wanted both or neither, got one")
+    if q_weight is not None and k_weight is not None:
+        check_tensor("q_weight", q_weight, (head_dim,), FLOATS, like=qkv)
+        check_tensor("k_weight", k_weight, (head_dim,), FLOATS, like=qkv)
+    if token_count and q_out.stride(1) != head_dim:
+        raise ValueError(f"q_out: wanted adjacent heads (stride {head_dim}), got strides {q_out.stride()}")
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    rope_table: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Norm and rotate q and k, write q to `q_out` and store K and V at `slot_mapping`. Shapes: the module's table.
+
+    Raises ValueError for a shape, dtype, stride or device that differs from the table.
+    """
+    _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight)
+    token_count, query_heads, head_dim = q_out.shape
+    kv_heads, block_size = k_cache.shape[1:3]
+    if token_count == 0:
+        return
+    plan = launch_plan(token_count, query_heads, kv_heads, head_dim)
+    has_norm = q_weight is not None
+    _qk_norm_rope_store_kernel[plan.grid](
+        qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table,
+        q_weight if has_norm else qkv, k_weight if has_norm else qkv,
+        qkv.stride(0), q_out.stride(0), k_cache.stride()[:3], v_cache.stride()[:3], eps,
+        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=rope_table.shape[1] // 2,
+        BLOCK_SIZE=block_size, HEADS=plan.heads_per_program, BLOCK_DIM=plan.block_dim, HAS_NORM=has_norm,
+        FORMAT=CACHE_PLAIN, num_warps=plan.num_warps, **launch_options(qkv),
+    )  # fmt: skip

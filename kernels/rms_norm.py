@@ -1,0 +1,105 @@
+"""RMSNorm over rows, with the residual addition before it in the same launch.
+
+    residual' = residual + x                                     (only with a residual; rounded to its dtype, in place)
+    out       = z / sqrt(mean(z^2) + eps) * weight               z = residual' or x; float32 inside
+
+Sources: 1. B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+| tensor   | axes     | dtype                        | strides          | notes                              |
+|----------|----------|------------------------------|------------------|------------------------------------|
+| x        | [T, H]   | bfloat16, float16 or float32 | last axis 1      | not written                        |
+| residual | [T, H]   | as x                         | last axis 1      | read and overwritten by the sum    |
+| weight   | [H]      | any of the three             | 1                |                                    |
+| out      | [T, H]   | as x                         | last axis 1      | may be x                           |
+
+Every row is independent, so padding rows hold anything, NaN included. H is at most 65,536. T may be 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import FLOATS, check_tensor
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
+
+MAX_HIDDEN = 65_536
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`(out, new residual)` computed in float32; the sum is rounded to x's dtype as the kernel stores it."""
+    summed = None if residual is None else (residual.float() + x.float()).to(x.dtype)
+    z = (x if summed is None else summed).float()
+    scale = torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
+    return (z * scale * weight.float()).to(x.dtype), summed
+
+
+@dataclass(frozen=True)
+class RmsNormPlan:
+    """One program a row, holding the row in one tile."""
+
+    grid: tuple[int, ...]
+    block_hidden: int
+    num_warps: int
+
+
+def launch_plan(row_count: int, hidden: int) -> RmsNormPlan:
+    """The grid and tile for `row_count` rows of `hidden` elements."""
+    block = max(triton.next_power_of_2(hidden), 16)
+    return RmsNormPlan((row_count,), block, num_warps=min(max(block // 512, 1), 16))
+
+
+def bytes_moved(row_count: int, hidden: int, element_bytes: int, with_residual: bool) -> int:
+    """The fewest bytes that the operation reads and writes."""
+    return row_count * hidden * element_bytes * (4 if with_residual else 2) + hidden * element_bytes
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, weight, residual, out, x_stride, residual_stride, out_stride, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN  # the row's end
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    z = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        residual_row = residual + row * residual_stride + column
+        before = tl.load(residual_row, mask=inside, other=0.0)
+        z = (z.to(tl.float32) + before.to(tl.float32)).to(z.dtype)
+        tl.store(residual_row, z, mask=inside)
+    z = z.to(tl.float32)
+    z = z * tl.rsqrt(tl.sum(z * z, axis=0) / HIDDEN + eps)
+    tl.store(out + row * out_stride + column, (z * scale).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, residual: torch.Tensor | None = None
+) -> None:
+    """Write RMSNorm(x) to `out`, or add x into `residual` and write RMSNorm(residual). Shapes: the module's table.
+
+    Raises ValueError for a shape, dtype, stride or device that differs from the table.
+    """
+    check_tensor("x", x, (None, None), FLOATS)
+    row_count, hidden = x.shape
+    check_tensor("weight", weight, (hidden,), FLOATS, like=x)
+    check_tensor("out", out, (row_count, hidden), x.dtype, like=x)
+    if residual is not None:
+        check_tensor("residual", residual, (row_count, hidden), x.dtype, like=x)
+    if hidden > MAX_HIDDEN:
+        raise ValueError(f"x: wanted at most {MAX_HIDDEN} columns, got {hidden}")
+    if row_count == 0:
+        return
+    plan = launch_plan(row_count, hidden)
+    added = x if residual is None else residual
+    _rms_norm_kernel[plan.grid](
+        x, weight, added, out, x.stride(0), added.stride(0), out.stride(0), eps,
+        HIDDEN=hidden, BLOCK=plan.block_hidden, HAS_RESIDUAL=residual is not None,
+        num_warps=plan.num_warps, **launch_options(x),
+    )  # fmt: skip

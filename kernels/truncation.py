@@ -1,0 +1,304 @@
+"""The parts of `kernels.sampling` that decide what a row keeps: adjusted logits, and thresholds found without a sort.
+
+The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
+each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
+gathered above a bound, or at the whole row; few candidates are compared each with each instead. Called inside the
+kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work`
+is `SamplingWorkspace.tensors`, both in the order given there.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.noise import gumbel, noise_bits, noise_keys
+
+
+@triton.jit
+def _ends_with(words, tokens, known):
+    """The id that a bad word bans now: its last, if its others are the last `known` tokens; -1 if they are not."""
+    others = tl.load(words) - 1
+    matches = others <= known
+    for i in range(0, others):
+        token_id = tl.load(tokens + known - others + i, mask=others <= known, other=-1)
+        matches = matches & (token_id == tl.load(words + 1 + i))
+    return tl.where(matches, tl.load(words + 1 + others), -1)
+
+
+@triton.jit
+def has_adjustments(slot, settings):
+    """Whether `adjusted` would change any of the slot's logits."""
+    choice = settings[1] + slot * 16
+    masked = (tl.load(choice + 8) >= 0) | (tl.load(choice + 9) > 0) | (tl.load(choice + 4) > 0)
+    return masked | (tl.load(choice + 3) > 0) | (tl.load(choice + 2) >= 0)
+
+
+@triton.jit
+def adjusted(x, token_id, inside, slot, known, settings):
+    """Logits [n] after masks, bans, bias and penalties."""
+    (numbers, choices, bias_ids, bias_values, banned_ids, counts, allowed, bad_words, slot_token_ids,
+     bias_stride, banned_stride, counts_stride, allowed_stride, bad_words_stride, tokens_stride) = settings  # fmt: skip
+    number = numbers + slot * 8
+    choice = choices + slot * 16
+    allowed_row = tl.load(choice + 8)
+    if allowed_row >= 0:
+        words = tl.load(allowed + allowed_row * allowed_stride + token_id // 32, mask=inside, other=0)
+        x = tl.where((words >> (token_id % 32)) & 1 != 0, x, float("-inf"))
+    bad_word_count = tl.load(choice + 9)
+    for j in range(0, bad_word_count):
+        banned = _ends_with(bad_words + slot * bad_words_stride + j * 8, slot_token_ids + slot * tokens_stride, known)
+        x = tl.where(token_id == banned, float("-inf"), x)
+    banned_count = tl.where(known < tl.load(choice + 5), tl.load(choice + 4), 0)
+    for j in range(0, banned_count):
+        x = tl.where(token_id == tl.load(banned_ids + slot * banned_stride + j), float("-inf"), x)
+    bias_count = tl.load(choice + 3)
+    for j in range(0, bias_count):
+        biased = token_id == tl.load(bias_ids + slot * bias_stride + j)
+        x = tl.where(biased, x + tl.load(bias_values + slot * bias_stride + j), x)
+    count_row = tl.load(choice + 2)
+    if count_row >= 0:
+        repetition = tl.load(number + 3)
+        count = tl.load(counts + count_row.to(tl.int64) * counts_stride + token_id, mask=inside, other=0).to(tl.int32)
+        x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        x -= tl.load(number + 5) * (count >> 1).to(tl.float32)
+        x -= tl.where(count > 1, tl.load(number + 4), 0.0)
+    return tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def at_temperature(x, slot, settings):
+    """Logits over the temperature; unchanged at 0."""
+    temperature = tl.load(settings[0] + slot * 8)
+    if temperature > 0:
+        x = x / temperature
+    return x
+
+
+@triton.jit
+def is_truncated(slot, settings, VOCABULARY):
+    """Whether a row keeps only part of the vocabulary: then its choice needs thresholds."""
+    number = settings[0] + slot * 8
+    top_k = tl.load(settings[1] + slot * 16)
+    some = ((top_k > 0) & (top_k < VOCABULARY)) | (tl.load(number + 1) < 1.0) | (tl.load(number + 2) > 0.0)
+    return some & (tl.load(number) > 0)
+
+
+@triton.jit
+def noisy_scores(x, token_id, slot, known, settings):
+    """What is maximised: logits with noise; the logits themselves at temperature 0."""
+    if tl.load(settings[0] + slot * 8) > 0:
+        choice = settings[1] + slot * 16
+        first, second = noise_keys(tl.load(choice + 6), tl.load(choice + 7), known)
+        x += gumbel(noise_bits(first, second, token_id))
+    return x
+
+
+@triton.jit
+def _order_key(x):
+    """An int64 that orders as the float32 does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _narrow(low, high, reached, PARTS: tl.constexpr):
+    """The next interval of a search in PARTS, from how many of its PARTS - 1 inner thresholds are still reached."""
+    span = high - low
+    return low + span * reached // PARTS, tl.where(reached == PARTS - 1, high, low + span * (reached + 1) // PARTS)
+
+
+@triton.jit
+def _kth_largest_key(x, k, low, high):
+    """The largest key that at least k of x's elements reach, in [low, high)."""
+    inner = tl.arange(0, 16) + 1
+    key = _order_key(x)
+    while high - low > 1:
+        threshold = low + (high - low) * inner // 17
+        count = tl.sum((key[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
+        low, high = _narrow(low, high, tl.sum((count >= k).to(tl.int64), axis=0), 17)
+    return low
+
+
+@triton.jit
+def _from_key(key):
+    """The float32 whose order key this is."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fixed(mass):
+    return (mass * 4294967296.0).to(tl.int64)
+
+
+@triton.jit
+def _mass_of(x, top):
+    """Unnormalised probability as an integer, 2^32 for the largest: sums are exact in any order."""
+    return _fixed(tl.exp(x - top))
+
+
+@triton.jit
+def _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings):
+    """What is sampled from, at some ids of the row; -inf where not `inside`."""
+    x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    if has_adjustments(slot, settings):
+        x = adjusted(x, token_id, inside, slot, known, settings)
+    return at_temperature(x, slot, settings)
+
+
+@triton.jit
+def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings, TILE: tl.constexpr,
+                CANDIDATES: tl.constexpr):  # fmt: skip
+    """`(values, ids)` of one tile: of the gathered candidates, or of the whole row; -inf beyond `count` of them."""
+    lane = tile * TILE + tl.arange(0, TILE)
+    inside = lane < count
+    if gathered:
+        token_id = tl.load(work[7] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
+        x = tl.load(work[6] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+    else:
+        token_id = lane
+        x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
+    return x, token_id
+
+
+@triton.jit
+def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+               top, pivot, row_mass, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+    """The order key of the smallest value that is kept, by top-k, then top-p; at least that of `pivot`.
+
+    Counts and mass are kept lane by lane over the tiles and added up once a round.
+    """
+    inner = tl.arange(0, 8) + 1
+    tiles = tl.cdiv(count, TILE)
+    top_k = tl.load(settings[1] + slot * 16)
+    top_p = tl.load(settings[0] + slot * 8 + 1)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    high = _order_key(top) + 1
+    low = _order_key(pivot)
+    if has_k:
+        k_high = high
+        while k_high - low > 1:
+            threshold = low + (k_high - low) * inner // 9
+            reached = tl.zeros((8, TILE), tl.int32)
+            for tile in range(0, tiles):
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                   TILE, CANDIDATES)  # fmt: skip
+                reached += (_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32)
+            found = tl.sum(reached, axis=1)
+            low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0), 9)
+    if top_p < 1.0:
+        total = _fixed(row_mass)
+        if has_k | (tl.load(settings[0] + slot * 8 + 2) > 0):
+            # Only what top-k and min-p left counts, and all of that is among the candidates.
+            kept = tl.zeros((TILE,), tl.int64)
+            for tile in range(0, tiles):
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                   TILE, CANDIDATES)  # fmt: skip
+                kept += tl.where(_order_key(x) >= low, _mass_of(x, top), 0)
+            total = tl.sum(kept, axis=0)
+        target = (total.to(tl.float64) * top_p).to(tl.int64)
+        while high - low > 1:
+            threshold = low + (high - low) * inner // 9
+            above = tl.zeros((8, TILE), tl.int64)
+            for tile in range(0, tiles):
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                   TILE, CANDIDATES)  # fmt: skip
+                above += tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
+            mass = tl.sum(above, axis=1)
+            low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
+    return low
+
+
+@triton.jit
+def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW: tl.constexpr,
+                   CANDIDATES: tl.constexpr):  # fmt: skip
+    """The chosen id among at most FEW candidates, each compared with each: no rounds."""
+    lane = tl.arange(0, FEW)
+    inside = lane < count
+    token_id = tl.load(work[7] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
+    x = tl.load(work[6] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+    greater = x[None, :] > x[:, None]
+    top_k = tl.load(settings[1] + slot * 16)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    kept = inside & ((tl.sum(greater.to(tl.int32), axis=1) < top_k) | (has_k == 0))
+    top_p = tl.load(settings[0] + slot * 8 + 1)
+    if top_p < 1.0:
+        mass = tl.where(kept, _mass_of(x, top), 0)
+        total = tl.sum(mass, axis=0)
+        if (has_k == 0) & (tl.load(settings[0] + slot * 8 + 2) <= 0):
+            total = _fixed(row_mass)
+        target = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
+        ahead = tl.sum(tl.where(greater, mass[None, :], 0), axis=1)
+        kept = kept & (ahead < target)
+    x = tl.where(kept, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+    return tl.min(tl.where(x == tl.max(x, axis=0), token_id, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
+                     FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+    """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
+    gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
+    best_id = 0x7FFFFFFF
+    if gathered & (count <= FEW):
+        best_id = _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW, CANDIDATES)
+    else:
+        count = tl.where(gathered, count, VOCABULARY)
+        low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+                         top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
+        best = float("-inf")
+        for tile in range(0, tl.cdiv(count, TILE)):
+            x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                      TILE, CANDIDATES)  # fmt: skip
+            x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+            tile_best = tl.max(x, axis=0)
+            tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
+            better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
+            best_id = tl.where(better, tile_id, best_id)
+            best = tl.maximum(best, tile_best)
+    return best_id
+
+
+@triton.jit
+def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+           CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+    """Copy this program's share of the values from `pivot` up into the row's candidates, in any order."""
+    PIECES: tl.constexpr = CHUNK // PIECE
+    piece = tl.arange(0, PIECES)
+    for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
+        holds = tl.load(work[2] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
+        if tl.max(holds.to(tl.int32), axis=0) > 0:
+            token_id = chunk * CHUNK + piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+            inside = (token_id < VOCABULARY) & holds[:, None]  # pieces without a candidate are not read
+            x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
+            kept = (inside & (x >= pivot)).to(tl.int32)
+            in_piece = tl.sum(kept, axis=1)
+            before = tl.cumsum(in_piece, axis=0) - in_piece
+            base = tl.atomic_add(work[8] + row * 2, tl.sum(in_piece, axis=0), sem="relaxed")
+            place = base + before[:, None] + tl.cumsum(kept, axis=1) - 1
+            fits = (kept > 0) & (place < CANDIDATES)
+            tl.store(work[6] + row * CANDIDATES + place, x, mask=fits)
+            tl.store(work[7] + row * CANDIDATES + place, token_id, mask=fits)
+
+
+@triton.jit
+def pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY, PIECE: tl.constexpr):
+    """A value that no kept id lies below; -inf where none can be told.
+
+    For top-k: at least k values reach the k-th largest piece maximum. For min-p: its own threshold. For top-p alone: all
+    values below t weigh less than VOCABULARY * exp(t - top), which at this t is the share that top-p may leave out.
+    """
+    top_k = tl.load(settings[1] + slot * 16)
+    top_p = tl.load(settings[0] + slot * 8 + 1)
+    min_p = tl.load(settings[0] + slot * 8 + 2)
+    pivot = float("-inf")
+    if (top_k > 0) & (top_k < VOCABULARY):
+        finite = maxima > float("-inf")
+        if tl.sum(finite.to(tl.int32), axis=0) >= top_k:
+            low = _order_key(tl.min(tl.where(finite, maxima, top), axis=0))
+            pivot = _from_key(_kth_largest_key(maxima, top_k, low, _order_key(top) + 1))
+    elif min_p <= 0:
+        left_out = tl.maximum((1.0 - top_p) * row_mass, 1e-30)
+        pivot = top + tl.log(left_out / VOCABULARY) - 0.001  # a margin for the rounding of the mass
+    if min_p > 0:
+        pivot = tl.maximum(pivot, top + tl.log(min_p))
+    return pivot

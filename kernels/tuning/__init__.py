@@ -1,0 +1,77 @@
+"""Which kernel and tile a skinny product uses: a table measured on the card, and rules where there is none.
+
+`skinny_linear.json` holds, for each card, dtype and operation, the fastest plan for a bucket of rows. Regenerate it
+for the card at hand with `python -m benchmarks.kernels.tune_skinny_linear`. Called by `kernels.skinny_linear`; knows
+no tensors.
+"""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+TABLE_PATH = Path(__file__).with_name("skinny_linear.json")
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """How one product is launched: "matvec", "small_m" or "library", and the tile for the first two.
+
+    held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
+    launch.
+    """
+
+    kernel: str
+    block_n: int = 0
+    block_k: int = 0
+    num_warps: int = 4
+    num_stages: int = 1
+    split_k: int = 1
+    held: bool = False
+    norm_apart: bool = False
+
+
+LIBRARY = LinearPlan("library")
+
+
+def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool) -> str:
+    """The name of an operation in the table, such as `n4096_k1024_norm`."""
+    return f"n{outputs}_k{inputs}" + ("_norm" if has_norm else "") + ("_silu" if silu_mul else "")
+
+
+@functools.cache
+def _table() -> dict:
+    return json.loads(TABLE_PATH.read_text()) if TABLE_PATH.exists() else {}
+
+
+@functools.cache
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def row_bucket(rows: int) -> int:
+    """The smallest measured number of rows that is not below `rows`."""
+    return next(bucket for bucket in ROW_BUCKETS if bucket >= rows)
+
+
+def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool) -> LinearPlan:
+    """A plan by rule, for a shape or a card that was not measured: one row by matvec, the rest by the library."""
+    halves = 2 if silu_mul else 1
+    if rows > 2 or inputs * 2 * halves > 32_768:
+        return LIBRARY
+    block_n = 8 // halves if outputs >= 4096 and inputs <= 4096 else 4 // halves
+    return LinearPlan("matvec", block_n=block_n, block_k=1024, num_warps=4)
+
+
+def find_plan(
+    device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, silu_mul: bool, has_norm: bool
+) -> LinearPlan:
+    """The measured plan of this card for the bucket of `rows`, or one by rule. `outputs` counts W's rows."""
+    if rows > ROW_BUCKETS[-1]:
+        return LIBRARY
+    operations = _table().get(_card(device), {}).get(str(dtype).removeprefix("torch."), {})
+    measured = operations.get(operation_key(outputs, inputs, silu_mul, has_norm), {}).get(str(row_bucket(rows)))
+    return default_plan(rows, outputs, inputs, silu_mul) if measured is None else LinearPlan(**measured["plan"])

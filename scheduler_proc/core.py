@@ -1,0 +1,227 @@
+"""The scheduler's core: messages in, plans and messages out. Deterministic; no sockets, and the clock is passed in.
+
+    core.handle(message)       a request, an abort, a flush       -> messages for the frontend
+    core.tick()                the time has moved on              -> messages for the frontend
+    core.plan_step()           the next step, to be sent at once  -> StepPlan or None
+    core.handle_result(result) the oldest step's result           -> messages for the frontend
+    core.check()               recount everything
+
+Called by the process main with real sockets, and by the simulator and the tests without. The same messages and times
+in the same order give the same plans.
+"""
+
+import heapq
+from collections.abc import Callable
+
+from common.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineReady,
+    EngineStats,
+    FlushCache,
+    RequestFailed,
+    StepPlan,
+    StepResult,
+    TokensOut,
+)
+from scheduler_proc.collector import Collector
+from scheduler_proc.planner import Planner
+from scheduler_proc.sequence import Request, Sequence
+from scheduler_proc.state import Limits, State
+
+ForScheduler = AddRequest | AbortRequests | FlushCache
+ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
+
+RETRY_MIN_MS, RETRY_MAX_MS = 100, 60_000
+
+
+class SchedulerCore:
+    """The scheduler without its process.
+
+    Args:
+        limits: what it works within.
+        clock: seconds; wall clock time in the process, since deadlines come from another one.
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self.state = State(limits)
+        self._clock = clock
+        self._planner = Planner(self.state)
+        self._collector = Collector(self.state)
+        self._deadlines: list[tuple[float, int]] = []
+        self._finish_interval_s = 1.0  # running mean of the time between two requests that end
+        self._finished_at_s: float | None = None
+
+    # ---- messages from the frontend
+
+    def handle(self, message: ForScheduler) -> list[ForFrontend]:
+        """Take in a message; what the frontend must hear at once."""
+        if isinstance(message, AddRequest):
+            if message.request_id in self.state.requests:
+                return []  # an id in use: the request that has it goes on
+            refusal = self._refusal(message)
+            if refusal is not None:
+                return [refusal]
+            self._add(message)
+        elif isinstance(message, AbortRequests):
+            self._abort(message)
+        else:
+            self.state.cache.flush()
+        return []
+
+    def _add(self, message: AddRequest) -> None:
+        state = self.state
+        request = Request(message)
+        max_len = self._max_len(message)
+        namespace = f"{self.limits.namespace}\0{message.cache_salt}"
+        for sample_index in range(message.params.n):
+            request.sequences.append(Sequence(request, sample_index, max_len, state.cache.chain(namespace)))
+        request.live_count = len(request.sequences)
+        now_s = self._clock()
+        state.requests[message.request_id] = request
+        state.several_samples_count += request.live_count > 1
+        for sequence in request.sequences:
+            state.waiting.push(sequence, now_s)
+        if message.deadline_s is not None:
+            heapq.heappush(self._deadlines, (message.deadline_s, message.request_id))
+
+    def _abort(self, message: AbortRequests) -> None:
+        for request_id in message.request_ids:
+            request = self.state.requests.get(request_id)
+            if request is not None:
+                self.state.end_request(request)
+
+    def _max_len(self, message: AddRequest) -> int:
+        """The length at which the request ends: its own limit, the model's, or what the whole cache holds.
+
+        The last token is only reported: its K/V is never needed.
+        """
+        prompt_count = len(message.prompt_token_ids)
+        longest = min(self.limits.max_model_len, self.limits.block_size * self.limits.block_count + 1)
+        return longest if message.params.max_tokens is None else min(longest, prompt_count + message.params.max_tokens)
+
+    def _refusal(self, message: AddRequest) -> RequestFailed | None:
+        limits, prompt_count = self.limits, len(message.prompt_token_ids)
+        if prompt_count == 0:
+            return _failed(message, "invalid_parameter", "the prompt has no tokens", param="prompt")
+        if prompt_count + 1 > limits.max_model_len:
+            return _failed(
+                message,
+                "context_length_exceeded",
+                f"the prompt has {prompt_count} tokens; with one token of output that exceeds the context length of "
+                f"{limits.max_model_len}",
+                param="prompt",
+            )
+        pool_tokens = limits.block_count * limits.block_size
+        if prompt_count > pool_tokens:
+            return _failed(
+                message,
+                "context_length_exceeded",
+                f"the prompt has {prompt_count} tokens; the KV cache holds {pool_tokens} ({limits.block_count} blocks "
+                f"of {limits.block_size})",
+                param="prompt",
+            )
+        if len(self.state.waiting) >= limits.max_queued:
+            return RequestFailed(
+                request_id=message.request_id,
+                error_code="queue_full",
+                message=f"{len(self.state.waiting)} requests wait already; the limit is {limits.max_queued}",
+                status=429,
+                retry_after_ms=self._retry_after_ms(),
+            )
+        return None
+
+    def _retry_after_ms(self) -> int:
+        return int(min(max(self._finish_interval_s * 1000, RETRY_MIN_MS), RETRY_MAX_MS))
+
+    # ---- time
+
+    def tick(self) -> list[ForFrontend]:
+        """End the requests whose deadline has passed."""
+        ended: list[ForFrontend] = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            deadline_s, request_id = heapq.heappop(self._deadlines)
+            request = self.state.requests.get(request_id)
+            if request is not None and request.message.deadline_s == deadline_s:
+                self.state.end_request(request)
+                message = "the request's deadline has passed"
+                ended.append(RequestFailed(request_id, "deadline_exceeded", message, status=408))
+        return ended
+
+    def next_deadline_s(self) -> float | None:
+        """When `tick` has something to do next."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # ---- steps
+
+    def plan_step(self) -> StepPlan | None:
+        """The next step, to be sent before anything else happens; None when none may or can be planned now."""
+        if len(self.state.in_flight) > self.limits.run_ahead:
+            return None
+        return self._planner.plan_step()
+
+    def handle_result(self, result: StepResult) -> list[ForFrontend]:
+        """Take in the oldest step's result; what the frontend must hear.
+
+        Raises:
+            ResultError: the result does not fit the plans that were sent.
+        """
+        out = self._collector.apply(result)
+        if out is None:
+            return []
+        if out.finishes:
+            self._note_finishes(len(out.finishes))
+        return [out]
+
+    def _note_finishes(self, count: int) -> None:
+        now = self._clock()
+        if self._finished_at_s is not None:
+            self._finish_interval_s += 0.1 * ((now - self._finished_at_s) / count - self._finish_interval_s)
+        self._finished_at_s = now
+
+    def fail_all(self, error_code: str, message: str, status: int = 503) -> list[ForFrontend]:
+        """End every live request with an error, at shutdown or when the worker is gone."""
+        requests = list(self.state.requests.values())
+        for request in requests:
+            self.state.end_request(request)
+        return [RequestFailed(r.message.request_id, error_code, message, status) for r in requests]
+
+    # ---- figures
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is live and no plan is in flight."""
+        return self.state.is_idle
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands; without `parts_us`, which the process measures."""
+        state, counters = self.state, self.state.counters
+        return EngineStats(
+            running_count=state.running_count,
+            waiting_count=len(state.waiting) + len(state.preempted),
+            total_block_count=self.limits.block_count,
+            free_block_count=state.pool.free_count,
+            cached_block_count=state.pool.cached_count,
+            steps=counters.steps,
+            preemptions=counters.preemptions,
+            evictions=state.pool.evictions,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            last_decode_rows=counters.last_decode_rows,
+            last_chunk_tokens=counters.last_chunk_tokens,
+        )
+
+    def check(self) -> None:
+        """Recount everything; raises AssertionError."""
+        self.state.check()
+
+    def check_idle(self) -> None:
+        """What must hold when idle, without the recount: cheap enough to do each time; raises AssertionError."""
+        self.state.check_idle()
+
+
+def _failed(message: AddRequest, code: str, text: str, param: str | None = None) -> RequestFailed:
+    return RequestFailed(message.request_id, code, text, param=param)

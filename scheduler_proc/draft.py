@@ -1,0 +1,113 @@
+"""A step plan under construction: rows as they are placed, and their translation into the message.
+
+Called by the planner alone. Decides nothing.
+"""
+
+from array import array
+
+from common.messages import SlotInit, StepPlan
+from scheduler_proc.sequence import Sequence, slot_sampling
+
+
+class ChunkRow:
+    """A prompt's (or resumed sequence's) chunk in this step.
+
+    Attributes:
+        sequence: whose.
+        first: the position of its first token.
+        count: tokens.
+        blocks: blocks appended for it; None for a new slot, whose whole block table travels.
+        cached_count: for a new slot, tokens that were found in the cache.
+    """
+
+    __slots__ = ("blocks", "cached_count", "count", "first", "sequence")
+
+    def __init__(self, sequence: Sequence, first: int, count: int, *, is_new: bool) -> None:
+        self.sequence = sequence
+        self.first = first
+        self.count = count
+        self.cached_count = first
+        self.blocks: list[int] | None = None if is_new else []
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the sequence gets its slot in this step."""
+        return self.blocks is None
+
+    @property
+    def samples(self) -> bool:
+        """Whether its tokens are the last known ones."""
+        return self.first + self.count == self.sequence.planned_len
+
+
+class Draft:
+    """The rows of a step so far.
+
+    Attributes:
+        step_id: the plan's.
+        budget: tokens that the step may still compute.
+        decode_rows, decode_slots: aligned.
+        decode_blocks: appended blocks of the decode rows, in row order.
+        decode_block_rows: for each of them, its row.
+        chunks: the chunk rows.
+        copies: pairs of source and destination block; each source is held until the result comes.
+        ending: decode rows whose last token this is.
+    """
+
+    __slots__ = (
+        "budget", "chunks", "copies", "decode_block_rows", "decode_blocks", "decode_rows", "decode_slots", "ending",
+        "step_id",
+    )  # fmt: skip
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget
+        self.decode_rows: list[Sequence] = []
+        self.decode_slots: list[int] = []
+        self.decode_blocks: list[int] = []
+        self.decode_block_rows: list[int] = []
+        self.chunks: list[ChunkRow] = []
+        self.copies: list[tuple[int, int]] = []
+        self.ending: list[Sequence] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has been placed."""
+        return not self.decode_rows and not self.chunks
+
+    def to_plan(self, cleared_slots: list[int]) -> StepPlan:
+        """The message; `Sequence.planned_len` must not have been raised for the chunks yet."""
+        block_ids = self.decode_blocks + [block for row in self.chunks for block in row.blocks or ()]
+        return StepPlan(
+            step_id=self.step_id,
+            decode_slots=array("H", self.decode_slots),
+            decode_block_counts=self._decode_block_counts(),
+            chunk_slots=array("H", [row.sequence.slot for row in self.chunks]),
+            chunk_token_counts=array("i", [row.count for row in self.chunks]),
+            chunk_samples=array("B", [row.samples for row in self.chunks]),
+            chunk_block_counts=array("i", [len(row.blocks or ()) for row in self.chunks]),
+            block_ids=array("i", block_ids),
+            new_slots=tuple(_slot_init(row) for row in self.chunks if row.is_new),
+            cleared_slots=array("H", cleared_slots),
+            copy_block_ids=array("i", [block for pair in self.copies for block in pair]),
+        )
+
+    def _decode_block_counts(self) -> "array[int]":
+        if not self.decode_block_rows:
+            return array("B")
+        counts = array("B", bytes(len(self.decode_rows)))
+        for row_index in self.decode_block_rows:
+            counts[row_index] += 1
+        return counts
+
+
+def _slot_init(row: ChunkRow) -> SlotInit:
+    sequence = row.sequence
+    return SlotInit(
+        slot=sequence.slot,
+        token_ids=sequence.tokens,
+        prompt_count=sequence.prompt_count,
+        computed_count=row.cached_count,
+        block_ids=array("i", sequence.blocks),
+        sampling=slot_sampling(sequence),
+    )

@@ -1,0 +1,234 @@
+"""The scheduler process: sockets, time and orders around the core.
+
+Sockets are in `transport`. Start: bind, wait for the worker's WorkerReady, build the core, send EngineReady, tell the
+supervisor. Run: drain what has come, plan while fewer than run_ahead + 1 plans are in flight, and block when there is
+nothing to plan. Stop: refuse new requests, finish those in flight within the grace period, end the rest with an error,
+exit 0. When another process is gone the supervisor says so, and every request ends with that error; when the supervisor
+is gone this process ends at once (`common.child`).
+"""
+
+import gc
+import logging
+import time
+from array import array
+from dataclasses import replace
+
+from common.child import SupervisorLink
+from common.config import EngineConfig, step_limits
+from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
+from scheduler_proc.core import SchedulerCore
+from scheduler_proc.state import Limits
+from scheduler_proc.transport import Message, Transport
+
+STATS_INTERVAL_S = 0.1
+REQUESTS_PER_PASS = 256
+
+logger = logging.getLogger(__name__)
+
+
+def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
+    """Run the scheduler until it is told to stop; the exit code."""
+    transport = Transport(config, link.wake_fd)
+    try:
+        ready = wait_for_worker(transport, link)
+        if ready is None:
+            return 0
+        limits = limits_of(config, ready)
+        core = SchedulerCore(limits, time.time)
+        transport.send_out(engine_ready(limits, ready))
+        link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
+        gc.freeze()  # nothing made so far is garbage; the collector need not look at it again
+        Loop(core, transport, link).run()
+        return 0
+    finally:
+        transport.close()
+
+
+def wait_for_worker(transport: Transport, link: SupervisorLink) -> WorkerReady | None:
+    """The worker's first message; None if the supervisor ends the run before."""
+    link.state = "waiting for the worker"
+    while True:
+        transport.wait(None)
+        if link.take_orders():
+            return None
+        for message in transport.results():
+            if isinstance(message, WorkerReady):
+                return message
+
+
+def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
+    """The core's limits, from the options and what the worker found."""
+    options = config.scheduler
+    step = step_limits(options, ready.device_name)
+    return Limits(
+        max_model_len=ready.max_model_len,
+        max_num_seqs=step.max_num_seqs,
+        max_num_batched_tokens=step.max_num_batched_tokens,
+        block_size=ready.block_size,
+        block_count=ready.block_count,
+        host_block_count=ready.host_block_count,
+        run_ahead=options.run_ahead,
+        max_queued=options.max_num_queued_reqs,
+        prefix_cache=config.cache.prefix_cache,
+        policy=options.policy,
+        preemption=options.preemption,
+        namespace=config.model_dir,
+    )
+
+
+def engine_ready(limits: Limits, ready: WorkerReady) -> EngineReady:
+    """What the frontend is told at the start."""
+    return EngineReady(
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        block_size=limits.block_size,
+        block_count=limits.block_count,
+        vocab_size=ready.vocab_size,
+    )
+
+
+class PartTimes:
+    """Mean times of the parts of the steps since the last report, in microseconds."""
+
+    def __init__(self) -> None:
+        self._sums = [0] * 6
+        self._steps = 0
+
+    def add_plan(self, plan_us: int, wire_us: int) -> None:
+        """What planning and sending one step took here."""
+        self._sums[0] += plan_us
+        self._sums[1] += wire_us
+        self._steps += 1
+
+    def add_result(self, parts_us: "array[int]") -> None:
+        """What the worker says its parts took."""
+        for index, part_us in enumerate(parts_us[:4]):
+            self._sums[2 + index] += part_us
+
+    def take(self) -> "array[int]":
+        """The means, in the order of STEP_PARTS; starts anew."""
+        means = array("i", [min(total // max(self._steps, 1), 2**31 - 1) for total in self._sums])
+        self._sums, self._steps = [0] * 6, 0
+        return means
+
+
+class Loop:
+    """The process's main loop: waits, drains, plans, reports.
+
+    Args:
+        core: decides.
+        transport: the sockets.
+        link: the supervisor's orders.
+    """
+
+    def __init__(self, core: SchedulerCore, transport: Transport, link: SupervisorLink) -> None:
+        self._core = core
+        self._transport = transport
+        self._link = link
+        self._parts = PartTimes()
+        self._changed = False
+        self._stats_due_s = 0.0
+        self._stop_at_s: float | None = None  # monotonic; set once the run is ending
+        self._failure: PeerFailed | None = None
+
+    def run(self) -> None:
+        """Until an order ends it and every request has its terminal message."""
+        while not self._is_over():
+            self._transport.wait(self._timeout_ms())
+            self._take_orders()
+            self._take_results()
+            self._take_requests()
+            for message in self._core.tick():
+                self._send(message)
+            self._plan()
+            self._report()
+        self._end_rest()
+
+    def _is_over(self) -> bool:
+        if self._failure is not None:
+            return True
+        if self._stop_at_s is None:
+            return False
+        return self._core.is_idle or time.monotonic() >= self._stop_at_s
+
+    def _timeout_ms(self) -> int | None:
+        """Milliseconds until something is due without a message; None for never."""
+        waits = []
+        deadline_s = self._core.next_deadline_s()
+        if deadline_s is not None:
+            waits.append(deadline_s - time.time())
+        if self._changed:
+            waits.append(self._stats_due_s - time.monotonic())
+        if self._stop_at_s is not None:
+            waits.append(self._stop_at_s - time.monotonic())
+        return max(0, int(min(waits) * 1000) + 1) if waits else None
+
+    def _take_orders(self) -> None:
+        for order in self._link.take_orders():
+            if isinstance(order, Stop):
+                at_s = time.monotonic() + order.grace_ms / 1000
+                self._stop_at_s = at_s if self._stop_at_s is None else min(at_s, self._stop_at_s)
+                self._link.state = "stopping"
+            elif isinstance(order, PeerFailed):
+                self._failure = order
+
+    def _take_results(self) -> None:
+        for message in self._transport.results():
+            if isinstance(message, StepResult):
+                self._parts.add_result(message.parts_us)
+                for out in self._core.handle_result(message):
+                    self._send(out)
+
+    def _take_requests(self) -> None:
+        for message in self._transport.requests(REQUESTS_PER_PASS):
+            self._link.progress += 1
+            self._changed = True
+            if self._stop_at_s is not None and isinstance(message, AddRequest):
+                text = "the engine is shutting down"
+                self._send(RequestFailed(message.request_id, "shutting_down", text, status=503))
+                continue
+            for out in self._core.handle(message):
+                self._send(out)
+
+    def _plan(self) -> None:
+        while True:
+            started_ns = time.perf_counter_ns()
+            plan = self._core.plan_step()
+            if plan is None:
+                return
+            planned_ns = time.perf_counter_ns()
+            self._transport.send_plan(plan)
+            sent_ns = time.perf_counter_ns()
+            self._parts.add_plan((planned_ns - started_ns) // 1000, (sent_ns - planned_ns) // 1000)
+            self._link.progress += 1
+            self._changed = True
+
+    def _report(self) -> None:
+        if not self._changed or time.monotonic() < self._stats_due_s:
+            return
+        if self._core.is_idle:
+            self._check_idle()
+        self._stats_due_s = time.monotonic() + STATS_INTERVAL_S
+        self._changed = False
+        self._transport.send_out(replace(self._core.stats(), parts_us=self._parts.take()))
+
+    def _check_idle(self) -> None:
+        """A leak is an error of ours, but no reason to take the engine down."""
+        try:
+            self._core.check_idle()
+        except AssertionError as error:
+            logger.error("the books do not balance: %s", error)
+
+    def _end_rest(self) -> None:
+        """A terminal message for whoever is still waiting for one."""
+        if self._failure is None:
+            failures = self._core.fail_all("shutting_down", "the engine is shutting down")
+        else:
+            text = f"{self._failure.process} failed: {self._failure.message}"
+            failures = self._core.fail_all("engine_dead", text)
+        for message in failures:
+            self._send(message)
+
+    def _send(self, message: Message) -> None:
+        self._changed = True
+        self._transport.send_out(message)

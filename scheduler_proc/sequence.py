@@ -1,0 +1,142 @@
+"""What the scheduler knows of a request and of each of its samples. Data only; called by everything in this room."""
+
+from array import array
+from enum import IntEnum
+
+from common.messages import AddRequest, SlotSampling, TokenLogprobs
+from common.sampling_params import sample_seed
+from scheduler_proc.prefix_cache import Chain
+
+NOT_A_NUMBER = -1
+"""Stands for a sampled token when the logits were not numbers."""
+
+
+Rank = tuple[float, int]
+"""A place in the policy's order: what the policy says, then the number of the arrival."""
+
+
+class Status(IntEnum):
+    """Where a sequence stands.
+
+    WAITING -> RUNNING -> DRAINING -> DONE, with PREEMPTED between two times of RUNNING; DONE can follow any of them.
+
+        WAITING    never had a slot
+        RUNNING    has a slot; steps are planned for it
+        PREEMPTED  lost its slot and its blocks; keeps its tokens, resumes before new ones
+        DRAINING   its last token is planned; only results are missing
+        DONE       its finish has been reported, or nobody wants it any more
+    """
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    DRAINING = 3
+    DONE = 4
+
+
+class Request:
+    """One AddRequest and the sequences that serve it.
+
+    Attributes:
+        message: as it came.
+        end_token_ids: ids that end a sample.
+        sequences: one per sample, by sample index.
+        live_count: sequences that are not DONE.
+    """
+
+    __slots__ = ("end_token_ids", "live_count", "message", "sequences")
+
+    def __init__(self, message: AddRequest) -> None:
+        self.message = message
+        self.end_token_ids = frozenset(message.end_token_ids)
+        self.sequences: list[Sequence] = []
+        self.live_count = 0
+
+
+class Sequence:
+    """One sample of a request.
+
+    Counts, of tokens, at any time (in flight means planned, result not yet back):
+
+        computed_count <= planned_len       K/V planned, in flight included
+        len(tokens)    <= planned_len       prompt and output tokens known here
+        planned_len    <= max_len           known tokens plus the most that is in flight
+
+    Attributes:
+        request, request_id, sample_index, end_token_ids: whose it is.
+        tokens: int32, prompt and known output.
+        prompt_count: how many of them are the prompt's.
+        max_len: the length at which it ends.
+        blocks: its block table.
+        capacity: tokens that its blocks hold.
+        slot: on the worker; -1 for none.
+        last_step: the last step planned for it.
+        chain: its place in the prefix cache.
+        cached_count: prompt tokens found in the cache when it first ran, until reported; then -1.
+        rank: place in the policy's order; lower goes first.
+        next_event_len: the known length at which a block of output can be indexed, or the sequence ends.
+        prompt_logprobs: by position, collected until the first token is reported; None when not wanted (any more).
+    """
+
+    __slots__ = (
+        "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "last_step", "max_len",
+        "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank", "request", "request_id",
+        "sample_index", "slot", "status", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
+        message = request.message
+        self.request = request
+        self.request_id = message.request_id
+        self.sample_index = sample_index
+        self.end_token_ids = request.end_token_ids
+        self.status = Status.WAITING
+        self.tokens = array("i", message.prompt_token_ids)
+        self.prompt_count = len(self.tokens)
+        self.max_len = max_len
+        self.computed_count = 0
+        self.planned_len = self.prompt_count
+        self.blocks: list[int] = []
+        self.capacity = 0
+        self.slot = -1
+        self.last_step = 0
+        self.chain = chain
+        self.cached_count = 0
+        self.rank: Rank = (0.0, 0)
+        self.next_event_len = 0
+        wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0
+        self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_logprobs else None
+
+    @property
+    def unplanned_count(self) -> int:
+        """Known tokens whose K/V is not planned: 0 or 1 while decoding, more before."""
+        return self.planned_len - self.computed_count
+
+    def expect_block(self, block_size: int) -> None:
+        """Set `next_event_len`: a block is indexed when the token after it is known, for then it is computed."""
+        next_block_end = (len(self.tokens) - 1) // block_size * block_size + block_size
+        self.next_event_len = min(next_block_end + 1, self.max_len)
+
+
+def slot_sampling(sequence: Sequence) -> SlotSampling:
+    """What the worker needs to sample for the sequence."""
+    message = sequence.request.message
+    params = message.params
+    return SlotSampling(
+        temperature=0.0 if params.greedy else params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=sample_seed(params.seed if params.seed is not None else message.request_id, sequence.sample_index),
+        min_output_count=params.min_tokens,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if sequence.prompt_logprobs is None else params.prompt_logprobs or 0,
+        end_token_ids=message.end_token_ids,
+        bias_token_ids=array("i", params.logit_bias.keys()),
+        bias_values=array("f", params.logit_bias.values()),
+        allowed_token_ids=array("i", params.allowed_token_ids or ()),
+        bad_token_ids=message.bad_token_ids,
+    )

@@ -1,0 +1,247 @@
+"""The scheduler's books: every sequence, slot and block, and the plans in flight.
+
+Holds the transitions that several parts need (take out, preempt, give back blocks) and recounts itself in `check`.
+Decides nothing: the planner decides who runs, the collector applies results, the core takes messages. No clock, no
+sockets.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from scheduler_proc.block_pool import BlockPool
+from scheduler_proc.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from scheduler_proc.queues import WaitingQueue, insert_by_rank
+from scheduler_proc.radix_cache import RadixPrefixCache
+from scheduler_proc.sequence import Request, Sequence, Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the scheduler works within; counts of sequences, tokens and blocks.
+
+    Attributes:
+        max_model_len: tokens a request may hold.
+        max_num_seqs: slots on the worker.
+        max_num_batched_tokens: tokens a step may compute.
+        block_size, block_count, host_block_count: the KV cache.
+        run_ahead: plans that may be in flight beside the one being computed.
+        max_queued: sequences that may wait.
+        prefix_cache, policy, preemption: as the options of these names.
+        namespace: model and adapter: prefixes are shared within one namespace.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    block_count: int
+    host_block_count: int = 0
+    run_ahead: int = 2
+    max_queued: int = 4096
+    prefix_cache: str = "hash"
+    policy: str = "fcfs"
+    preemption: str = "recompute"
+    namespace: str = ""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan whose result has not come back.
+
+    Attributes:
+        sampled: the sequences of `StepPlan.sampled_slots`, in that order.
+        decode_count: how many of them are decode rows; each of the others samples for the first time since it got
+            its slot.
+        chunk_sequences: slot -> sequence of the chunk rows.
+        released: block tables given up while this was the last plan to use them.
+    """
+
+    step_id: int
+    sampled: list[Sequence]
+    decode_count: int
+    chunk_sequences: dict[int, Sequence]
+    released: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters since start, and the composition of the last step."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    last_decode_rows: int = 0
+    last_chunk_tokens: int = 0
+
+
+class State:
+    """The books.
+
+    Attributes:
+        requests: live requests by id.
+        waiting: sequences that never ran; preempted: those that lost their blocks, lowest rank first.
+        prefilling, decoding: RUNNING sequences, with and without unplanned prompt tokens; `decoding` in the order in
+            which they are served next.
+        free_slots: slots that a plan may give out, longest unused first.
+        cleared_slots: slots that the next plan clears.
+        in_flight: plans without result, oldest first.
+        pending_count: references to blocks that come back with plans in flight.
+        planned_step, completed_step: the last step planned, the last whose result came.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.block_count)
+        self.cache = make_prefix_cache(limits.prefix_cache, self.pool, limits.block_size)
+        self.requests: dict[int, Request] = {}
+        self.waiting = WaitingQueue(limits.policy)
+        self.preempted: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.free_slots = deque(range(limits.max_num_seqs))
+        self.cleared_slots: list[int] = []
+        self.in_flight: deque[Flight] = deque()
+        self.pending_count = 0
+        self.planned_step = 0
+        self.completed_step = 0
+        self.several_samples_count = 0
+        self.counters = Counters()
+
+    @property
+    def running_count(self) -> int:
+        """Sequences with a slot."""
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to do and nothing in flight."""
+        return not self.requests and not self.in_flight
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's slot and blocks; what it has computed stays findable until reused."""
+        self._leave_running(sequence)
+        self._index_computed(sequence)
+        self.give_back_blocks(sequence)
+        sequence.status = Status.PREEMPTED
+        sequence.computed_count = 0
+        insert_by_rank(self.preempted, sequence)
+        self.counters.preemptions += 1
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence is over, wherever it stands; its request goes with its last one."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._leave_running(sequence)
+        elif sequence.status is Status.PREEMPTED:
+            self.preempted.remove(sequence)
+        self._index_computed(sequence)
+        self.give_back_blocks(sequence)
+        sequence.status = Status.DONE
+        request = sequence.request
+        request.live_count -= 1
+        if request.live_count == 0:
+            del self.requests[sequence.request_id]
+            self.several_samples_count -= len(request.sequences) > 1
+
+    def end_request(self, request: Request) -> None:
+        """All of the request's sequences are over."""
+        for sequence in request.sequences:
+            if sequence.status is not Status.DONE:
+                self.end(sequence)
+
+    def free_slot(self, sequence: Sequence) -> None:
+        """The next plan clears the sequence's slot, and may give it out again."""
+        self.cleared_slots.append(sequence.slot)
+        self.free_slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def give_back_blocks(self, sequence: Sequence) -> None:
+        """Give up the block table: now, or when the last plan in flight that uses it has come back."""
+        blocks, sequence.blocks, sequence.capacity = sequence.blocks, [], 0
+        if not blocks:
+            return
+        if sequence.last_step <= self.completed_step:
+            self.pool.release_chain(blocks)
+            return
+        self.in_flight[sequence.last_step - self.in_flight[0].step_id].released.append(blocks)
+        self.pending_count += len(blocks)
+
+    def land(self, flight: Flight) -> None:
+        """The oldest plan's result has come: blocks that only it kept are free."""
+        self.completed_step = flight.step_id
+        for blocks in flight.released:
+            self.pool.release_chain(blocks)
+            self.pending_count -= len(blocks)
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        (self.decoding if sequence in self.decoding else self.prefilling).remove(sequence)
+        self.free_slot(sequence)
+
+    def _index_computed(self, sequence: Sequence) -> None:
+        if sequence.blocks:
+            known = min(sequence.computed_count, len(sequence.tokens))
+            self.cache.insert(sequence.chain, sequence.tokens, sequence.blocks, known)
+            self.cache.insert_tail(sequence.chain, sequence.tokens, sequence.blocks, known)
+
+    def check(self) -> None:
+        """Recount blocks, slots and sequences.
+
+        Raises:
+            AssertionError: an invariant does not hold.
+        """
+        live = [s for r in self.requests.values() for s in r.sequences if s.status is not Status.DONE]
+        self._check_sequences(live)
+        tables = [block for s in live for block in s.blocks]
+        pending = [block for flight in self.in_flight for blocks in flight.released for block in blocks]
+        assert len(pending) == self.pending_count, f"{len(pending)} blocks are pending, counted {self.pending_count}"
+        self.pool.check(dict(Counter(tables + pending)))
+        self.cache.check()
+        slots = [s.slot for s in self.prefilling + self.decoding]
+        assert sorted([*slots, *self.free_slots]) == list(range(self.limits.max_num_seqs)), "a slot is lost or doubled"
+        if self.is_idle:
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """What must hold when nothing is live or in flight.
+
+        Raises:
+            AssertionError: something is left over.
+        """
+        left = len(self.waiting) + len(self.preempted) + self.running_count + self.several_samples_count
+        assert left == 0, f"{left} sequences are left in the queues of an idle scheduler"
+        assert len(self.free_slots) == self.limits.max_num_seqs, f"only {len(self.free_slots)} slots are free when idle"
+        held = self.pool.held_count
+        assert held == 0 and self.pending_count == 0, f"{held} blocks are held when idle, {self.pending_count} pending"
+
+    def _check_sequences(self, live: list[Sequence]) -> None:
+        by_status: Counter[Status] = Counter(s.status for s in live)
+        assert by_status[Status.WAITING] == len(self.waiting), "the waiting queue is miscounted"
+        assert by_status[Status.PREEMPTED] == len(self.preempted), "the preempted list is miscounted"
+        assert by_status[Status.RUNNING] == self.running_count, "the running lists are miscounted"
+        for request in self.requests.values():
+            count = sum(s.status is not Status.DONE for s in request.sequences)
+            assert count == request.live_count > 0, f"request {request.message.request_id} is miscounted"
+        for s in live:
+            where = f"request {s.request_id} sample {s.sample_index} ({s.status.name})"
+            assert (s.slot >= 0) == (s.status is Status.RUNNING), f"{where}: slot {s.slot}"
+            assert s.computed_count <= s.capacity == len(s.blocks) * self.limits.block_size, f"{where}: block table"
+            assert len(s.tokens) <= s.planned_len <= s.max_len, (
+                f"{where}: {len(s.tokens)}, {s.planned_len}, {s.max_len}"
+            )
+            assert s.computed_count <= s.planned_len, f"{where}: {s.computed_count} computed of {s.planned_len}"
+
+
+def make_prefix_cache(kind: str, pool: BlockPool, block_size: int) -> PrefixCache:
+    """The implementation that `--prefix-cache` names: `hash`, `radix` or `off`."""
+    match kind:
+        case "hash":
+            return HashPrefixCache(pool, block_size)
+        case "radix":
+            return RadixPrefixCache(pool, block_size)
+        case "off":
+            return NoPrefixCache()
+    raise ValueError(f"unknown prefix cache {kind!r}")

@@ -1,0 +1,142 @@
+"""A child process starts, reports, obeys and dies with its supervisor: real processes, a real control socket."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+
+from common.child import DEATH_PIPE_VARIABLE
+from common.config import EngineConfig, ServerOptions
+from common.messages import Failed, ForSupervisor, Heartbeat, Ready, Stop, decode_for_supervisor
+from common.sockets import bind_router, new_context
+
+ROOT = Path(__file__).parents[2]
+ROOM = """
+import select
+from common.child import run_child
+from common.errors import ConfigError, StartupError
+
+def main(config, link, rank):
+    how = {how!r}
+    if how == "config":
+        raise ConfigError("no such model: /nowhere")
+    if how == "startup":
+        raise StartupError("not in time")
+    if how == "crash":
+        raise ZeroDivisionError("oops")
+    link.ready("here")
+    while True:
+        select.select([link.wake_fd], [], [])
+        if link.take_orders():
+            return 0
+
+run_child("scheduler", main)
+"""
+
+
+class Harness:
+    """A supervisor's socket and one child."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.context = new_context()
+        self.config = EngineConfig(run_dir=str(folder), server=ServerOptions(shutdown_timeout=1))
+        self.socket = bind_router(self.context, self.config.endpoint("supervisor"))
+        self.pipe = os.pipe()
+        self.child: subprocess.Popen[str] | None = None
+
+    def start(self, how: str) -> "subprocess.Popen[str]":
+        (self.folder / "room.py").write_text(ROOM.format(how=how))
+        (self.folder / "config.json").write_text(self.config.to_json())
+        self.child = subprocess.Popen(
+            [sys.executable, self.folder / "room.py", "--config", self.folder / "config.json"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), DEATH_PIPE_VARIABLE: str(self.pipe[0])},
+            pass_fds=[self.pipe[0]],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.child
+
+    def receive(self, kind: type) -> ForSupervisor:
+        while True:
+            assert self.socket.poll(20_000), f"no {kind.__name__} within 20 s"
+            identity, data = self.socket.recv_multipart()
+            assert identity == b"scheduler"
+            message = decode_for_supervisor(data)
+            if isinstance(message, kind):
+                return message
+
+    def close(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            self.child.communicate()
+        for fd in self.pipe:
+            try:
+                os.close(fd)
+            except OSError:
+                assert fd == self.pipe[1], "only the writing end may have been closed by a test"
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def harness(tmp_path):
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+def test_a_child_reports_and_stops_when_told(harness):
+    child = harness.start("serve")
+    assert harness.receive(Ready) == Ready("scheduler", "here")
+    assert harness.receive(Heartbeat).state == "serving"
+    harness.socket.send_multipart([b"scheduler", Stop(1000).to_wire()])
+    assert child.wait(20) == 0
+
+
+def test_a_child_survives_bad_bytes_from_its_supervisor(harness):
+    child = harness.start("serve")
+    harness.receive(Ready)
+    harness.socket.send_multipart([b"scheduler", b"\xc1"])
+    harness.socket.send_multipart([b"scheduler", Stop(1000).to_wire()])
+    assert child.wait(20) == 0
+
+
+def test_sigterm_is_the_order_to_stop_and_sigint_is_not(harness):
+    child = harness.start("serve")
+    harness.receive(Ready)
+    child.send_signal(signal.SIGINT)
+    harness.receive(Heartbeat)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("config", 2, "no such model: /nowhere"),
+        ("startup", 3, "not in time"),
+        ("crash", 1, "ZeroDivisionError: oops"),
+    ],
+)
+def test_a_failure_is_reported_before_the_exit(harness, how, code, message):
+    child = harness.start(how)
+    assert harness.receive(Failed) == Failed("scheduler", message)
+    assert child.wait(20) == code
+
+
+def test_a_child_dies_when_the_supervisors_pipe_closes(harness):
+    child = harness.start("serve")
+    harness.receive(Ready)
+    os.close(harness.pipe[1])
+    assert child.wait(20) == -signal.SIGKILL
+
+
+def test_the_control_socket_is_private_to_the_user(harness):
+    path = Path(harness.config.endpoint("supervisor").removeprefix("ipc://"))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert harness.socket.get(zmq.LINGER) == 0

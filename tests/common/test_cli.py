@@ -1,0 +1,139 @@
+"""The command line: every option reachable, files and flags agree, every refusal one line."""
+
+import pytest
+
+from common.cli import OptionParser, all_options, config_from, config_from_options, flags_of, to_arguments
+from common.config import EngineConfig
+from common.errors import ConfigError
+
+
+def parse(*arguments: str) -> EngineConfig:
+    return config_from(OptionParser(prog="launch.py").parse(arguments))
+
+
+def test_nothing_given_is_the_default_configuration():
+    assert parse() == EngineConfig()
+
+
+def test_every_option_can_be_given_under_each_of_its_names():
+    samples = {str: "x", int: "4", float: "0.5"}
+    for group, item in all_options():
+        if item.name in ("tensor_parallel_size", "run_ahead", "ssl_keyfile", "ssl_certfile", "client_endpoint"):
+            continue  # values that only go with others
+        for flag in flags_of(item):
+            if item.type is bool:
+                config, wanted = parse(flag), True
+            else:
+                text = item.metadata["choices"][-1] if item.metadata["choices"] else samples.get(item.type, "x")
+                config, wanted = parse(flag, text), ("x",) if item.metadata["repeat"] else type(item.default)(text)
+            assert getattr(getattr(config, group), item.name) == wanted, f"{flag} does not set {group}.{item.name}"
+
+
+def test_there_are_fewer_than_sixty_options():
+    assert len(all_options()) < 60
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("8k", 8000), ("8Ki", 8192), ("4096", 4096), ("1.5k", 1500), ("auto", 0), ("2GiB", 1 << 31)]
+)
+def test_counts_in_human_notation(text: str, number: int):
+    assert parse("--max-model-len", text).model.max_model_len == number
+
+
+def test_repeatable_options_collect():
+    assert parse("--api-key", "a", "b", "--api-key", "c").server.api_key == ("a", "b", "c")
+
+
+def test_booleans_have_a_negative():
+    assert parse("--no-http").server.http is False
+
+
+@pytest.mark.parametrize("flag", ["--no-enable-prefix-caching", "--disable-radix-cache"])
+def test_prefix_cache_switches_of_other_engines(flag: str):
+    assert parse(flag).cache.prefix_cache == "off"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--prot", "1"], "unknown argument --prot; did you mean --port?"),
+        (["--max-num-seq=1"], "unknown argument --max-num-seq=1; did you mean --max-num-seqs?"),
+        (["--port", "x"], "argument --port: wanted a whole number, got 'x'"),
+        (["--port", "70000"], "--port is 70000; wanted 0 to 65535"),
+        (["--max-model-len", "8q"], "wanted a whole number such as 4096, 8k or 2GiB, got '8q'"),
+        (["--shutdown-timeout", "nan"], "wanted a number from 0 up, got 'nan'"),
+        (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["--stream-interval", "0"], "--stream-interval is 0; wanted at least 1"),
+        (
+            ["--client-endpoint", "tcp://0.0.0.0:5555"],
+            "--client-endpoint is tcp://0.0.0.0:5555; wanted ipc://PATH or tcp",
+        ),
+        (["--client-endpoint", "tcp://*:5555"], "is not opened to other machines"),
+        (["--model"], "argument --model/--model-path: expected one argument"),
+        (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: No such file or directory"),
+    ],
+)
+def test_refusals_say_what_was_wanted(arguments: list[str], text: str):
+    with pytest.raises(ConfigError) as caught:
+        parse(*arguments)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_file_options_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("max-model-len: 8k\nport: 9000\nprefix_cache: off\napi-key: [a, b]\nhttp: false\ntp-size: 1\n")
+    config = parse("--config", str(file), "--port", "9001")
+    assert config.model.max_model_len == 8000
+    assert config.server.port == 9001
+    assert config.cache.prefix_cache == "off"
+    assert config.server.api_key == ("a", "b")
+    assert config.server.http is False
+
+
+def test_json_file(tmp_path):
+    file = tmp_path / "options.json"
+    file.write_text('{"max-num-seqs": 4, "shutdown-timeout": 1}')
+    config = parse("--config", str(file))
+    assert (config.scheduler.max_num_seqs, config.server.shutdown_timeout) == (4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("prot: 1", "unknown option 'prot'; did you mean port?"),
+        ("port: [1, 2]", "port: wanted one value, got [1, 2]"),
+        ("http: maybe", "http: wanted true or false, got 'maybe'"),
+        ("dtype: int3", "dtype: wanted one of auto, float32, bfloat16, float16; got 'int3'"),
+        ("- 1", "must hold a mapping"),
+        ("a: [", "neither YAML nor JSON"),
+    ],
+)
+def test_file_refusals_name_the_file(tmp_path, text: str, error: str):
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        parse("--config", str(file))
+    assert error in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_file_changes_nothing(tmp_path):
+    (tmp_path / "empty.yaml").write_text("")
+    assert parse("--config", str(tmp_path / "empty.yaml")) == EngineConfig()
+
+
+def test_a_configuration_survives_the_way_through_arguments():
+    config = config_from_options(
+        model="m", max_model_len="8k", http=False, api_key=["a", "b"], gpu_memory_utilization=0.5, enforce_eager=True
+    )
+    assert parse(*to_arguments(config)) == config
+    assert to_arguments(EngineConfig()) == []
+
+
+def test_keyword_options_are_held_to_the_same_rules():
+    with pytest.raises(ConfigError, match=r"unknown option 'max_model_length'; did you mean max_model_len\?"):
+        config_from_options(max_model_length=1)
+    with pytest.raises(ConfigError, match="wanted one of"):
+        config_from_options(dtype="int3")

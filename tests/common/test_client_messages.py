@@ -1,0 +1,100 @@
+"""Every message between clients and the frontend survives the wire, and nothing else gets in."""
+
+import contextlib
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import client_messages as wire
+from common.errors import WireError
+from common.wire import pack, unpack
+
+TOP = wire.TopLogprob(5, "é", b"\xc3\xa9", -0.25, 1)
+LOGPROB = wire.TokenLogprob(7, "", b"\xc3", -0.5, 2, (TOP, TOP))
+IDS = array("i", [1, 2, 2**31 - 1])
+FROM_CLIENT = [
+    wire.Hello(1, "me"),
+    wire.Generate(request_id="a", prompt="text", params={"max_tokens": 5, "stop": ["x"]}, timeout_ms=5, priority=-3),
+    wire.Generate(request_id="", prompt=IDS, model_defaults=False, stream=False, add_special_tokens=True),
+    wire.Generate(request_id="c", prompt=[{"role": "user", "content": [{"type": "text"}]}], chat={"tools": [{}]}),
+    wire.Abort("a"),
+    wire.Tokenize("a", "text", False),
+    wire.Detokenize("a", IDS, True),
+    wire.GetStatus("a"),
+    wire.Ping("a"),
+]
+TO_CLIENT = [
+    wire.Welcome(1, ("model", "other"), 2048, 400, "serving"),
+    wire.Deltas((("a", wire.Delta(1, "text", IDS, [LOGPROB], "stop", "x")), ("b", wire.Delta(0, "", array("i"))))),
+    wire.Final(
+        request_id="a",
+        samples=(
+            wire.SampleResult(0, "text", IDS, "stop", 7, (LOGPROB,)),
+            wire.SampleResult(1, "", array("i"), "abort"),
+        ),
+        prompt_token_ids=IDS,
+        prompt_logprobs=(None, LOGPROB),
+        prompt_tokens=3,
+    ),
+    wire.ErrorReply("a", "queue_full", "too many", None, 500, 429),
+    wire.TokenizeReply("a", IDS),
+    wire.DetokenizeReply("a", "text"),
+    wire.StatusReply("a", "serving", "", ("model",), 3, {"block_size": 16}, {"steps": 2**40}),
+    wire.Pong("a"),
+]
+ALL = [(wire.decode_from_client, example) for example in FROM_CLIENT]
+ALL += [(wire.decode_to_client, example) for example in TO_CLIENT]
+BOTH = pytest.mark.parametrize(("decode", "message"), ALL, ids=lambda value: type(value).__name__)
+
+
+@BOTH
+def test_round_trip(decode, message):
+    assert decode(message.to_wire()) == message
+
+
+@BOTH
+def test_each_field_is_needed_and_none_may_follow(decode, message):
+    code, fields = unpack(message.to_wire())
+    for count in range(len(fields)):
+        with pytest.raises(WireError):
+            decode(pack([code, *fields[:count]]))
+    with pytest.raises(WireError):
+        decode(pack([code, *fields, None]))
+
+
+@BOTH
+@given(position=st.integers(0, 30), value=st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(), st.binary()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=6,
+))  # fmt: skip
+def test_any_value_anywhere_is_a_message_or_a_wire_error(decode, message, position, value):
+    code, fields = unpack(message.to_wire())
+    fields[position % len(fields)] = value
+    with contextlib.suppress(WireError):
+        decode(pack([code, *fields]))
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_message_or_a_wire_error(data):
+    for decode in (wire.decode_from_client, wire.decode_to_client):
+        with contextlib.suppress(WireError):
+            decode(data)
+
+
+def test_the_request_id_of_a_message_that_cannot_be_read():
+    assert wire.request_id_of(pack([61, "mine", 5])) == "mine"
+    assert wire.request_id_of(pack([61, 5])) == wire.request_id_of(b"\xc1") == wire.request_id_of(pack([61])) == ""
+
+
+def test_codes_of_the_other_direction_are_refused():
+    with pytest.raises(WireError, match="not carried"):
+        wire.decode_from_client(wire.Pong("a").to_wire())
+    with pytest.raises(WireError, match="not carried"):
+        wire.decode_to_client(wire.Ping("a").to_wire())
+
+
+def test_codes_are_unique():
+    codes = [type(message).CODE for _, message in ALL]
+    assert len({*codes}) == len({type(message) for _, message in ALL})

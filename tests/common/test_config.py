@@ -1,0 +1,72 @@
+"""The configuration survives the way to a child, and contradictions are refused with the values that disagree."""
+
+import json
+
+import pytest
+
+from common.config import (
+    CacheOptions,
+    EngineConfig,
+    ModelOptions,
+    SchedulerOptions,
+    ServerOptions,
+    parse_count,
+    step_limits,
+)
+from common.errors import ConfigError
+
+
+def test_a_configuration_comes_back_equal():
+    config = EngineConfig(
+        model=ModelOptions(model="x", served_model_name=("a", "b")),
+        server=ServerOptions(api_key=("k",)),
+        run_dir="/run",
+    )
+    assert EngineConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("values", [{"modle": {}}, {"model": {"modl": "x"}}])
+def test_unknown_keys_are_refused(values):
+    with pytest.raises(ConfigError, match="unknown configuration key 'mod"):
+        EngineConfig.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("8k", 8000), ("8Ki", 8192), ("2GiB", 2**31), ("1.5k", 1500), (" 3 ", 3), ("2mb", 2 * 10**6)],
+)
+def test_counts_are_read_as_people_write_them(text, value):
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "8kk", "0x10", "1e3", "nan"])
+def test_other_counts_are_refused(text):
+    with pytest.raises(ConfigError, match="wanted a whole number"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ({"cache": CacheOptions(block_size=0)}, "--block-size is 0"),
+        ({"cache": CacheOptions(block_size=24)}, "--block-size is 24"),
+        ({"cache": CacheOptions(gpu_memory_utilization=1.5)}, "is 1.5"),
+        ({"scheduler": SchedulerOptions(run_ahead=3)}, "--run-ahead is 3"),
+        ({"scheduler": SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=4)}, "is 4, less than .* is 8"),
+        ({"scheduler": SchedulerOptions(max_num_queued_reqs=0)}, "--max-num-queued-reqs is 0"),
+        ({"server": ServerOptions(port=70000)}, "--port is 70000"),
+        ({"server": ServerOptions(ssl_keyfile="k")}, "go together"),
+    ],
+)
+def test_contradictions_are_refused_with_their_values(parts, match):
+    with pytest.raises(ConfigError, match=match):
+        EngineConfig(**parts)
+
+
+def test_open_limits_are_chosen_for_the_device_and_never_contradict():
+    assert step_limits(SchedulerOptions(), "cpu").max_num_batched_tokens == 512
+    assert step_limits(SchedulerOptions(), "NVIDIA H200").max_num_seqs == 256
+    for seqs in (0, 1, 3000):
+        for tokens in (0, 3000):
+            limits = step_limits(SchedulerOptions(max_num_seqs=seqs, max_num_batched_tokens=tokens), "cpu")
+            assert 1 <= limits.max_num_seqs <= limits.max_num_batched_tokens

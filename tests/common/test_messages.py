@@ -1,0 +1,164 @@
+"""Every message survives the wire, and nothing else gets in."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import messages as m
+from common.errors import WireError
+from common.sampling_params import SamplingParams
+from common.wire import pack, unpack
+
+LOGPROBS = m.TokenLogprobs(3, -0.5, 2, array("i", [7, 9]), array("f", [-0.25, -0.5]))
+SAMPLING = m.SlotSampling(
+    temperature=0.5,
+    seed=2**64 - 1,
+    end_token_ids=(2,),
+    bias_token_ids=array("i", [5]),
+    bias_values=array("f", [1.5]),
+    bad_token_ids=((1, 2),),
+)
+SLOT = m.SlotInit(
+    slot=65535,
+    token_ids=array("i", [1, 2, 3]),
+    prompt_count=2,
+    computed_count=2,
+    block_ids=array("i", [4]),
+    sampling=SAMPLING,
+)
+EXAMPLES = {
+    m.decode_for_scheduler: [
+        m.AddRequest(
+            request_id=7,
+            prompt_token_ids=array("i", [1, 2, 3]),
+            params=SamplingParams(stop="x", logit_bias={3: 1.5}, seed=9),
+            end_token_ids=(0, 2),
+            bad_token_ids=((1,), (2, 3)),
+            deadline_s=1.5,
+        ),
+        m.AbortRequests(array("i", [1, 2])),
+        m.FlushCache(),
+    ],
+    m.decode_for_frontend: [
+        m.EngineReady(max_model_len=64, max_num_seqs=4, block_size=16, block_count=8, vocab_size=100),
+        m.TokensOut(
+            request_ids=array("i", [1, 2]),
+            token_ids=array("i", [5, 6, 7]),
+            sample_indices=array("B", [0, 1]),
+            token_counts=array("B", [1, 2]),
+            cached_counts=array("i", [16, -1]),
+            finishes=(m.SampleFinish(1, "length"),),
+            logprobs=(LOGPROBS,),
+            prompt_logprobs=((0, (LOGPROBS, LOGPROBS)),),
+        ),
+        m.RequestFailed(1, "queue_full", "too many", 429, None, 500),
+        m.EngineStats(running_count=3, steps=2**40, parts_us=array("i", [1, 2, 3, 4, 5, 6])),
+    ],
+    m.decode_for_worker: [
+        m.StepPlan(
+            step_id=1,
+            decode_slots=array("H", [3, 1]),
+            decode_block_counts=array("B", [0, 1]),
+            chunk_slots=array("H", [65535]),
+            chunk_token_counts=array("i", [2]),
+            chunk_samples=array("B", [1]),
+            chunk_block_counts=array("i", [1]),
+            block_ids=array("i", [8, 9]),
+            new_slots=(SLOT,),
+            cleared_slots=array("H", [2]),
+            copy_block_ids=array("i", [1, 2]),
+        )
+    ],
+    m.decode_from_worker: [
+        m.WorkerReady(
+            protocol_version=m.PROTOCOL_VERSION,
+            rank=0,
+            max_model_len=64,
+            block_size=16,
+            block_count=8,
+            host_block_count=0,
+            block_bytes=2**40,
+            vocab_size=100,
+            device_name="cpu",
+        ),
+        m.StepResult(step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1])),
+    ],
+    m.decode_for_supervisor: [m.Heartbeat("worker-0", "serving", 12), m.Ready("frontend", "x"), m.Failed("a", "b")],
+    m.decode_for_child: [m.Stop(1000), m.PeerFailed("worker-0", "killed by signal 9")],
+}
+CASES = [(decode, message) for decode, messages in EXAMPLES.items() for message in messages]
+
+
+@pytest.mark.parametrize(("decode", "message"), CASES, ids=lambda value: type(value).__name__)
+def test_a_message_comes_back_equal(decode, message):
+    assert decode(message.to_wire()) == message
+
+
+@pytest.mark.parametrize(("decode", "message"), CASES, ids=lambda value: type(value).__name__)
+def test_missing_and_extra_fields_are_refused(decode, message):
+    code, fields = unpack(message.to_wire())
+    with pytest.raises(WireError, match="fields, wanted"):
+        decode(pack([code, *fields, 1]))
+    if fields:
+        with pytest.raises(WireError, match="ends before this field"):
+            decode(pack([code, *fields[:-1]]))
+
+
+@pytest.mark.parametrize(("decode", "message"), CASES, ids=lambda value: type(value).__name__)
+def test_a_field_of_another_type_is_refused(decode, message):
+    code, fields = unpack(message.to_wire())
+    for index in range(len(fields)):
+        broken = [*fields[:index], {"a": [1]} if not isinstance(fields[index], dict) else 5, *fields[index + 1 :]]
+        with pytest.raises(WireError):
+            decode(pack([code, *broken]))
+
+
+@pytest.mark.parametrize("decode", EXAMPLES, ids=lambda decode: decode.__name__)
+def test_codes_of_other_links_are_refused(decode):
+    for other, messages in EXAMPLES.items():
+        for message in messages if other is not decode else ():
+            with pytest.raises(WireError, match="is not carried by the link"):
+                decode(message.to_wire())
+
+
+@given(data=st.binary(max_size=200))
+def test_random_bytes_raise_wire_errors_only(data):
+    for decode in EXAMPLES:
+        with pytest.raises(WireError):
+            decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x91" * 100_000 + b"\x01",
+        b"\x92\x01\xc7\xff\x05abc",
+        b"\x92\x01\xd4\x05\x00",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x80",
+    ],
+    ids=["empty", "deep", "truncated", "extension", "gigantic", "map"],
+)
+def test_hostile_bytes_raise_wire_errors(data):
+    with pytest.raises(WireError):
+        m.decode_for_scheduler(data)
+
+
+def test_a_plan_for_256_decoding_requests_stays_under_two_kilobytes_even_when_every_row_gets_a_block():
+    plan = m.StepPlan(
+        step_id=10**9,
+        decode_slots=array("H", range(256)),
+        decode_block_counts=array("B", [1] * 256),
+        block_ids=array("i", range(10**6, 10**6 + 256)),
+    )
+    assert len(plan.to_wire()) < 2048
+
+
+def test_a_worker_of_another_protocol_version_is_refused_by_name():
+    ready = EXAMPLES[m.decode_from_worker][0]
+    code, fields = unpack(ready.to_wire())
+    with pytest.raises(WireError, match=rf"version {m.PROTOCOL_VERSION + 1}, this is {m.PROTOCOL_VERSION}"):
+        m.decode_from_worker(pack([code, m.PROTOCOL_VERSION + 1, *fields[1:]]))

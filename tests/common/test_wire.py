@@ -1,0 +1,53 @@
+"""Field checks refuse what does not fit, naming message and field."""
+
+from array import array
+
+import pytest
+
+from common.errors import WireError
+from common.wire import FieldReader, array_bytes, int32_array, pack, unpack
+
+
+@pytest.mark.parametrize(
+    ("method", "good", "bad"),
+    [
+        ("integer", 5, [-1, 2**31, 1.0, True, "5", None]),
+        ("optional_integer", None, [-1, 1.5, "x"]),
+        ("number", 1.5, ["1", None, True, float("nan"), float("inf")]),
+        ("optional_number", None, ["1", float("nan")]),
+        ("flag", True, [0, 1, None, "true"]),
+        ("text", "x", [b"x", 5, None]),
+        ("optional_text", None, [b"x", 5]),
+        ("blob", b"x", ["x", 5, None]),
+        ("mapping", {"a": 1}, [[], None, {1: 2}]),
+    ],
+)
+def test_each_reader_takes_its_type_only(method, good, bad):
+    assert getattr(FieldReader("M", [good]), method)("field") == good
+    for value in bad:
+        with pytest.raises(WireError, match=r"M\.field: wanted"):
+            getattr(FieldReader("M", [value]), method)("field")
+
+
+def test_bounds_hold_for_lists_texts_and_arrays():
+    with pytest.raises(WireError, match="at most 2 items"):
+        FieldReader("M", [[1, 2, 3]]).entries("field", int, 2)
+    with pytest.raises(WireError, match="at most 2 characters"):
+        FieldReader("M", ["abc"]).text("field", 2)
+    with pytest.raises(WireError, match="at most 1 items of 4 bytes"):
+        FieldReader("M", [b"12345678"]).numbers("field", "i", 1)
+    with pytest.raises(WireError, match="items of 4 bytes"):
+        FieldReader("M", [b"12345"]).numbers("field", "i")
+
+
+def test_arrays_are_little_endian_on_the_wire():
+    assert array_bytes(array("i", [1, -2])) == b"\x01\x00\x00\x00\xfe\xff\xff\xff"
+    assert FieldReader("M", [b"\x01\x00\x00\x00"]).numbers("field", "i") == array("i", [1])
+    numbers = array("i", [1])
+    assert int32_array(numbers) is numbers
+    assert int32_array([1, 2]) == array("i", [1, 2])
+
+
+def test_a_message_over_the_limit_is_refused_before_it_is_parsed():
+    with pytest.raises(WireError, match="exceeds the limit of 10"):
+        unpack(pack([1, b"x" * 100]), limit_bytes=10)

@@ -1,0 +1,17 @@
+"""Fixtures for every room's tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in worker_proc/main.py; tests often share their cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices as small as the tests' gain nothing from a second thread
+
+
+@pytest.fixture(scope="session")
+def default_model_dir() -> Path:
+    """The embedded default model, fetched and converted into the user's cache if it is not there."""
+    from worker_proc.fetch_model import fetch_model
+
+    return fetch_model("default")

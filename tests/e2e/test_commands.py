@@ -1,0 +1,114 @@
+"""The commands that a user types: one answer, status, chat, stop; and what they leave behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import ROOT, Server, wait_for_exit
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def command(*arguments, run_dirs=None, stdin="", cwd=None):
+    """Run launch.py to its end."""
+    variables = {**os.environ} | ({"XDG_RUNTIME_DIR": str(run_dirs)} if run_dirs else {})
+    return subprocess.run(
+        [sys.executable, ROOT / "launch.py", *map(str, arguments)],
+        capture_output=True, text=True, timeout=150, check=False, env=variables, input=stdin, cwd=cwd,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run_dirs():
+    with tempfile.TemporaryDirectory(prefix="tr-") as folder:
+        yield Path(folder)
+
+
+def test_one_answer_and_nothing_left(tiny_model_dir, run_dirs, tmp_path):
+    run = command("--once", "Why is the sky blue?", "--model", tiny_model_dir, run_dirs=run_dirs, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip(), "no answer"
+    assert "ready in" not in run.stdout, "progress belongs on stderr"
+    assert "start-up time: " in run.stderr
+    assert list(run_dirs.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
+    with Server(tiny_model_dir, "--served-model-name", "tiny") as server:
+        pids = server.children()
+        status = command("status", run_dirs=server.run_dirs)
+        assert status.returncode == 0, status.stderr
+        assert f"pid {server.process.pid}: tiny, up" in status.stdout
+        assert "serving" in status.stdout
+        chat = command("chat", "--temperature", "0", "--max-tokens", "4", run_dirs=server.run_dirs, stdin="Hi\nHo\n")
+        assert chat.returncode == 0, chat.stderr
+        assert chat.stdout.count("\n") == 2
+        stop = command("stop", run_dirs=server.run_dirs)
+        assert stop.returncode == 0, stop.stderr
+        assert server.process.wait(30) == 0
+        server.assert_nothing_is_left(pids)
+
+
+def test_verbs_without_an_engine_say_so(run_dirs):
+    status = command("status", run_dirs=run_dirs)
+    assert (status.returncode, status.stdout) == (1, "no engine is running\n")
+    for verb in ("stop", "chat"):
+        run = command(verb, run_dirs=run_dirs)
+        assert (run.returncode, run.stderr) == (2, "trireme: no engine of yours is running\n")
+
+
+def test_interrupting_twice_stops_at_once(tiny_model_dir):
+    with Server(tiny_model_dir, "--shutdown-timeout", "600") as server:
+        pids = server.children()
+        os.kill(pids["frontend"], signal.SIGSTOP)  # it will not stop by itself
+        server.process.send_signal(signal.SIGINT)
+        wait_for_line(server, "stopping: SIGINT")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+        server.assert_nothing_is_left(pids)
+
+
+def wait_for_line(server, text):
+    while text not in server.stderr():
+        assert server.process.poll() is None, server.stderr()
+        os.sched_yield()
+
+
+def test_an_interrupt_while_starting_leaves_nothing(tiny_model_dir):
+    server = Server(tiny_model_dir)
+    try:
+        while len(pids := server.children()) < 3:
+            assert server.process.poll() is None, server.stderr()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+        server.assert_nothing_is_left(pids)
+    finally:
+        server.close()
+
+
+def test_what_a_killed_supervisor_left_is_cleared_by_the_next_start(tiny_model_dir, run_dirs):
+    with Server(tiny_model_dir) as server:
+        pids = server.children()
+        server.process.kill()
+        for name, pid in pids.items():
+            wait_for_exit(pid, name)
+        assert len(list(server.run_dirs.iterdir())) == 1
+        run = command("--once", "Hi", "--model", tiny_model_dir, run_dirs=server.run_dirs)
+        assert run.returncode == 0, run.stderr
+        assert list(server.run_dirs.iterdir()) == []
+
+
+def test_a_client_written_from_the_protocol_document_alone(server):
+    arguments = [sys.executable, ROOT / "examples" / "raw_client.py", server.ready["client_endpoint"]]
+    run = subprocess.run([*arguments, "The sea"], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip(), "no answer"
+    refused = subprocess.run([*arguments, "sea " * 5000], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1
+    assert "refused: the prompt has" in refused.stderr

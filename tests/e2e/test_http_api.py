@@ -1,0 +1,135 @@
+"""The HTTP API of a real engine, spoken to by the official client and by plain requests."""
+
+import json
+import socket
+import threading
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+PROMPT = "The sea, the sea"
+CHAT = [{"role": "user", "content": PROMPT}]
+GREEDY = {"temperature": 0.0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def url(server) -> str:
+    return server.ready["http"]
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(client) -> str:
+    return client.models.list().data[0].id
+
+
+def test_chat_streamed_equals_whole(client, model):
+    whole = client.chat.completions.create(model=model, messages=CHAT, **GREEDY)
+    stream = client.chat.completions.create(
+        model=model, messages=CHAT, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_completions_streamed_equal_whole_and_token_ids_equal_text(client, model, url):
+    whole = client.completions.create(model=model, prompt=PROMPT, **GREEDY).choices[0].text
+    stream = client.completions.create(model=model, prompt=PROMPT, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole
+    ids = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert client.completions.create(model=model, prompt=ids, **GREEDY).choices[0].text == whole
+    several = client.completions.create(model=model, prompt=[PROMPT, PROMPT], **GREEDY)
+    assert [choice.text for choice in several.choices] == [whole, whole]
+
+
+def test_logprobs_and_echo(client, model):
+    choice = client.completions.create(model=model, prompt=PROMPT, echo=True, logprobs=2, **GREEDY).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.text.startswith(PROMPT)
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs[1:])
+    again = client.completions.create(model=model, prompt=PROMPT, echo=True, logprobs=2, **GREEDY).choices[0]
+    assert again.logprobs.token_logprobs == choice.logprobs.token_logprobs, "a warm prefix cache changes nothing"
+    chat = client.chat.completions.create(model=model, messages=CHAT, logprobs=True, top_logprobs=3, **GREEDY)
+    entries = chat.choices[0].logprobs.content
+    assert len(entries) == chat.usage.completion_tokens
+    for entry in entries:  # greedy: the chosen token is the likeliest
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob, abs=1e-5)
+
+
+def test_samples_differ_and_are_reproducible(client, model):
+    asked = {"model": model, "prompt": PROMPT, "n": 4, "temperature": 1.0, "seed": 1, "max_tokens": 12}
+    texts = [choice.text for choice in client.completions.create(**asked).choices]
+    assert len(set(texts)) > 1
+    assert texts == [choice.text for choice in client.completions.create(**asked).choices]
+
+
+@pytest.mark.parametrize("value", [b"NaN", b"Infinity", b"1e400", b"-1", b'"x"'])
+@pytest.mark.parametrize("name", [b"temperature", b"top_p", b"min_p", b"repetition_penalty", b"presence_penalty"])
+def test_bad_numbers_are_refused_in_json_and_cost_nothing(url, name, value):
+    if (name, value) == (b"presence_penalty", b"-1"):
+        pytest.skip("a presence penalty of -1 is fine")
+    body = b'{"prompt": "x", "max_tokens": 1, "' + name + b'": ' + value + b"}"
+    response = httpx.post(url + "/v1/completions", content=body)
+    assert response.status_code == 400
+    assert set(response.json()) == {"error"}
+    assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_official_client_raises_its_own_errors(client, model):
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.completions.create(model="other", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=model, prompt=PROMPT, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="max-model-len"):
+        client.completions.create(model=model, prompt="sea " * 2000)
+
+
+def test_health_version_and_metrics(url, client, model):
+    assert httpx.get(url + "/health").json() == {"status": "serving"}
+    assert httpx.get(url + "/v1/models/" + model).json()["max_model_len"] > 0
+    client.completions.create(model=model, prompt=PROMPT, **GREEDY)
+    text = httpx.get(url + "/metrics").text
+    assert "trireme:request_success_total" in text
+    assert "trireme:num_requests_running" in text
+
+
+def running_count(url) -> int:
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith("trireme:num_requests_running{"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_ends_the_request(url, stream):
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": stream, "temperature": 0})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall((head + body).encode())
+        if stream:
+            assert connection.recv(4096)
+        else:
+            wait_for(lambda: running_count(url) == 1)
+    wait_for(lambda: running_count(url) == 0)
+
+
+def wait_for(condition, timeout_s: float = 20.0) -> None:
+    """Ask until it holds; each asking is a request to the server, so that nothing spins."""
+    give_up = threading.Event()
+    timer = threading.Timer(timeout_s, give_up.set)
+    timer.start()
+    while not condition():
+        assert not give_up.is_set(), f"did not become true in {timeout_s} s"
+    timer.cancel()

@@ -1,0 +1,163 @@
+"""The engine's processes live and die together (FAULTS D1, D2, D3, D11), with real processes and real signals."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from common.errors import TriremeError
+from frontend import Client, SamplingParams
+from tests.support.server import ROOT, Server, wait_for_exit
+
+pytestmark = pytest.mark.timeout(180)
+LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+
+
+def start_a_long_answer(client):
+    stream = client.generate("The sea", LONG, stream=True)
+    next(stream)
+    return stream
+
+
+def test_interrupt_stops_everything_with_code_zero(tiny_model_dir):
+    with Server(tiny_model_dir) as server:
+        pids = server.children()
+        assert {"frontend", "scheduler", "worker-0"} <= set(pids)
+        assert server.stop() == 0
+        server.assert_nothing_is_left(pids)
+
+
+@pytest.mark.parametrize("name", ["worker-0", "scheduler", "frontend"])
+def test_a_killed_process_ends_requests_with_an_error_and_the_run_with_a_code(tiny_model_dir, name):
+    with Server(tiny_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+        pids = server.children()
+        stream = start_a_long_answer(client)
+        os.kill(pids[name], signal.SIGKILL)
+        with pytest.raises(TriremeError):
+            list(stream)
+        assert server.process.wait(30) not in (0, None)
+        server.assert_nothing_is_left(pids)
+        assert f"{name} was killed by signal 9" in server.stderr()
+
+
+@pytest.mark.parametrize("name", ["worker-0", "scheduler"])
+def test_a_frozen_process_is_noticed(tiny_model_dir, name):
+    with Server(tiny_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+        pids = server.children()
+        stream = start_a_long_answer(client)
+        os.kill(pids[name], signal.SIGSTOP)
+        with pytest.raises(TriremeError):
+            list(stream)
+        assert server.process.wait(30) not in (0, None)
+        server.assert_nothing_is_left(pids)
+        assert name in server.stderr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_health_says_so_before_the_run_ends(tiny_model_dir, number):
+    with Server(tiny_model_dir) as server, httpx.Client(base_url=server.ready["http"]) as http:
+        assert http.get("/health").status_code == 200
+        os.kill(server.children()["scheduler"], number)
+        while (response := http.get("/health")).status_code == 200:
+            pass
+        assert response.status_code == 503
+        assert response.json()["status"] == "dead"
+        assert "scheduler" in response.json()["detail"]
+        assert server.process.wait(30) == 1
+
+
+def test_killing_the_supervisor_takes_all_processes_along_while_serving(tiny_model_dir):
+    with Server(tiny_model_dir) as server:
+        pids = server.children()
+        server.process.kill()
+        for name, pid in pids.items():
+            wait_for_exit(pid, name)
+
+
+def test_killing_the_supervisor_takes_all_processes_along_while_loading(tiny_model_dir):
+    server = Server(tiny_model_dir)
+    try:
+        pids = {}
+        while len(pids) < 3:
+            assert server.process.poll() is None, server.stderr()
+            pids = server.children()
+        server.process.kill()
+        for name, pid in pids.items():
+            wait_for_exit(pid, name)
+    finally:
+        server.close()
+
+
+def refused_start(*options):
+    """Run launch.py to its end; (exit code, stdout, the last line on stderr)."""
+    run = subprocess.run(
+        [sys.executable, ROOT / "launch.py", *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return run.returncode, run.stdout, run.stderr.strip().splitlines()[-1]
+
+
+def broken_copy(source, target, file, content):
+    shutil.copytree(source, target)
+    (target / file).write_text(content)
+    return target
+
+
+def test_a_missing_model_is_refused_in_one_line():
+    code, stdout, line = refused_start("--model", "/nowhere/at/all", "--port", "0")
+    assert code != 0
+    assert "/nowhere/at/all" in line
+    assert stdout == ""
+
+
+def test_an_unknown_architecture_is_refused_by_name(tiny_model_dir, tmp_path):
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    config |= {"architectures": ["NovelForCausalLM"], "model_type": "novel"}
+    folder = broken_copy(tiny_model_dir, tmp_path / "m", "config.json", json.dumps(config))
+    code, _, line = refused_start("--model", folder, "--port", "0")
+    assert code != 0
+    assert "NovelForCausalLM" in line
+    assert "LlamaForCausalLM" in line
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_broken_file_ends_the_start_with_a_line_that_names_it(tiny_model_dir, tmp_path, file):
+    folder = broken_copy(tiny_model_dir, tmp_path / "m", file, "{ broken")
+    code, _, line = refused_start("--model", folder, "--port", "0")
+    assert code != 0
+    assert file in line
+
+
+def test_a_port_in_use_is_refused_with_its_number(tiny_model_dir):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, line = refused_start("--model", tiny_model_dir, "--port", port)
+    assert code != 0
+    assert str(port) in line
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--block-size", "24"], "24"),
+        (["--max-num-seqs", "8", "--max-num-batched-tokens", "4"], "max-num-batched-tokens is 4"),
+        (["--no-such-option"], "no-such-option"),
+        (["--max-model-len", "1e9"], "max-model-len"),
+        (["--port", "http"], "port"),
+    ],
+)
+def test_contradictory_options_are_refused_in_one_line(options, match):
+    code, _, line = refused_start(*options)
+    assert code == 2
+    assert match in line

@@ -1,0 +1,320 @@
+"""What holds for the whole application: errors, keys, ids, limits, disconnects, health, metrics."""
+
+import asyncio
+import contextlib
+import json
+import logging
+
+import pytest
+
+from common.config import ServerOptions
+from common.messages import EngineStats, RequestFailed
+from frontend.http import requests as bodies
+from frontend.http import server, streams
+from frontend.http.middleware import BODY_LIMIT_BYTES
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12}
+GOOD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+
+
+def body_for(path):
+    return {"/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "Hi"}}[path]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b"\xff", b'{"temperature": NaN}', b'{"temperature": Infinity}',
+        b'{"temperature": -Infinity}', b'{"temperature": 1e400}', b'{"prompt": "\\ud800"}', b"[" * 100_000,
+        b'{"a":' * 100_000, b"1" * 10_000,
+    ],
+)  # fmt: skip
+def test_what_is_no_json_object_is_refused_in_json(api, path, body):
+    response = api.post(path, body)
+    assert response.status_code == 400
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_missing_field_is_named(api):
+    error = api.post("/v1/chat/completions", {}).json()["error"]
+    assert error["param"] == "messages"
+    assert error["message"] == "Object missing required field `messages`"
+
+
+def test_a_wrong_type_is_named_with_its_place(api):
+    error = api.post("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": 3}}).json()["error"]
+    assert error["param"] == "stream_options"
+    assert error["message"] == "stream_options.include_usage: Expected `bool | null`, got `int`"
+
+
+def test_unknown_fields_are_taken_and_logged_once(api, caplog, monkeypatch):
+    monkeypatch.setattr(bodies, "_reported", set())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert api.post("/v1/chat/completions", {**CHAT, "frobnicate": 1}).status_code == 200
+    assert [record.getMessage() for record in caplog.records] == [
+        "ignoring the unknown field 'frobnicate' of ChatRequest (said once)"
+    ]
+
+
+def test_unknown_paths_and_methods(api):
+    missing = api.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+    wrong = api.get("/v1/completions")
+    assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "/v1/completions does not take GET")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_unknown_model_is_not_found(api, path):
+    response = api.post(path, {**body_for(path), "model": "gpt-7"})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert "this engine serves tiny, small" in response.json()["error"]["message"]
+
+
+def test_models(api):
+    listed = api.get("/v1/models").json()["data"]
+    assert [card["id"] for card in listed] == ["tiny", "small"]
+    assert listed[0]["max_model_len"] == 512
+    assert api.get("/v1/models/small").json() == listed[1]
+    assert api.get("/v1/models/org/other").status_code == 404
+
+
+def test_request_id_is_echoed_or_made(api):
+    assert api.get("/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    made = api.get("/version").headers["x-request-id"]
+    assert len(made) == 32
+    assert api.get("/version", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
+    reply = api.post("/v1/chat/completions", CHAT, headers={"x-request-id": "abc-2"})
+    assert reply.json()["id"] == "chatcmpl-abc-2"
+    assert api.get("/nothing", headers={"x-request-id": "abc-3"}).headers["x-request-id"] == "abc-3"
+
+
+def test_api_key_protects_all_but_what_orchestrators_ask(make_api):
+    api = make_api(api_key=("secret", "other")).ready()
+    for path in ("/v1/models", "/metrics", "/version", "/nothing"):
+        response = api.get(path)
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key"), path
+        assert api.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert api.get(path, headers={"authorization": "Basic secret"}).status_code == 401
+        assert api.get(path, headers={"authorization": "Bearer other"}).status_code != 401
+    for path in ("/health", "/ready", "/ping"):
+        assert api.get(path).status_code == 200
+    assert api.post("/v1/chat/completions", CHAT).status_code == 401
+    assert api.post("/v1/chat/completions", CHAT, headers={"authorization": "bearer secret"}).status_code == 200
+
+
+def test_large_bodies_are_refused_by_length_and_by_count(api):
+    response = api.post("/v1/completions", b"x" * (BODY_LIMIT_BYTES + 1))
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+    async def chunks():
+        for _ in range(33):
+            yield b"x" * (1 << 20)
+
+    response = api.loop.run_until_complete(api.client.post("/v1/completions", content=chunks()))
+    assert response.status_code == 413
+
+
+def test_cors_only_where_asked_for(api, make_api):
+    headers = {"origin": "https://app.example"}
+    assert "access-control-allow-origin" not in api.get("/version", headers=headers).headers
+    other = make_api(allowed_origins=("https://app.example",), api_key=("secret",)).ready()
+    assert other.get("/health", headers=headers).headers["access-control-allow-origin"] == "https://app.example"
+    preflight = headers | {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    response = other.loop.run_until_complete(other.client.options("/v1/completions", headers=preflight))
+    assert response.status_code == 200
+    assert other.get("/version", headers=headers).headers["access-control-allow-origin"] == "https://app.example"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_full_queue_is_429_with_a_hint_also_for_streams(api, path, stream):
+    api.scheduler.refuse = RequestFailed(0, "queue_full", "4096 requests wait already", 429, None, 2500)
+    response = api.post(path, {**body_for(path), "stream": stream})
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "3"
+    assert response.json()["error"] == {
+        "message": "4096 requests wait already", "type": "rate_limit_error", "param": None, "code": "queue_full",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_failure_in_mid_stream_is_an_event(api, path):
+    api.scheduler.fail_after = 3
+    *before, last = api.events(path, body_for(path))
+    assert len(before) >= 3
+    assert last["error"]["message"] == "worker-0 was killed"
+    assert last["error"]["type"] == "service_unavailable_error"
+    assert api.post(path, body_for(path)).status_code == 503
+
+
+def test_a_failure_of_one_prompt_ends_all(api):
+    api.scheduler.fail_after = 3
+    assert api.post("/v1/completions", {"prompt": ["a", "b"]}).status_code == 503
+    *_, last = api.events("/v1/completions", {"prompt": ["a", "b"]})
+    assert last["error"]["code"] == "engine_dead"
+    assert api.engine.core.live_count == 0
+
+
+class Connection:
+    """One request at the ASGI level, so that the test decides when the client goes away."""
+
+    def __init__(self, path, body):
+        self.sent = []
+        self.gone = asyncio.Event()
+        self._body = json.dumps(body).encode()
+        self.scope = {
+            "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [], "client": ("127.0.0.1", 1), "server": ("test", 80), "scheme": "http", "root_path": "",
+            "http_version": "1.1", "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }  # fmt: skip
+
+    async def receive(self):
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [{"prompt": "Hi"}, {"prompt": ["a", "b"]}], ids=["one", "two"])
+def test_a_disconnect_aborts_the_requests(api, stream, body):
+    api.scheduler.hold_after = 2
+
+    async def go_away():
+        connection = Connection("/v1/completions", {**body, "stream": stream})
+        running = asyncio.create_task(api.app(connection.scope, connection.receive, connection.send))
+        count = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
+        while len(api.scheduler.added) < count:
+            await asyncio.sleep(0)
+        connection.gone.set()
+        await running
+
+    api.loop.run_until_complete(asyncio.wait_for(go_away(), 30))
+    assert sorted(api.scheduler.aborted) == [request.request_id for request in api.scheduler.added]
+    assert api.engine.core.live_count == 0
+
+
+def test_silence_is_filled_with_comments(api):
+    api.scheduler.hold_after = 0
+
+    async def wait():
+        connection = Connection("/v1/chat/completions", {**CHAT, "stream": True})
+
+        async def send(message):
+            connection.sent.append(message)
+            if len(connection.sent) == 3:
+                connection.gone.set()
+
+        await api.app(connection.scope, connection.receive, send)
+        return connection.sent
+
+    original = streams.EventStream.__init__.__defaults__
+    streams.EventStream.__init__.__defaults__ = (0.001,)
+    try:
+        sent = api.loop.run_until_complete(asyncio.wait_for(wait(), 30))
+    finally:
+        streams.EventStream.__init__.__defaults__ = original
+    assert sent[0]["status"] == 200
+    assert [message["body"] for message in sent[1:3]] == [b": keep-alive\n\n"] * 2
+
+
+def test_health_is_true(make_api):
+    api = make_api()
+    for path in ("/health", "/ready", "/ping"):
+        assert (api.get(path).status_code, api.get(path).json()) == (503, {"status": "starting"})
+    refused = api.post("/v1/chat/completions", CHAT)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    api.ready()
+    assert (api.get("/health").status_code, api.get("/health").json()) == (200, {"status": "serving"})
+    api.engine.core.drain()
+    assert (api.get("/health").status_code, api.get("/health").json()) == (503, {"status": "draining"})
+    api.engine.core.fail_all("worker-0 was killed by signal 9")
+    dead = api.get("/health")
+    assert (dead.status_code, dead.json()) == (503, {"status": "dead", "detail": "worker-0 was killed by signal 9"})
+
+
+def test_tokenize_and_back(api):
+    text = "naïve 海 café"
+    reply = api.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"])
+    assert reply["max_model_len"] == 512
+    assert api.post("/detokenize", {"tokens": reply["tokens"]}).json() == {"prompt": text}
+    chat = api.post("/tokenize", {"messages": CHAT["messages"]}).json()["tokens"]
+    rendered = "<|start|>user\nHi<|end|>\n<|start|>assistant\n"
+    assert api.post("/detokenize", {"tokens": chat}).json() == {"prompt": rendered}
+    for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**6]}), ("/detokenize", {"tokens": [-1]})):
+        assert api.post(path, body).status_code == 400
+
+
+def test_metrics_under_the_usual_names(api):
+    assert api.post("/v1/chat/completions", CHAT).status_code == 200
+    stats = EngineStats(
+        running_count=3, total_block_count=10, free_block_count=4, cached_block_count=1, output_tokens=7
+    )
+    api.engine.core.handle(stats)
+    response = api.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
+    label = '{model_name="tiny"}'
+    assert float(lines["trireme:num_requests_running" + label]) == 3
+    assert float(lines["trireme:kv_cache_usage_perc" + label]) == 0.5
+    assert float(lines["trireme:generation_tokens_total" + label]) == 7
+    assert float(lines['trireme:request_success_total{finished_reason="length",model_name="tiny"}']) == 1
+    assert float(lines["trireme:e2e_request_latency_seconds_count" + label]) == 1
+    assert float(lines["trireme:time_to_first_token_seconds_count" + label]) == 1
+
+
+def test_an_unexpected_failure_is_500_in_json(api, monkeypatch):
+    monkeypatch.setattr(api.engine, "make_params", lambda *_, **__: 1 / 0)
+    response = api.post("/v1/chat/completions", CHAT)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "internal_error"
+    assert "ZeroDivisionError" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "found"),
+    [
+        (GOOD, b"200", b'{"status":"serving"}'),
+        (b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20), b"400", b"head is larger than 65536 bytes"),
+        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 100_000, b"400", b"head is larger than 65536 bytes"),
+        (b"\x80\x02nonsense\r\n\r\n", b"400", b'"code":"bad_request"'),
+    ],
+    ids=["good", "one header", "many headers", "no http"],
+)
+def test_served_by_uvicorn_on_a_real_socket(make_api, sent, status, found):
+    api = make_api(port=0).ready()
+
+    async def exchange(address, data):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(data)
+        reply = b""
+        with contextlib.suppress(ConnectionError):  # closed while we were still writing
+            while part := await reader.read(65536):
+                reply += part
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        return reply
+
+    async def serve():
+        listener = server.bind_http(ServerOptions(port=0))
+        address = listener.getsockname()
+        running = server.HttpServer(api.engine, ServerOptions(port=0), listener)
+        await running.start()
+        replies = [await exchange(address, sent), await exchange(address, GOOD)]
+        await running.stop(1.0)
+        return replies
+
+    first, second = api.loop.run_until_complete(asyncio.wait_for(serve(), 30))
+    assert first.startswith(b"HTTP/1.1 " + status)
+    assert found in first
+    assert second.startswith(b"HTTP/1.1 200"), "a good request after it"

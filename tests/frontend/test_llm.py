@@ -1,0 +1,49 @@
+"""`LLM` without an engine: its command line, its prompts. With one: tests/e2e/test_llm.py."""
+
+import sys
+from array import array
+
+import pytest
+
+from common.cli import OptionParser, config_from
+from common.errors import ConfigError, StartupError
+from frontend import llm
+
+
+def test_options_become_the_command_line_of_the_engine():
+    options = {"max_model_len": 64, "enforce_eager": True, "served_model_name": ("a", "b"), "dtype": "float32"}
+    arguments = llm.command_line("folder", options)
+    assert arguments[0] == sys.executable
+    config = config_from(OptionParser(prog="launch.py").parse(arguments[3:]))
+    assert (config.model.model, config.model.max_model_len, config.model.dtype) == ("folder", 64, "float32")
+    assert config.model.served_model_name == ("a", "b")
+    assert config.worker.enforce_eager
+    assert not config.server.http
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(ConfigError, match="max_len"):
+        llm.LLM("folder", max_len=5)
+
+
+def test_an_engine_that_does_not_start_says_why(tmp_path, monkeypatch):
+    script = "import sys; print('noise', file=sys.stderr); sys.exit('trireme: no such model')"
+    monkeypatch.setattr(llm, "command_line", lambda *_: [sys.executable, "-c", script])
+    with pytest.raises(StartupError, match=r"exit code 1\): no such model$"):
+        llm.LLM("folder")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "plain"),
+    [
+        ("text", ["text"]),
+        (["one", "two"], ["one", "two"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ({"prompt_token_ids": (1, 2)}, [[1, 2]]),
+        ([{"prompt": "text"}, array("i", [1])], ["text", array("i", [1])]),
+        ([], []),
+    ],
+)
+def test_prompts_of_all_shapes(prompts, plain):
+    assert [llm._plain(prompt) for prompt in llm._as_many(prompts)] == plain

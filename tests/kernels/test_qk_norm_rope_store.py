@@ -1,0 +1,140 @@
+"""q/k norm, RoPE and the paged store against float32."""
+
+import pytest
+import torch
+
+from kernels.qk_norm_rope_store import bytes_moved, launch_plan, qk_norm_rope_store, qk_norm_rope_store_reference
+from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
+
+MAX_POSITION = 200
+EPS = 1e-6
+
+
+def rope_table(rotary_dim: int) -> torch.Tensor:
+    frequency = 10_000.0 ** (-torch.arange(0, rotary_dim, 2) / max(rotary_dim, 1))
+    angle = torch.arange(MAX_POSITION)[:, None] * frequency[None, :]
+    return torch.cat((angle.cos(), angle.sin()), dim=1).float().to(DEVICE)
+
+
+def make_case(tokens, query_heads, kv_heads, head_dim, dtype, *, block_size=4, blocks=9, with_norm=True, seed=0):
+    """Random rows, NaN caches, distinct slots in shuffled order with every third token masked."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+    slots[1::3] = -1
+    cache_shape = (blocks, kv_heads, block_size, head_dim)
+    weights = [random_tensor(head_dim, dtype=dtype, seed=seed + i) if with_norm else None for i in (1, 2)]
+    return {
+        "qkv": random_tensor(tokens, (query_heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=seed + 3),
+        "k_cache": torch.full(cache_shape, float("nan"), dtype=dtype, device=DEVICE),
+        "v_cache": torch.full(cache_shape, float("nan"), dtype=dtype, device=DEVICE),
+        "slot_mapping": slots.to(DEVICE),
+        "positions": torch.randint(MAX_POSITION, (tokens,), generator=generator).int().to(DEVICE),
+        "q_weight": weights[0],
+        "k_weight": weights[1],
+        "eps": EPS,
+    }
+
+
+def run(case, query_heads: int, table: torch.Tensor) -> torch.Tensor:
+    head_dim = case["k_cache"].shape[3]
+    q_out = torch.full((case["qkv"].shape[0], query_heads, head_dim), float("nan"), device=DEVICE).to(case["qkv"].dtype)
+    qk_norm_rope_store(q_out=q_out, rope_table=table, **case)
+    return q_out
+
+
+def exact(case, query_heads: int, table: torch.Tensor):
+    """`(q, k_cache, v_cache)` in float32."""
+    wide = {name: value.clone() if torch.is_tensor(value) else value for name, value in case.items()}
+    for name in ("qkv", "k_cache", "v_cache"):
+        wide[name] = wide[name].float()
+    q = qk_norm_rope_store_reference(query_heads=query_heads, rope_table=table, **wide)
+    return q, wide["k_cache"], wide["v_cache"]
+
+
+SHAPES = [(1, 4, 2, 64, 64), (7, 2, 2, 80, 80), (5, 6, 2, 96, 96), (4, 4, 4, 128, 64), (3, 3, 1, 16, 0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(("tokens", "query_heads", "kv_heads", "head_dim", "rotary_dim"), SHAPES)
+def test_matches_float32(tokens, query_heads, kv_heads, head_dim, rotary_dim, with_norm, dtype):
+    table = rope_table(rotary_dim)
+    case = make_case(tokens, query_heads, kv_heads, head_dim, dtype, with_norm=with_norm)
+    want_q, want_k, want_v = exact(case, query_heads, table)
+    q = run(case, query_heads, table)
+    assert_as_exact(q, want_q)
+    for cache, want in ((case["k_cache"], want_k), (case["v_cache"], want_v)):
+        assert torch.equal(cache.isnan(), want.isnan()), "stored where nothing should be, or the other way round"
+        assert_as_exact(cache.nan_to_num(0), want.nan_to_num(0))
+
+
+def test_slot_minus_one_stores_nothing_even_from_a_row_of_nan():
+    table = rope_table(32)
+    case = make_case(3, 2, 1, 32, torch.float32)
+    case["slot_mapping"].fill_(-1)
+    case["qkv"].fill_(float("nan"))
+    case["k_cache"].fill_(5.0)
+    case["v_cache"].fill_(6.0)
+    run(case, 2, table)
+    assert (case["k_cache"] == 5).all() and (case["v_cache"] == 6).all()
+
+
+def test_several_heads_a_program_equals_one(monkeypatch):
+    table = rope_table(32)
+    case = make_case(6, 8, 4, 32, torch.float32)
+    alone = run(case, 8, table)
+    cache = case["k_cache"].clone()
+    monkeypatch.setattr("kernels.qk_norm_rope_store.PROGRAM_TARGET", 1)
+    assert launch_plan(6, 8, 4, 32).heads_per_program == 4
+    assert_as_exact(run(case, 8, table), alone)
+    assert_as_exact(case["k_cache"].nan_to_num(0), cache.nan_to_num(0))
+
+
+def test_no_tokens_is_no_work():
+    run(make_case(0, 2, 1, 32, torch.float32), 2, rope_table(32))
+
+
+def test_plan_and_bytes():
+    plan = launch_plan(1, 16, 8, 128)
+    assert plan.grid == (1, 32) and plan.heads_per_program == 1 and plan.block_dim == 128
+    assert launch_plan(4096, 16, 8, 128).grid == (4096, 4)
+    assert launch_plan(4096, 9, 3, 64).heads_per_program == 1
+    assert bytes_moved(2, 2, 1, 8, 2) == 2 * 2 * 4 * 8 * 2
+
+
+def test_wrong_arguments_are_named():
+    table = rope_table(32)
+    case = make_case(3, 2, 1, 32, torch.float32)
+    with pytest.raises(ValueError, match=r"qkv: wanted shape \[3, 160\], got \[3, 128\]"):
+        run(case, 3, table)
+    with pytest.raises(ValueError, match="slot_mapping: wanted dtype torch.int64"):
+        run(case | {"slot_mapping": case["slot_mapping"].int()}, 2, table)
+    with pytest.raises(ValueError, match="wanted both or neither"):
+        run(case | {"q_weight": None}, 2, table)
+    with pytest.raises(ValueError, match="even number of columns up to 32"):
+        run(case, 2, rope_table(34))
+
+
+@pytest.mark.gpu
+def test_64_bit_offsets():
+    """A cache of more than 2^31 elements: the last block is written, and only there."""
+    block_size, kv_heads, head_dim = 16, 8, 128
+    blocks = 2**31 // (block_size * kv_heads * head_dim) + 3
+    case = make_case(1, 16, kv_heads, head_dim, torch.bfloat16, block_size=block_size, blocks=1)
+    case["k_cache"] = torch.zeros(blocks, kv_heads, block_size, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    case["v_cache"] = torch.zeros_like(case["k_cache"])
+    case["slot_mapping"][0] = blocks * block_size - 1
+    run(case, 16, rope_table(128))
+    assert case["k_cache"][-1, :, -1].abs().sum() > 0 and case["v_cache"][-1, :, -1].abs().sum() > 0
+    assert case["k_cache"][:-1].count_nonzero() == 0
+
+
+@pytest.mark.gpu
+def test_replay_equals_eager():
+    table = rope_table(128)
+    case = make_case(9, 16, 8, 128, torch.bfloat16)
+    q_out = torch.empty(9, 16, 128, dtype=torch.bfloat16, device=DEVICE)
+    case["k_cache"].zero_()
+    assert_replay_equals_eager(
+        lambda: qk_norm_rope_store(q_out=q_out, rope_table=table, **case), q_out, case["k_cache"]
+    )

@@ -1,0 +1,132 @@
+"""Skinny products and the work fused into them, against float32."""
+
+import json
+
+import pytest
+import torch
+
+from kernels.launch import prefetch_share
+from kernels.skinny_linear import Workspace, bytes_moved, run_plan, skinny_linear, skinny_linear_reference
+from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, row_bucket
+from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
+
+PLANS = [
+    LinearPlan("matvec", block_n=4, block_k=32, num_warps=1),
+    LinearPlan("matvec", block_n=2, block_k=64, num_warps=2),
+    LinearPlan("small_m", block_n=16, block_k=32, num_warps=4, num_stages=2),
+    LinearPlan("small_m", block_n=16, block_k=16, num_warps=2, num_stages=3, split_k=3),
+    LinearPlan("small_m", block_n=16, block_k=32, num_warps=2, split_k=2, held=True),
+    LinearPlan("small_m", block_n=16, block_k=64, num_warps=4, num_stages=2, norm_apart=True),
+    LIBRARY,
+]
+FUSIONS = ["plain", "norm", "residual", "norm_silu", "silu"]
+
+
+def make_case(rows, outputs, inputs, dtype, fusion):
+    """Arguments of `run_plan` after the plan; the output buffer is poisoned."""
+    silu = "silu" in fusion
+    x = random_tensor(rows, inputs, dtype=dtype, seed=1)
+    weight = random_tensor(outputs, inputs, dtype=dtype, seed=2, scale=inputs**-0.5)
+    norm_weight = random_tensor(inputs, dtype=dtype, seed=3) if "norm" in fusion else None
+    out = torch.full((rows, outputs // 2 if silu else outputs), float("nan"), dtype=dtype, device=DEVICE)
+    residual = random_tensor(rows, outputs, dtype=dtype, seed=4) if fusion == "residual" else None
+    return x, weight, out, norm_weight, residual, silu
+
+
+def workspace_for(dtype) -> Workspace:
+    return Workspace.allocate(16, 256, 256, dtype, torch.device(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
+)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 96), (5, 34, 100)])
+def test_matches_float32(rows, outputs, inputs, plan, fusion, dtype):
+    x, weight, out, norm_weight, residual, silu = make_case(rows, outputs, inputs, dtype, fusion)
+    want = skinny_linear_reference(x, weight, norm_weight=norm_weight, residual=residual, silu_mul=silu)
+    workspace = workspace_for(dtype)
+    run_plan(plan, x, weight, out, norm_weight, 1e-6, residual, silu, workspace)
+    # The normed row is rounded for the tensor cores, and the library's product once more before its neighbour.
+    assert_as_exact(out, want, steps=1 if plan.kernel == "matvec" else 3)
+    assert (workspace.counters == 0).all()
+
+
+def test_residual_in_place_and_rows_of_nan_stay_alone():
+    x, weight, _, _, residual, _ = make_case(3, 40, 64, torch.float32, "residual")
+    x[1] = float("nan")
+    want = skinny_linear_reference(x, weight, residual=residual)
+    for plan in PLANS:
+        stream = residual.clone()
+        run_plan(plan, x, weight, stream, None, 1e-6, stream, False, workspace_for(torch.float32))
+        assert stream[1].isnan().all()
+        assert_as_exact(stream[[0, 2]], want[[0, 2]])
+
+
+def test_float32_logits_from_half_weights():
+    x, weight, _, norm_weight, _, _ = make_case(2, 40, 64, torch.float16, "norm")
+    want = skinny_linear_reference(x, weight, norm_weight=norm_weight)
+    for plan in PLANS:
+        out = torch.full((2, 40), float("nan"), device=DEVICE)
+        run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace_for(torch.float16))
+        assert float((out - want).abs().max()) < 5e-3
+
+
+def test_public_function_finds_a_plan_and_takes_no_rows():
+    x, weight, out, norm_weight, _, _ = make_case(1, 40, 64, torch.float32, "norm")
+    workspace = workspace_for(torch.float32)
+    skinny_linear(x, weight, out, workspace, norm_weight=norm_weight)
+    assert_as_exact(out, skinny_linear_reference(x, weight, norm_weight=norm_weight))
+    skinny_linear(x[:0], weight, out[:0], workspace)
+
+
+def test_wrong_arguments_are_named():
+    x, weight, out, _, _, _ = make_case(2, 40, 64, torch.float32, "plain")
+    workspace = workspace_for(torch.float32)
+    with pytest.raises(ValueError, match=r"weight: wanted shape \[any, 64\], got \[40, 63\]"):
+        skinny_linear(x, weight[:, :63], out, workspace)
+    with pytest.raises(ValueError, match=r"out: wanted shape \[2, 20\], got \[2, 40\]"):
+        skinny_linear(x, weight, out, workspace, silu_mul=True)
+    with pytest.raises(ValueError, match="at most one of them"):
+        skinny_linear(x, weight, out[:, :20].contiguous(), workspace, silu_mul=True, residual=out[:, :20].contiguous())
+    with pytest.raises(ValueError, match=r"workspace.normed: wanted 2 x 512 elements"):
+        Workspace.allocate(1, 512, 8, torch.float32, torch.device("cpu")).rows("normed", 2, 512)
+
+
+def test_table_and_rules():
+    assert [row_bucket(rows) for rows in (1, 3, 33, 64)] == [1, 4, 64, 64]
+    assert default_plan(1, 4096, 1024, False).kernel == "matvec" and default_plan(40, 4096, 1024, False) == LIBRARY
+    assert find_plan(torch.device("cpu"), torch.bfloat16, 65, 8, 8, silu_mul=False, has_norm=False) == LIBRARY
+    assert bytes_moved(2, 3, 5, 2) == 2 * (15 + 2 * 8)
+
+
+def test_every_plan_of_the_table_is_well_formed():
+    for card, dtypes in json.loads(TABLE_PATH.read_text()).items():
+        for operations in dtypes.values():
+            for operation, buckets in operations.items():
+                for bucket, entry in buckets.items():
+                    plan = LinearPlan(**entry["plan"])
+                    assert plan.kernel in ("matvec", "small_m", "library"), (card, operation, bucket)
+                    assert plan.kernel == "library" or (plan.block_n > 0 and plan.block_k > 0)
+
+
+def test_prefetching_the_next_weight_changes_nothing():
+    x, weight, out, norm_weight, _, _ = make_case(3, 40, 64, torch.float32, "norm")
+    want = skinny_linear_reference(x, weight, norm_weight=norm_weight)
+    upcoming = random_tensor(1000, 7)
+    for plan in PLANS:
+        out.fill_(float("nan"))
+        run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace_for(torch.float32), upcoming)
+        assert_as_exact(out, want)
+    assert prefetch_share(upcoming, 10) == (27 * 1024, 3 * 1024) and prefetch_share(None, 10) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "plan", PLANS[:-1], ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
+)
+def test_replay_equals_eager(plan):
+    x, weight, out, norm_weight, _, _ = make_case(3, 256, 256, torch.bfloat16, "norm")
+    workspace = workspace_for(torch.bfloat16)
+    assert_replay_equals_eager(lambda: run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace), out)

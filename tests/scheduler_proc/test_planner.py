@@ -1,0 +1,165 @@
+"""Who runs in a step: decode first, round robin, the largest chunks, several prompts at once, victims."""
+
+from array import array
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from common.messages import AbortRequests
+from scheduler_proc.sequence import Status
+from scheduler_proc.simulation import VOCAB_SIZE, SimulatedEngine, expected_outputs, simple_request
+from scheduler_proc.state import Limits
+
+
+def engine(**changes):
+    values = {
+        "max_model_len": 4000,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 64,
+        "block_size": 4,
+        "block_count": 2000,
+        "run_ahead": 0,
+    }
+    return SimulatedEngine(Limits(**{**values, **changes}))
+
+
+def prompt_of(length, seed=0):
+    random = Random(seed)
+    return [random.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+def chunks(run, plan):
+    """Request id -> tokens of its chunk in the plan."""
+    by_slot = {slot: sequence.request_id for slot, sequence in run.core.state.in_flight[-1].chunk_sequences.items()}
+    return {by_slot[slot]: count for slot, count in zip(plan.chunk_slots, plan.chunk_token_counts, strict=True)}
+
+
+def test_decode_rows_come_first_and_chunks_take_the_rest():
+    run = engine(max_num_batched_tokens=10)
+    for i in range(3):
+        run.send(simple_request(i, prompt_of(2, i), max_tokens=20))
+    run.step()
+    run.send(simple_request(9, prompt_of(30), max_tokens=2))
+    plan = run.plan()
+    assert len(plan.decode_slots) == 3 and chunks(run, plan) == {9: 7}
+    assert list(plan.chunk_samples) == [0] and plan.sampled_slots == list(plan.decode_slots)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 5])
+def test_nobody_is_served_twice_before_everyone_was_served_once(budget):
+    run = engine()
+    for i in range(7):
+        run.send(simple_request(i, prompt_of(1, i), max_tokens=1000))
+    run.step()
+    state = run.core.state
+    assert len(state.decoding) == 7
+    state.limits = replace(state.limits, max_num_batched_tokens=budget)
+    served = dict.fromkeys(range(7), 0)
+    start = {key[0]: len(tokens) for key, tokens in run.outputs.items()}
+    for _ in range(30):
+        run.step()
+        served = {key[0]: len(tokens) - start.get(key[0], 0) for key, tokens in run.outputs.items()}
+        assert max(served.values()) - min(served.values()) <= 1, served
+    assert sum(served.values()) == 30 * budget
+
+
+def test_the_largest_chunk_that_fits_is_scheduled():
+    run = engine(max_num_batched_tokens=50)
+    run.send(simple_request(1, prompt_of(120), max_tokens=1))
+    sizes = []
+    while (plan := run.plan()) is not None:
+        sizes.append(chunks(run, plan))
+        run.deliver()
+    assert sizes == [{1: 50}, {1: 50}, {1: 20}]
+
+
+def test_a_chunk_is_cut_to_the_blocks_that_are_left():
+    run = engine(max_num_batched_tokens=16, block_count=10)
+    run.send(simple_request(1, prompt_of(8, 1), max_tokens=20))
+    run.send(simple_request(2, prompt_of(30, 2), max_tokens=2))
+    run.step()
+    run.run()
+    assert run.outputs == expected_outputs([
+        simple_request(1, prompt_of(8, 1), max_tokens=20), simple_request(2, prompt_of(30, 2), max_tokens=2),
+    ])  # fmt: skip
+
+
+def test_short_prompts_behind_a_long_one_get_their_first_token_soon():
+    run = engine(max_num_batched_tokens=64)
+    run.send(simple_request(0, prompt_of(2000), max_tokens=1))
+    for i in range(1, 21):
+        run.send(simple_request(i, prompt_of(15, i), max_tokens=1))
+    steps = 0
+    while len(run.outputs) < 20:
+        run.step()
+        steps += 1
+    assert (0, 0) not in run.outputs
+    assert steps <= 20 * 15 / 32 + 2
+
+
+def test_at_most_two_prompts_stay_unfinished_and_short_ones_pass_the_third():
+    run = engine(max_num_batched_tokens=64)
+    for i in range(4):
+        run.send(simple_request(i, prompt_of(1000, i), max_tokens=1))
+    run.send(simple_request(9, prompt_of(10, 9), max_tokens=1))
+    assert chunks(run, run.plan()) == {0: 38, 1: 16, 9: 10}
+    run.deliver()
+    assert chunks(run, run.plan()) == {0: 48, 1: 16}
+    run.run()
+    assert len(run.outputs) == 5
+
+
+def test_the_victim_is_the_last_in_order_and_resumes_before_new_ones():
+    run = engine(block_count=9)
+    for i in range(3):
+        run.send(simple_request(i, prompt_of(10, i), max_tokens=12))
+    run.send(simple_request(3, prompt_of(10, 3), max_tokens=2))
+    state = run.core.state
+    while not state.preempted:
+        assert run.step()
+    assert [sequence.request_id for sequence in state.preempted] == [2]
+    resumed = state.preempted[0]
+    while resumed.status is Status.PREEMPTED:
+        assert state.requests[3].sequences[0].status is Status.WAITING
+        assert run.step()
+    run.run()
+    assert run.core.stats().preemptions >= 1
+
+
+def test_blocks_are_allocated_chunk_by_chunk():
+    run = engine(max_num_batched_tokens=8)
+    run.send(simple_request(1, prompt_of(30), max_tokens=2))
+    held = []
+    while run.plan() is not None:
+        held.append(run.core.state.pool.held_count)
+        run.deliver()
+    assert held == [2, 4, 6, 8, 8]
+
+
+def test_an_aborted_prompt_under_way_leaves_its_blocks_findable():
+    run = engine(max_num_batched_tokens=16)
+    run.send(simple_request(1, prompt_of(40), max_tokens=2))
+    run.step()
+    run.send(AbortRequests(array("i", [1])))
+    run.send(simple_request(2, prompt_of(40), max_tokens=2))
+    run.run()
+    assert run.cached_counts == {(2, 0): 16}
+
+
+def test_plans_stay_small():
+    run = engine(max_num_seqs=256, max_num_batched_tokens=4096, block_size=16)
+    for i in range(256):
+        run.send(simple_request(i, prompt_of(1 + i % 9, i), max_tokens=40))
+    run.step()
+    run.max_plan_bytes = 0
+    run.run()
+    assert run.max_plan_bytes <= 2048
+
+
+def test_run_ahead_bounds_the_plans_in_flight():
+    run = engine(run_ahead=2)
+    run.send(simple_request(1, prompt_of(5), max_tokens=50))
+    assert [run.plan() is not None for _ in range(4)] == [True, True, True, False]
+    run.deliver()
+    assert run.plan() is not None and run.plan() is None

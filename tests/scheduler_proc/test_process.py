@@ -1,0 +1,193 @@
+"""The scheduler as a real process, between a simulated worker and a pretended frontend on real sockets."""
+
+import os
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+import zmq
+
+from common.child import DEATH_PIPE_VARIABLE
+from common.config import EngineConfig, SchedulerOptions, ServerOptions
+from common.messages import (
+    PROTOCOL_VERSION,
+    AbortRequests,
+    EngineReady,
+    EngineStats,
+    Failed,
+    Heartbeat,
+    PeerFailed,
+    Ready,
+    RequestFailed,
+    Stop,
+    TokensOut,
+    WorkerReady,
+    decode_for_frontend,
+    decode_for_supervisor,
+    decode_for_worker,
+)
+from common.sockets import bind_pull, bind_router, connect_push, new_context
+from scheduler_proc.simulation import SimulatedWorker, expected_outputs, simple_request
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_MS = 20_000
+
+
+class Harness:
+    """A scheduler process with everything around it played by the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context = new_context()
+        self.config = EngineConfig(
+            run_dir=str(folder),
+            scheduler=SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=32, max_num_queued_reqs=16),
+            server=ServerOptions(shutdown_timeout=1),
+        )
+        self.supervisor = bind_router(self.context, self.config.endpoint("supervisor"))
+        self.outputs = bind_pull(self.context, self.config.endpoint("outputs"))
+        self.plans = bind_pull(self.context, self.config.endpoint("plans-0"))
+        self.requests = connect_push(self.context, self.config.endpoint("requests"))
+        self.results = connect_push(self.context, self.config.endpoint("results"))
+        self.worker = SimulatedWorker(block_size=4, block_count=64)
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.stats: list[EngineStats] = []
+        (folder / "config.json").write_text(self.config.to_json())
+        self.pipe = os.pipe()
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "scheduler_proc", "--config", folder / "config.json"],
+            cwd=ROOT,
+            env={**os.environ, DEATH_PIPE_VARIABLE: str(self.pipe[0])},
+            pass_fds=[self.pipe[0]],
+        )
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        for fd in self.pipe:
+            os.close(fd)
+        self.context.destroy(linger=0)
+
+    def order(self, message: Stop | PeerFailed) -> None:
+        self.supervisor.send_multipart([b"scheduler", message.to_wire()])
+
+    def worker_ready(self) -> EngineReady:
+        ready = WorkerReady(
+            protocol_version=PROTOCOL_VERSION, rank=0, max_model_len=200, block_size=4, block_count=64,
+            host_block_count=0, block_bytes=1, vocab_size=997, device_name="cpu",
+        )  # fmt: skip
+        self.results.send(ready.to_wire())
+        message = self.receive_out()
+        assert isinstance(message, EngineReady)
+        return message
+
+    def receive_out(self) -> EngineReady | TokensOut | RequestFailed | EngineStats:
+        assert self.outputs.poll(TIMEOUT_MS), "the scheduler sends nothing"
+        return decode_for_frontend(self.outputs.recv())
+
+    def supervisor_hears(self, kind: type) -> Ready | Failed | Heartbeat:
+        while True:
+            assert self.supervisor.poll(TIMEOUT_MS), f"the supervisor hears no {kind.__name__}"
+            message = decode_for_supervisor(self.supervisor.recv_multipart()[1])
+            if isinstance(message, kind):
+                return message
+
+    def serve(self, sample_count: int) -> dict[int, RequestFailed]:
+        """Play worker and frontend until so many samples have ended; the requests that failed."""
+        poller = zmq.Poller()
+        poller.register(self.outputs, zmq.POLLIN)
+        poller.register(self.plans, zmq.POLLIN)
+        failures: dict[int, RequestFailed] = {}
+        ended = 0
+        while ended < sample_count:
+            ready = dict(poller.poll(TIMEOUT_MS))
+            assert ready, f"only {ended} of {sample_count} samples have ended"
+            if self.plans in ready:
+                self.results.send(self.worker.run(decode_for_worker(self.plans.recv())).to_wire())
+            if self.outputs in ready:
+                message = self.receive_out()
+                if isinstance(message, RequestFailed):
+                    failures[message.request_id] = message
+                    ended += 1
+                elif isinstance(message, TokensOut):
+                    self.hear_tokens(message)
+                    ended += len(message.finishes)
+                elif isinstance(message, EngineStats):
+                    self.stats.append(message)
+        return failures
+
+    def hear_tokens(self, out: TokensOut) -> None:
+        samples = out.sample_indices or array("B", bytes(len(out.request_ids)))
+        assert not out.token_counts
+        for request_id, sample, token in zip(out.request_ids, samples, out.token_ids, strict=True):
+            self.tokens.setdefault((request_id, sample), []).append(token)
+
+
+@pytest.fixture
+def harness(tmp_path):
+    harness = Harness(tmp_path)
+    yield harness
+    harness.close()
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_serves_requests_and_survives_bad_bytes(harness):
+    ready = harness.worker_ready()
+    assert (ready.max_num_seqs, ready.block_count, ready.max_model_len) == (8, 64, 200)
+    assert isinstance(harness.supervisor_hears(Ready), Ready)
+    messages = [simple_request(i, range(i, i + 20), max_tokens=10, n=1 + i % 2) for i in range(10)]
+    for message in messages:
+        harness.requests.send(b"\xc1 not a message")
+        harness.requests.send(message.to_wire())
+    harness.results.send(b"")
+    harness.requests.send(AbortRequests(array("i", [77])).to_wire())
+    assert not harness.serve(15)
+    assert harness.tokens == expected_outputs(messages)
+    assert resident_bytes(harness.child.pid) < 80 << 20
+
+
+def test_stop_lets_requests_finish(harness):
+    harness.worker_ready()
+    message = simple_request(1, range(20), max_tokens=30)
+    harness.requests.send(message.to_wire())
+    assert harness.plans.poll(TIMEOUT_MS)
+    harness.order(Stop(20_000))
+    assert not harness.serve(1)
+    assert harness.tokens == expected_outputs([message])
+    assert harness.child.wait(20) == 0
+
+
+def test_stop_ends_the_rest_after_the_grace_period(harness):
+    harness.worker_ready()
+    harness.requests.send(simple_request(1, range(20), max_tokens=30).to_wire())
+    assert harness.plans.poll(TIMEOUT_MS)
+    harness.order(Stop(1))
+    message = harness.receive_out()
+    while isinstance(message, EngineStats):
+        message = harness.receive_out()
+    assert isinstance(message, RequestFailed)
+    assert (message.request_id, message.error_code, message.status) == (1, "shutting_down", 503)
+    assert harness.child.wait(20) == 0
+
+
+def test_a_dead_worker_ends_every_request(harness):
+    harness.worker_ready()
+    harness.requests.send(simple_request(5, range(20), max_tokens=30).to_wire())
+    assert harness.plans.poll(TIMEOUT_MS)
+    harness.order(PeerFailed("worker-0", "killed by signal 9"))
+    message = harness.receive_out()
+    while isinstance(message, EngineStats):
+        message = harness.receive_out()
+    assert isinstance(message, RequestFailed)
+    assert "worker-0" in message.message and "signal 9" in message.message
+    assert harness.child.wait(20) == 0
+
+
+def test_stop_before_the_worker_is_ready(harness):
+    assert isinstance(harness.supervisor_hears(Heartbeat), Heartbeat)
+    harness.order(Stop(1000))
+    assert harness.child.wait(20) == 0

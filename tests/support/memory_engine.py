@@ -1,0 +1,133 @@
+"""The real scheduler core and the real runner in one process, without sockets: for tests that need many configurations.
+
+Every plan and every result crosses the wire format, up to `run_ahead + 1` plans are in flight, and when the engine is
+idle its books are recounted (check 1 of the fault list). Unused KV memory holds NaN.
+"""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from common.config import StepLimits
+from common.messages import (
+    AbortRequests,
+    AddRequest,
+    RequestFailed,
+    StepPlan,
+    StepResult,
+    TokensOut,
+    decode_for_frontend,
+    decode_for_scheduler,
+    decode_for_worker,
+    decode_from_worker,
+)
+from common.sampling_params import SamplingParams
+from scheduler_proc.core import SchedulerCore
+from scheduler_proc.state import Limits
+from worker_proc.kv_cache import KVCache, cache_specs
+from worker_proc.models.llama import LlamaForCausalLM
+from worker_proc.runner import CpuRunner
+
+LIMITS = Limits(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, block_size=4, block_count=400)
+
+
+@dataclass
+class Sample:
+    """What came back for one sample of a request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish: str = ""
+    cached_count: int = -1
+
+
+class MemoryEngine:
+    """Takes requests, runs steps until all are done.
+
+    Args:
+        model: in its final form, on the CPU.
+        limits: what differs from `LIMITS`.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, **limits: object) -> None:
+        self.limits = replace(LIMITS, **limits)
+        cache = KVCache(
+            cache_specs(model.config, model.model.norm.weight.dtype, "auto"),
+            block_size=self.limits.block_size,
+            block_count=self.limits.block_count,
+            host_block_count=self.limits.host_block_count,
+            device=torch.device("cpu"),
+        )
+        for tensor in cache.tensors():
+            tensor.fill_(float("nan"))
+        step_limits = StepLimits(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        self.runner = CpuRunner(model, cache, step_limits, self.limits.max_model_len, model.config.vocab_size)
+        self.core = SchedulerCore(self.limits, clock=lambda: 0.0)
+        self.samples: dict[tuple[int, int], Sample] = {}
+        self.failures: dict[int, RequestFailed] = {}
+        self._in_flight: deque[StepPlan] = deque()
+        self._next_id = 0
+
+    def add(self, prompt: list[int], params: SamplingParams, end_token_ids: tuple[int, ...] = ()) -> int:
+        """Submit a request; its id."""
+        request_id = self._next_id
+        self._next_id += 1
+        message = AddRequest(
+            request_id=request_id, prompt_token_ids=array("i", prompt), params=params, end_token_ids=end_token_ids
+        )
+        for index in range(params.n):
+            self.samples[request_id, index] = Sample()
+        self._hear(self.core.handle(decode_for_scheduler(message.to_wire())))
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Abort a request; known or not."""
+        self._hear(self.core.handle(decode_for_scheduler(AbortRequests(array("i", [request_id])).to_wire())))
+
+    def step(self) -> bool:
+        """Plan until the pipeline is full, then run the oldest plan; False when there was nothing to do."""
+        while (plan := self.core.plan_step()) is not None:
+            self._in_flight.append(decode_for_worker(plan.to_wire()))
+        if not self._in_flight:
+            return False
+        result: StepResult = self.runner.execute(self._in_flight.popleft()).result()
+        self._hear(self.core.handle_result(decode_from_worker(result.to_wire())))
+        return True
+
+    def run(self) -> None:
+        """Step until idle, then recount."""
+        while self.step():
+            pass
+        assert self.core.is_idle
+        self.core.check()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 64, **params: object) -> list[list[int]]:
+        """Greedy unless told otherwise; the tokens of each prompt's first sample."""
+        sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **params})
+        ids = [self.add(prompt, sampling) for prompt in prompts]
+        self.run()
+        return [self.samples[request_id, 0].token_ids for request_id in ids]
+
+    def _hear(self, messages: list) -> None:
+        for message in messages:
+            received = decode_for_frontend(message.to_wire())
+            if isinstance(received, RequestFailed):
+                assert received.request_id not in self.failures, "a second terminal message"
+                self.failures[received.request_id] = received
+            elif isinstance(received, TokensOut):
+                self._take(received)
+
+    def _take(self, out: TokensOut) -> None:
+        start = 0
+        for row, request_id in enumerate(out.request_ids):
+            sample = self.samples[request_id, out.sample_indices[row] if out.sample_indices else 0]
+            assert not sample.finish, f"tokens after the end of request {request_id}"
+            count = out.token_counts[row] if out.token_counts else 1
+            sample.token_ids += out.token_ids[start : start + count]
+            start += count
+            if out.cached_counts and out.cached_counts[row] >= 0:
+                sample.cached_count = out.cached_counts[row]
+        for finish in out.finishes:
+            index = out.sample_indices[finish.row_index] if out.sample_indices else 0
+            self.samples[out.request_ids[finish.row_index], index].finish = finish.reason

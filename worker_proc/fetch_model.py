@@ -1,0 +1,87 @@
+"""Resolves a `--model` value to a local folder, downloading and converting what is not there yet.
+
+The supervisor runs it as a child before anything else starts (`common.model_cache.ready_model_dir` says whether that is
+needed at all): `python -m worker_proc.fetch_model --model default`. Progress goes to stderr; the last line of stdout is
+the folder. On failure one line on stderr says what to do, and the exit code is 2. Needs no torch.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import setproctitle
+
+from common.child import watch_supervisor
+from common.config import DEFAULT_MODEL
+from common.errors import ConfigError
+from common.model_cache import gguf_model_dir, ready_model_dir
+
+EXIT_CONFIG_ERROR = 2
+TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
+WEIGHT_PATTERNS = ["*.safetensors"]
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m worker_proc.fetch_model", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="'default', a folder, a .gguf file or a hub id")
+    parser.add_argument("--revision", default="", help="revision of a hub model")
+    parser.add_argument("--tokenizer-only", action="store_true", help="of a hub model fetch no weights")
+    options = parser.parse_args(arguments)
+    try:
+        folder = fetch_model(options.model, revision=options.revision, tokenizer_only=options.tokenizer_only)
+    except ConfigError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return EXIT_CONFIG_ERROR
+    print(folder)
+    return 0
+
+
+def fetch_model(model: str, *, revision: str = "", tokenizer_only: bool = False) -> Path:
+    """The local folder of a `--model` value.
+
+    Args:
+        model: `default`, a folder, a .gguf file, or a hub id such as `org/name`.
+        revision: of a hub model; empty for its main one.
+        tokenizer_only: of a hub model fetch everything but the weights.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be fetched; says what to do.
+    """
+    ready = ready_model_dir(model)
+    if ready is not None:
+        return ready
+    if model == DEFAULT_MODEL:
+        from worker_proc.default_model import fetch_default_model
+
+        return fetch_default_model()
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        from worker_proc.loader.convert import convert_gguf
+
+        convert_gguf(path, gguf_model_dir(path), copy_weights=False)
+        return gguf_model_dir(path)
+    if path.exists() or not HUB_ID.fullmatch(model):
+        raise ConfigError(f"--model {model} is neither a model folder, a .gguf file nor a hub id such as org/name")
+    return _fetch_from_hub(model, revision, tokenizer_only)
+
+
+def _fetch_from_hub(model: str, revision: str, tokenizer_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = TOKENIZER_PATTERNS + ([] if tokenizer_only else WEIGHT_PATTERNS)
+    try:
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:  # the hub's client lets errors of several HTTP libraries through
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"cannot fetch --model {model}: {reason}; check the name and the network, or give a local folder"
+        ) from error
+
+
+if __name__ == "__main__":
+    setproctitle.setproctitle("trireme-fetch-model")
+    watch_supervisor()
+    sys.exit(main())

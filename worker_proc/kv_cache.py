@@ -1,0 +1,169 @@
+"""The paged KV cache: how many blocks there are, their tensors, and moving whole blocks about.
+
+What a layer keeps is a small spec that turns into bytes per block; nothing else in the engine knows more of it than a
+count of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each layer.
+They start as zeros, since unwritten positions take part in products whose weight is zero.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.config import EngineConfig, StepLimits
+from common.errors import ConfigError
+from worker_proc.model_config import ModelConfig
+from worker_proc.slots import div_ceil
+from worker_proc.transfer import to_device
+
+ALIGNMENT_BYTES = 64
+"""Where a tensor on the CPU may start, so that wide vector instructions load whole lines."""
+
+
+@dataclass(frozen=True)
+class LayerCacheSpec:
+    """What one layer keeps of a token.
+
+    Attributes:
+        kind: `full`, `sliding` (a window of tokens) or `latent` (one compressed vector, no separate V).
+        kv_head_count, key_dim, value_dim: numbers a token keeps; value_dim is 0 for `latent`.
+        dtype: of the stored elements.
+        scale_bytes: bytes of scales per token and head beside K, and beside V.
+    """
+
+    kind: str
+    kv_head_count: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    scale_bytes: int = 0
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of this layer."""
+        kept = (self.key_dim + self.value_dim) * self.dtype.itemsize
+        scales = self.scale_bytes * (2 if self.value_dim else 1)
+        return block_size * self.kv_head_count * (kept + scales)
+
+
+def cache_specs(model: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str) -> list[LayerCacheSpec]:
+    """The spec of each layer.
+
+    Raises:
+        ConfigError: an element type that is not supported.
+    """
+    if kv_cache_dtype != "auto":
+        raise ConfigError(f"--kv-cache-dtype is {kv_cache_dtype}; supported so far: auto")
+    return [
+        LayerCacheSpec(
+            "full" if window is None else "sliding", model.kv_head_count, model.head_dim, model.head_dim, dtype
+        )
+        for window in model.sliding_windows
+    ]
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How much the cache holds; see `WorkerReady` for the fields."""
+
+    max_model_len: int
+    block_count: int
+    host_block_count: int
+    block_bytes: int
+
+
+def choose_size(
+    config: EngineConfig, limits: StepLimits, specs: Sequence[LayerCacheSpec], model_limit: int, available_bytes: int
+) -> CacheSize:
+    """Size the cache: the option's blocks, or what fits in `available_bytes` but no more than all slots can fill.
+
+    Raises:
+        ConfigError: no block fits, or an explicit --max-model-len does not.
+    """
+    block_size = config.cache.block_size
+    block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
+    wanted = min(config.model.max_model_len or model_limit, model_limit)
+    useful = limits.max_num_seqs * div_ceil(wanted, block_size)
+    block_count = config.cache.num_kv_blocks or min(available_bytes // block_bytes, useful)
+    capacity = block_count * block_size
+    if block_count < 1:
+        raise ConfigError(f"the KV cache gets {available_bytes} bytes, one block of it needs {block_bytes}")
+    if config.model.max_model_len and wanted > capacity:
+        raise ConfigError(
+            f"--max-model-len is {config.model.max_model_len}, but the KV cache holds {capacity} tokens "
+            f"({block_count} blocks of {block_size}); lower it or give the cache more memory"
+        )
+    host_block_count = config.cache.swap_space_bytes // block_bytes
+    return CacheSize(min(wanted, capacity), block_count, host_block_count, block_bytes)
+
+
+class KVCache:
+    """K and V of every layer, on the device and (for swapped requests) on the host.
+
+    Attributes:
+        key_caches, value_caches: one tensor per layer, [block, kv_head, position, head_dim].
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerCacheSpec],
+        *,
+        block_size: int,
+        block_count: int,
+        host_block_count: int,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        pinned = device.type == "cuda"
+        self.key_caches, self.value_caches = [], []
+        self._host: list[torch.Tensor] = []
+        for spec in specs:
+            for dim, caches in ((spec.key_dim, self.key_caches), (spec.value_dim, self.value_caches)):
+                shape = (spec.kv_head_count, block_size, dim)
+                caches.append(_zeros((block_count, *shape), spec.dtype, device))
+        if host_block_count:
+            for cache in self.tensors():
+                shape = (host_block_count, *cache.shape[1:])
+                host = torch.zeros(shape, dtype=cache.dtype, pin_memory=True) if pinned else _zeros(shape, cache.dtype)
+                self._host.append(host)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All device tensors: K of every layer, then V."""
+        return [*self.key_caches, *self.value_caches]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device blocks to device blocks, all reads before all writes; pairs are (source, destination)."""
+        sources, destinations = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.key_caches[0].device)
+        for cache in self.tensors():
+            cache.index_copy_(0, destinations, cache[sources])
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device blocks to host blocks, in stream order; pairs are (device block, host block)."""
+        for cache, host in zip(self.tensors(), self._host, strict=True):
+            _copy_blocks(cache, host, pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
+        for cache, host in zip(self.tensors(), self._host, strict=True):
+            _copy_blocks(host, cache, pairs)
+
+
+def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks between tensors, each (from, to); one by one where that crosses to or from a GPU."""
+    if source.device == target.device:
+        froms, tos = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        target.index_copy_(0, tos, source[froms])
+        return
+    for from_block, to_block in pairs:
+        target[to_block].copy_(source[from_block], non_blocking=True)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Zeros; on the CPU the system's own pages of them, which cost neither time nor memory until they are written."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    byte_count = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(byte_count + ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -pages.ctypes.data % ALIGNMENT_BYTES
+    return torch.from_numpy(pages[start : start + byte_count]).view(dtype).view(shape)

@@ -1,0 +1,65 @@
+"""Reads a folder of safetensors files, one tensor at a time, so that memory never holds a second copy of the model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.errors import ConfigError
+from worker_proc.model_config import read_json
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class SafetensorsCheckpoint:
+    """The tensors of a model folder: one file, or shards with an index.
+
+    Attributes:
+        names: tensor name -> file that holds it.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
+        self.names = self._read_index() if (model_dir / INDEX_NAME).exists() else self._read_headers()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, file by file; each is read from the memory-mapped file when it is yielded."""
+        for path in sorted(set(self.names.values())):
+            with _open(path) as file:
+                present = set(file.keys())
+                for name in [name for name, holder in self.names.items() if holder == path]:
+                    if name not in present:
+                        raise ConfigError(f"{path} does not hold {name}, which {INDEX_NAME} places there")
+                    yield name, file.get_tensor(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        with _open(self.names[name]) as file:
+            return file.get_tensor(name)
+
+    def _read_index(self) -> dict[str, Path]:
+        weight_map = read_json(self.model_dir / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{self.model_dir / INDEX_NAME} has no weight_map")
+        return {name: self.model_dir / file_name for name, file_name in weight_map.items()}
+
+    def _read_headers(self) -> dict[str, Path]:
+        paths = sorted(self.model_dir.glob("*.safetensors"))
+        if not paths:
+            raise ConfigError(f"{self.model_dir} holds no .safetensors file; other formats must be converted first")
+        names: dict[str, Path] = {}
+        for path in paths:
+            with _open(path) as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    if name in names:
+                        raise ConfigError(f"{name} is in both {names[name].name} and {path.name} of {self.model_dir}")
+                    names[name] = path
+        return names
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; download or convert the model again") from error

@@ -1,0 +1,97 @@
+"""Log probabilities of the model's own distribution: of a given token, its rank, and the likeliest ones.
+
+"Own" means before temperature, penalties, biases and filters, as vLLM reports by default. On the CPU one row at a time
+in NumPy; on a GPU many rows in torch, without a read by the host, to be copied with what the step sampled.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.messages import TokenLogprobs
+
+LEAST_LOGPROB = -9999.0
+"""Stands for -inf (and for what is not a number) on the wire."""
+
+
+@dataclass(frozen=True)
+class LogprobTable:
+    """Log probabilities of n positions.
+
+    Attributes:
+        logprobs: float32 [n], of the given tokens; ranks: int32 [n], 1 for the likeliest token.
+        top_ids, top_logprobs: int32 and float32 [n, k], likeliest first, ties by id.
+
+    What is not finite in it travels as LEAST_LOGPROB.
+    """
+
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def entry(self, index: int, row_index: int, top_count: int) -> TokenLogprobs:
+        """One position as it travels, with the first `top_count` of the likeliest tokens."""
+        return TokenLogprobs(
+            row_index,
+            float(_finite(self.logprobs[index])),
+            max(1, int(self.ranks[index])),
+            array("i", self.top_ids[index, :top_count].tobytes()),
+            array("f", _finite(self.top_logprobs[index, :top_count]).tobytes()),
+        )
+
+
+def _finite(logprobs: np.ndarray) -> np.ndarray:
+    return np.fmax(logprobs, np.float32(LEAST_LOGPROB))
+
+
+def logprob_table(logits: np.ndarray, token_ids: np.ndarray, top_count: int) -> LogprobTable:
+    """For rows of raw logits, float32 [n, vocab], and a token each, int32 [n].
+
+    A token outside the vocabulary (NOT_A_TOKEN) gets LEAST_LOGPROB; logits that are not numbers count as impossible.
+    """
+    count, width = len(logits), min(top_count, logits.shape[1])
+    table = LogprobTable(
+        np.full(count, LEAST_LOGPROB, np.float32),
+        np.ones(count, np.int32),
+        np.zeros((count, width), np.int32),
+        np.full((count, width), LEAST_LOGPROB, np.float32),
+    )
+    for index, (row, token_id) in enumerate(zip(logits, token_ids.tolist(), strict=True)):
+        _fill_row(table, index, np.where(np.isfinite(row), row, -np.inf), token_id)
+    return table
+
+
+def _fill_row(table: LogprobTable, index: int, logits: np.ndarray, token_id: int) -> None:
+    greatest = logits.max()
+    if greatest == -np.inf:
+        return
+    normaliser = float(greatest) + float(np.log(np.exp(logits - greatest).sum(dtype=np.float64)))
+    chosen = logits[token_id] if 0 <= token_id < len(logits) else np.float32(-np.inf)
+    table.logprobs[index] = float(chosen) - normaliser
+    table.ranks[index] = 1 + np.count_nonzero(logits > chosen)
+    width = table.top_ids.shape[1]
+    if width:
+        table.top_ids[index] = _top(logits, width)
+        table.top_logprobs[index] = logits[table.top_ids[index]] - normaliser
+
+
+def _top(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the greatest values, greatest first, ties by index."""
+    place = len(values) - count
+    candidates = np.flatnonzero(values >= np.partition(values, place)[place])
+    order = np.argsort(-values[candidates], kind="stable")
+    return candidates[order[:count]]
+
+
+def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, top_count: int) -> tuple[torch.Tensor, ...]:
+    """The four columns of a LogprobTable as tensors on the device of `logits` [n, vocab]; token_ids: int32 [n]."""
+    finite = torch.where(torch.isfinite(logits), logits, -torch.inf)
+    normaliser = finite.logsumexp(-1, keepdim=True)
+    chosen = finite.gather(1, token_ids.clamp(min=0).long()[:, None])
+    chosen = torch.where(token_ids[:, None] < 0, -torch.inf, chosen)
+    ranks = 1 + (finite > chosen).sum(-1, dtype=torch.int32)
+    top = finite.topk(min(top_count, finite.shape[1]), dim=-1)
+    return (chosen - normaliser)[:, 0], ranks, top.indices.to(torch.int32), top.values - normaliser

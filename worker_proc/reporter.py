@@ -1,0 +1,74 @@
+"""Sends step results to the scheduler: in line where they are there at once, in a thread where that means waiting.
+
+A thread of its own waits for the GPU's copies, so that the thread that issues steps never does. It owns the results
+socket from then on. If a step fails there, `report` raises the error in the issuing thread, which `wake` has woken.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from worker_proc.pending import PendingStep
+
+
+class InlineReporter:
+    """Sends each result before the next step."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+        self._report_us = 0
+
+    def report(self, step: PendingStep) -> None:
+        """Send the step's result; what that took goes with the next one."""
+        result = step.result(self._report_us)
+        start = time.perf_counter_ns()
+        self._socket.send(result.to_wire())
+        self._report_us = (time.perf_counter_ns() - start) // 1000
+
+    def check(self) -> None:
+        """Nothing fails behind the caller's back."""
+
+    def close(self) -> None:
+        """Nothing is left to send."""
+
+
+class ThreadReporter:
+    """Sends results from a thread, in order, as the GPU finishes them.
+
+    Args:
+        wake: called from the thread after an error, to get the issuing thread out of its wait.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", wake: Callable[[str], None]) -> None:
+        self._inner = InlineReporter(socket)
+        self._wake = wake
+        self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
+        self._thread.start()
+
+    def report(self, step: PendingStep) -> None:
+        """Hand a step over; raises what an earlier one failed with."""
+        self.check()
+        self._steps.put(step)
+
+    def check(self) -> None:
+        """Raise what a step failed with, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread after the steps it has; wait for that, but not for a GPU that hangs."""
+        self._steps.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        try:
+            while (step := self._steps.get()) is not None:
+                self._inner.report(step)
+        except Exception as error:
+            self._error = error
+            self._wake(f"{type(error).__name__}: {error}")

@@ -1,0 +1,166 @@
+"""The worker's state of every slot: what the device holds, and the host's mirror of its lengths.
+
+A slot is the place of one running request. Everything that a step reads of it lies in one flat int32 tensor, carved
+into tables, so that whatever a step plan changes (tokens and parameters of new slots, appended blocks) is one list of
+addresses and values, copied once and scattered once. Sampled ids are written by the device and never come back through
+here: the host knows lengths, because the plan says how they grow, but never values.
+
+Row `slot_count` of every table is scratch: index -1, which stands for padding, wraps to it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError
+from common.messages import SlotInit, SlotSampling
+from kernels.step_layout import SlotState
+
+ALIGNMENT = 64
+"""Elements that tables start at a multiple of, so that kernels may read them in wide words."""
+
+TOKEN_MARGIN = 8
+"""Token places beyond max_model_len, for what run-ahead writes after a request's end."""
+
+_LENGTHS = ("known_lengths", "computed_lengths", "prompt_lengths")
+
+IntArray = np.ndarray
+
+
+def div_ceil(count: int, size: int) -> int:
+    """How many pieces of `size` hold `count`."""
+    return -(-count // size)
+
+
+class SlotMemory:
+    """Device memory of all slots.
+
+    Args:
+        tables: further int32 tables by name, with their columns; for whoever samples.
+
+    Attributes:
+        memory: int32 [n], everything; the others are views into it.
+        token_ids: int32 [slots + 1, token_capacity]; the first known_lengths are the request's tokens.
+        block_tables: int32 [slots + 1, block_capacity].
+        known_lengths, computed_lengths, prompt_lengths: int32 [slots + 1].
+        tables: name -> int32 [slots + 1, columns].
+        state: what every step's input preparation reads.
+
+    Raises:
+        ConfigError: more state than 32-bit addresses reach.
+    """
+
+    def __init__(
+        self,
+        slot_count: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        tables: Mapping[str, int] | None = None,
+    ) -> None:
+        self.slot_count, self.block_size, self.device = slot_count, block_size, device
+        self.block_capacity = div_ceil(max_model_len + TOKEN_MARGIN, block_size)
+        self.token_capacity = self.block_capacity * block_size
+        self.columns = {"token_ids": self.token_capacity, "block_tables": self.block_capacity}
+        self.columns |= dict.fromkeys(_LENGTHS, 1) | dict(tables or {})
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, columns in self.columns.items():
+            self.offsets[name] = end
+            end += div_ceil((slot_count + 1) * columns, ALIGNMENT) * ALIGNMENT
+        if end > 2**31 - 1:
+            raise ConfigError(
+                f"--max-num-seqs {slot_count} with {max_model_len} tokens each needs {4 * end} bytes of slot state; "
+                f"at most {2**33} are supported"
+            )
+        self.memory = torch.zeros(end, dtype=torch.int32, device=device)
+        self.token_ids, self.block_tables = self._table("token_ids"), self._table("block_tables")
+        self.known_lengths, self.computed_lengths, self.prompt_lengths = (self._table(name)[:, 0] for name in _LENGTHS)
+        self.tables = {name: self._table(name) for name in tables or ()}
+        self.state = SlotState(self.token_ids, self.known_lengths, self.computed_lengths, self.block_tables)
+
+    def _table(self, name: str) -> torch.Tensor:
+        size = (self.slot_count + 1) * self.columns[name]
+        return self.memory[self.offsets[name] : self.offsets[name] + size].view(self.slot_count + 1, -1)
+
+    def apply(self, addresses: torch.Tensor, values: torch.Tensor) -> None:
+        """Carry out writes that were collected in a `StateWrites`; both int32 [n] on this device."""
+        self.memory.index_copy_(0, addresses.long(), values)
+
+    def bytes_used(self) -> int:
+        """Bytes of device memory."""
+        return self.memory.numel() * 4
+
+
+class StateWrites:
+    """What the host changes in a `SlotMemory` before a step: int32 values with the addresses they go to."""
+
+    def __init__(self, memory: SlotMemory) -> None:
+        self._memory = memory
+        self._addresses: list[IntArray] = []
+        self._values: list[IntArray] = []
+
+    def add(self, table: str, slot: int, values: Any) -> None:
+        """Put int32 values at the start of the slot's row of a table."""
+        first = self._memory.offsets[table] + slot * self._memory.columns[table]
+        assert len(values) <= self._memory.columns[table], f"{len(values)} values for a row of {table}"
+        self._addresses.append(np.arange(first, first + len(values), dtype=np.int32))
+        self._values.append(np.asarray(values, dtype=np.int32))
+
+    def add_slot(self, init: SlotInit) -> None:
+        """What every new slot starts with."""
+        self.add("token_ids", init.slot, init.token_ids)
+        self.add("block_tables", init.slot, init.block_ids)
+        for name, length in zip(_LENGTHS, (len(init.token_ids), init.computed_count, init.prompt_count), strict=True):
+            self.add(name, init.slot, [length])
+
+    def arrays(self) -> tuple[IntArray, IntArray]:
+        """Addresses and values, int32 [n] each."""
+        if not self._addresses:
+            return _NOTHING, _NOTHING
+        return np.concatenate(self._addresses), np.concatenate(self._values)
+
+
+_NOTHING = np.empty(0, dtype=np.int32)
+
+
+@dataclass
+class SlotMirror:
+    """What the host knows of the slots without reading the device: int32 [slots] each.
+
+    Attributes:
+        known_lengths, computed_lengths, prompt_lengths: as on the device, once all issued steps have run.
+        block_counts: blocks in each slot's table.
+        sampling: of each slot in use; None marks a free slot.
+    """
+
+    known_lengths: IntArray
+    computed_lengths: IntArray
+    prompt_lengths: IntArray
+    block_counts: IntArray
+    sampling: list[SlotSampling | None]
+
+    @classmethod
+    def empty(cls, slot_count: int) -> "SlotMirror":
+        """All slots free."""
+        lengths = [np.zeros(slot_count, dtype=np.int32) for _ in range(4)]
+        return cls(*lengths, sampling=[None] * slot_count)
+
+    def clear(self, slot: int) -> None:
+        """The slot's request is gone."""
+        assert self.sampling[slot] is not None, f"slot {slot} is cleared, but it is free"
+        self.sampling[slot] = None
+        self.known_lengths[slot] = self.computed_lengths[slot] = self.block_counts[slot] = 0
+
+    def start(self, init: SlotInit) -> None:
+        """The slot gets a request."""
+        assert init.slot < len(self.sampling), f"slot {init.slot} of {len(self.sampling)}"
+        assert self.sampling[init.slot] is None, f"slot {init.slot} gets a request, but it is not free"
+        self.sampling[init.slot] = init.sampling
+        self.known_lengths[init.slot] = len(init.token_ids)
+        self.computed_lengths[init.slot] = init.computed_count
+        self.prompt_lengths[init.slot] = init.prompt_count
+        self.block_counts[init.slot] = len(init.block_ids)

@@ -1,0 +1,205 @@
+"""From a step plan to the model's inputs: what the host works out, and the CPU's way of doing the device's part.
+
+The host checks a plan against its mirror of the slots and packs it into one int32 buffer (`StepStager.stage`): the plan
+as `kernels/step_inputs.py` lays it out, the rows that sample, and what new slots start with. From that buffer and the
+slots' memory come token ids, positions, slot mapping and the rest: on a GPU by one kernel, on the CPU by `fill_inputs`.
+Nothing here knows the model or reads a sampled token.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.messages import StepPlan
+from kernels.step_layout import HEADER, PlanLayout, SlotState, StepInputs
+from worker_proc.slots import IntArray, SlotMemory, SlotMirror, StateWrites
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Chunk tokens whose logits predict a prompt token, of a slot that asked for prompt log probabilities.
+
+    first_token: index of the first one in the step; first_position: its position in the prompt.
+    """
+
+    slot: int
+    first_token: int
+    first_position: int
+    count: int
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A plan, checked and packed.
+
+    Attributes:
+        buffer: int32: the plan (`layout`), then `sampled_rows`, then addresses and values of the slots' writes.
+        sampled_rows: int32 [S]: rows that sample, in the order of the result's tokens.
+        sampled_slots: int32 [S]: their slots.
+        sampled_positions: int32 [S]: where each sampled token goes in its request.
+        prompt_rows: for slots that asked for prompt log probabilities.
+    """
+
+    layout: PlanLayout
+    buffer: IntArray
+    row_count: int
+    decode_row_count: int
+    token_count: int
+    write_count: int
+    sampled_rows: IntArray
+    sampled_slots: IntArray
+    sampled_positions: IntArray
+    prompt_rows: tuple[PromptRows, ...]
+
+    @property
+    def samples_every_row(self) -> bool:
+        """Whether rows and sampled rows are the same, and each row is one token."""
+        return len(self.sampled_rows) == self.token_count
+
+    @property
+    def sampled_rows_part(self) -> slice:
+        """Where `sampled_rows` lies in the buffer."""
+        return slice(self.layout.size, self.layout.size + len(self.sampled_rows))
+
+    @property
+    def write_parts(self) -> tuple[slice, slice]:
+        """Where addresses and values of the slots' writes lie in the buffer."""
+        start = self.sampled_rows_part.stop
+        return slice(start, start + self.write_count), slice(start + self.write_count, start + 2 * self.write_count)
+
+
+class StepStager:
+    """Checks step plans against the mirror, advances it, and packs them."""
+
+    def __init__(self, memory: SlotMemory, mirror: SlotMirror) -> None:
+        self._memory = memory
+        self._mirror = mirror
+
+    def stage(self, plan: StepPlan, writes: StateWrites) -> StagedStep:
+        """Advance the mirror by the plan's rows and pack it, with what new slots write.
+
+        Raises:
+            AssertionError: the plan does not fit what the slots hold, which is a fault of ours; the text says how.
+        """
+        slots, counts = _rows(plan)
+        assert len(set(slots.tolist())) == len(slots), f"step {plan.step_id}: a slot stands in two rows"
+        samples = np.ones(len(slots), dtype=bool)
+        samples[len(plan.decode_slots) :] = np.asarray(plan.chunk_samples, dtype=bool)
+        first_blocks, append_counts = self._append_blocks(plan, slots)
+        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        prompt_rows = self._prompt_rows(plan, starts)
+        sampled_rows = np.flatnonzero(samples).astype(np.int32)
+        sampled_slots = slots[sampled_rows]
+        positions = self._mirror.known_lengths[sampled_slots]
+        self._advance(slots, counts, samples)
+        header = (len(slots), len(plan.decode_slots), starts[-1], len(plan.block_ids))
+        appends = np.concatenate(([0], np.cumsum(append_counts)))
+        addresses, values = writes.arrays()
+        parts = (header, slots, counts, starts, first_blocks, appends, plan.block_ids, sampled_rows,
+                 addresses, values)  # fmt: skip
+        return StagedStep(
+            layout=PlanLayout(len(slots), len(plan.block_ids)),
+            buffer=np.concatenate(parts, dtype=np.int32, casting="unsafe"),
+            row_count=len(slots),
+            decode_row_count=len(plan.decode_slots),
+            token_count=int(starts[-1]),
+            write_count=len(addresses),
+            sampled_rows=sampled_rows,
+            sampled_slots=sampled_slots,
+            sampled_positions=positions,
+            prompt_rows=prompt_rows,
+        )
+
+    def _append_blocks(self, plan: StepPlan, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """Per row: its block count so far, and how many blocks it gets."""
+        decode_counts = plan.decode_block_counts or bytes(len(plan.decode_slots))
+        counts = np.concatenate((np.frombuffer(decode_counts, np.uint8), plan.chunk_block_counts), dtype=np.int32)
+        first_blocks = self._mirror.block_counts[slots]
+        self._mirror.block_counts[slots] += counts
+        most = self._mirror.block_counts[slots].max(initial=0)
+        capacity = self._memory.block_capacity
+        assert most <= capacity, f"step {plan.step_id}: a slot gets {most} blocks, its table holds {capacity}"
+        return first_blocks, counts
+
+    def _advance(self, slots: IntArray, counts: IntArray, samples: np.ndarray) -> None:
+        """Grow the lengths, after checking that each row computes tokens it knows and samples at the end of them."""
+        mirror = self._mirror
+        lengths = mirror.computed_lengths[slots] + counts
+        known = mirror.known_lengths[slots]
+        room = mirror.block_counts[slots] * self._memory.block_size
+        good = (counts > 0) & (lengths <= known) & (samples == (lengths == known)) & (lengths <= room)
+        if not good.all():
+            row = int(np.argmin(good))
+            raise AssertionError(
+                f"row {row}, slot {slots[row]}: computes tokens up to {lengths[row]} (samples: {samples[row]}), knows "
+                f"{known[row]}, has blocks for {room[row]}"
+            )
+        assert known[samples].max(initial=0) < self._memory.token_capacity, "a slot samples beyond its last token place"
+        mirror.computed_lengths[slots] = lengths
+        mirror.known_lengths[slots] += samples
+
+    def _prompt_rows(self, plan: StepPlan, starts: IntArray) -> tuple[PromptRows, ...]:
+        """Among the chunk rows: a decode row is past its prompt."""
+        found = []
+        for slot, count, start in zip(
+            plan.chunk_slots, plan.chunk_token_counts, starts[len(plan.decode_slots) :].tolist(), strict=False
+        ):
+            sampling = self._mirror.sampling[slot]
+            assert sampling is not None, f"step {plan.step_id}: slot {slot} has a chunk, but it is free"
+            if sampling.prompt_logprobs < 0:
+                continue
+            position = int(self._mirror.computed_lengths[slot])
+            predicting = min(count, int(self._mirror.prompt_lengths[slot]) - 1 - position)
+            if predicting > 0:
+                found.append(PromptRows(slot, start, position, predicting))
+        return tuple(found)
+
+
+def _rows(plan: StepPlan) -> tuple[IntArray, IntArray]:
+    """Slot and token count of each row, int32, decode rows first."""
+    slots = np.concatenate((plan.decode_slots, plan.chunk_slots), dtype=np.int32, casting="unsafe")
+    counts = np.ones(len(slots), dtype=np.int32)
+    counts[len(plan.decode_slots) :] = plan.chunk_token_counts
+    return slots, counts
+
+
+def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int) -> None:
+    """Append the plan's blocks, fill the inputs and advance the slots' computed lengths, on the CPU.
+
+    The same as the kernel in `kernels/step_inputs.py`, whose docstring has formula, tables and padding.
+    """
+    row_count, _, token_count, block_count = plan[:HEADER].tolist()
+    slots, counts = plan[layout.row_slots][:row_count], plan[layout.token_counts][:row_count]
+    tables, computed_lengths = state.block_tables.numpy(), state.computed_lengths.numpy()
+    if block_count:
+        _append_to_tables(plan, layout, tables, row_count)
+    starts = plan[layout.query_starts][: row_count + 1]
+    rows = np.repeat(np.arange(row_count), counts)
+    computed = computed_lengths[slots]
+    positions = computed[rows] + np.arange(token_count) - starts[rows]
+    token_slots = slots[rows]
+    blocks = tables[token_slots, positions // block_size].astype(np.int64)
+    lengths = computed + counts
+    sampled = lengths >= state.known_lengths.numpy()[slots]
+    _put(inputs.token_ids, state.slot_token_ids.numpy()[token_slots, positions], 0)
+    _put(inputs.positions, positions, 0)
+    _put(inputs.slot_mapping, blocks * block_size + positions % block_size, -1)
+    _put(inputs.row_slots, slots, -1)
+    _put(inputs.query_starts, starts, token_count)
+    _put(inputs.context_lengths, lengths, 0)
+    _put(inputs.sample_rows, np.where(sampled, starts[1:] - 1, -1), -1)
+    computed_lengths[slots] = lengths
+
+
+def _append_to_tables(plan: IntArray, layout: PlanLayout, tables: IntArray, row_count: int) -> None:
+    starts = plan[layout.append_starts][: row_count + 1]
+    rows = np.repeat(np.arange(row_count), np.diff(starts))
+    places = plan[layout.first_blocks][rows] + np.arange(starts[-1]) - starts[rows]
+    tables[plan[layout.row_slots][rows], places] = plan[layout.appended_ids][: starts[-1]]
+
+
+def _put(tensor: torch.Tensor, values: np.ndarray, padding: int) -> None:
+    target = tensor.numpy()
+    target[: len(values)] = values
+    target[len(values) :] = padding

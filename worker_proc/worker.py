@@ -1,0 +1,107 @@
+"""The worker process: loads a model, then turns step plans into results.
+
+Sockets: binds `plans-<rank>` (PULL, from the scheduler), connects `results` (PUSH, to the scheduler).
+In: StepPlan. Out: one WorkerReady when the model has run once, then one StepResult per plan, in order.
+Start: sockets, device, weights, cache, a first forward pass, WorkerReady, ready to the supervisor.
+Stop: an order of the supervisor ends the loop between two steps, with code 0; plans still queued are dropped, because
+whoever waits for them is being stopped too. If the scheduler dies, the supervisor says so, which is the same.
+An exception ends the process; `run_child` logs it and tells the supervisor.
+"""
+
+import logging
+import time
+
+import zmq
+
+from common.child import SupervisorLink
+from common.config import EngineConfig
+from common.errors import WireError
+from common.messages import PROTOCOL_VERSION, PeerFailed, StepPlan, WorkerReady, decode_for_worker
+from common.sockets import bind_pull, connect_push, new_context
+from worker_proc.engine import Engine, load_engine
+from worker_proc.reporter import InlineReporter, ThreadReporter
+
+logger = logging.getLogger(__name__)
+
+Reporter = InlineReporter | ThreadReporter
+
+
+class Worker:
+    """One worker process's main loop.
+
+    Args:
+        link: to the supervisor.
+        rank: which worker this is.
+    """
+
+    def __init__(self, config: EngineConfig, link: SupervisorLink, rank: int) -> None:
+        self._config, self._link, self._rank = config, link, rank
+        self._context = new_context()
+        self._plans = bind_pull(self._context, config.endpoint(f"plans-{rank}"))
+        self._results = connect_push(self._context, config.endpoint("results"))
+        self._poller = zmq.Poller()
+        self._poller.register(self._plans, zmq.POLLIN)
+        self._poller.register(link.wake_fd, zmq.POLLIN)
+
+    def run(self) -> int:
+        """Start, serve until told to stop, return the exit code."""
+        try:
+            start = time.monotonic()
+            engine = load_engine(self._config)
+            if self._stop_ordered():
+                return 0
+            self._announce(engine, time.monotonic() - start)
+            self._serve(engine, self._make_reporter(engine))
+            return 0
+        finally:
+            self._plans.close(linger=0)
+            self._results.close(linger=0)
+            self._context.term()
+
+    def _announce(self, engine: Engine, seconds: float) -> None:
+        size = engine.size
+        ready = WorkerReady(
+            protocol_version=PROTOCOL_VERSION,
+            rank=self._rank,
+            max_model_len=size.max_model_len,
+            block_size=self._config.cache.block_size,
+            block_count=size.block_count,
+            host_block_count=size.host_block_count,
+            block_bytes=size.block_bytes,
+            vocab_size=engine.vocab_size,
+            device_name=engine.device_name,
+        )
+        self._results.send(ready.to_wire())
+        detail = f"{engine.device_name}, {engine.dtype_name}, {size.block_count} KV blocks, loaded in {seconds:.1f} s"
+        self._link.ready(detail)
+        logger.info("ready: %s", detail)
+
+    def _make_reporter(self, engine: Engine) -> Reporter:
+        if engine.device_name == "cpu":
+            return InlineReporter(self._results)
+        process = f"worker-{self._rank}"
+        return ThreadReporter(self._results, lambda message: self._link.order(PeerFailed(process, message)))
+
+    def _serve(self, engine: Engine, reporter: Reporter) -> None:
+        try:
+            while (plan := self._next_plan()) is not None:
+                reporter.report(engine.runner.execute(plan))
+                self._link.progress += 1
+            reporter.check()
+        finally:
+            reporter.close()
+
+    def _next_plan(self) -> StepPlan | None:
+        """The next plan, waiting for it; None once the supervisor wants the end."""
+        while True:
+            ready = dict(self._poller.poll())
+            if self._link.wake_fd in ready and self._stop_ordered():
+                return None
+            if self._plans in ready:
+                try:
+                    return decode_for_worker(self._plans.recv())
+                except WireError as error:
+                    logger.error("dropped a message from the scheduler: %s", error)
+
+    def _stop_ordered(self) -> bool:
+        return bool(self._link.take_orders())  # whatever the order, it means the end
