@@ -83,7 +83,6 @@ from kernels.truncation import (
     truncated_choice,
 )
 
-
 SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
 
 
@@ -177,7 +176,7 @@ def _scan_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, settings, work, VOCABULARY,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # 1. Locate and load one chunk of one row. A NaN counts as infinity: reductions would lose it, and both fail the row.
+    # 1. Locate and load one chunk of one row. A NaN counts as infinity: reductions lose NaNs, and both fail the row.
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -224,8 +223,8 @@ def _store_pieces(x, piece_maxima, chunk_sums, at, CHUNK: tl.constexpr, PIECE: t
 
 @triton.jit
 def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
-                    top_logprobs, top_stride, VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-                    CHUNK_TILE: tl.constexpr, PIECE_TILE: tl.constexpr):  # fmt: skip
+                    top_logprobs, top_stride, VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+                    PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr, PIECE_TILE: tl.constexpr):  # fmt: skip
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
     PIECES: tl.constexpr = CHUNK // PIECE
     piece = tl.arange(0, PIECE_TILE)
@@ -318,7 +317,8 @@ def _choose_kernel(
             top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
             if valid & (top_count >= 0):
                 _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
-                                top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
+                                top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE,
+                                PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
             count_row = tl.load(settings[1] + slot * 16 + 2)
