@@ -35,6 +35,11 @@ of a row to finish makes the choice.
 | out_logprobs  | [R]    | float32        | of the chosen id; NaN where not asked for                          |
 | out_ranks     | [R]    | int32          | of the chosen id among the raw logits, 1: the largest; where asked |
 | top_ids, top_logprobs | [R, n] | int32, float32 | the n largest where asked for, else untouched              |
+
+Measured on an H200 at commit a3503ac by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
+for 1 / 64 / 256 rows: greedy 4.4 / 20 / 58 us (2.7 TB/s at 256 rows, 60 % of the read limit of that run; torch's
+argmax alone 10 / 26 / 55), plain temperature 8.7 / 46 / 155, min-p 0.1 11 / 57 / 183, greedy with 5 logprobs 11 / 29 /
+91.
 """
 
 from dataclasses import dataclass

@@ -22,6 +22,11 @@ splits K over programs where N is small. Which one, and with what tile, comes fr
 
 "Any float" is bfloat16, float16 or float32. Every row is independent, so padding rows hold anything. M may be 0; above
 64 rows the library is called.
+
+Measured on an H200 at commit a3503ac by `python -m benchmarks.kernels.bench_skinny_linear`: the four products of
+Qwen3-0.6B's 28 layers in a row take 337 us with one row (2.6 TB/s, 58 % of the read limit of that run), 484 with 2,
+565 with 4, 580 with 8, 594 with 16, 822 with 32 and 800 with 64; by the library 1110, 1039, 1029, 931, 948, 972 and
+999. The lm_head takes 71 us with one row (4.4 TB/s, 98 %) and 91 with 64; by the library 85 and 121.
 """
 
 from dataclasses import dataclass, field

@@ -1,14 +1,15 @@
 """The matrix-vector kernel of `kernels.skinny_linear` with W staged in shared memory: for Hopper, one to four rows.
 
 The arithmetic, the arguments and what may be fused are those of `_matvec_kernel` there. The difference is where W waits
-for x: a program copies its rows of W to shared memory asynchronously, before the kernel ahead has finished, and so
-needs few registers meanwhile. The programs of several kernels of a decode step then fit on the card together (a layer of
-a 0.6B model is 31 MB, shared memory 30 MB), and memory need not pause between them.
+for x: a program copies its rows of W to shared memory asynchronously, before the kernel ahead has finished, and needs
+few registers meanwhile. So the programs of several kernels of a decode step fit on the card together (a layer of a
+0.6B model is 31 MB, shared memory 30 MB), and memory need not pause between them.
 
     program p: W[p * BLOCK_N : (p + 1) * BLOCK_N, :] -> shared memory | wait for x | sums within a warp | epilogue
 
 Limits: K a multiple of BLOCK_K, 16-byte rows of W; BLOCK_N a multiple of the warps; what is staged fits shared memory.
-Only the tuner and a measured table choose it. Called by `kernels.skinny_linear.run_plan`.
+No table names it yet: the tuner checks and times it beside
+the others, and nothing else chooses it. Called by `kernels.skinny_linear.run_plan`.
 """
 
 from triton.experimental import gluon

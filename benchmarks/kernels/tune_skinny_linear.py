@@ -52,7 +52,7 @@ def staged_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
         staged = block_n * halves * shape.inputs * 2
         for warps in (2, 4, 8):
             for block_k in (512, 1024):
-                fills = 200 <= shape.out_columns / block_n and shape.inputs % block_k == 0
+                fills = shape.out_columns / block_n >= 200 and shape.inputs % block_k == 0
                 if fills and staged <= SHARED_BYTES // 2 and 1 <= block_n // warps <= 4:
                     yield LinearPlan("staged", block_n, block_k, warps)
 

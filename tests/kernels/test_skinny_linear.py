@@ -123,6 +123,19 @@ def test_prefetching_the_next_weight_changes_nothing():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 80, 1024), (3, 34, 3072)])
+def test_staged_kernel_matches_float32(rows, outputs, inputs, fusion):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the staged kernel is for Hopper")
+    plan = LinearPlan("staged", block_n=8, block_k=512, num_warps=4)
+    x, weight, out, norm_weight, residual, silu = make_case(rows, outputs, inputs, torch.bfloat16, fusion)
+    want = skinny_linear_reference(x, weight, norm_weight=norm_weight, residual=residual, silu_mul=silu)
+    run_plan(plan, x, weight, out, norm_weight, 1e-6, residual, silu, workspace_for(torch.bfloat16))
+    assert_as_exact(out, want)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "plan", PLANS[:-1], ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
 )
