@@ -3,6 +3,7 @@
     python launch.py [serve] [options]     run the engine until SIGINT or SIGTERM
     python launch.py --once "..."          start, stream one chat answer to stdout, stop
     python launch.py status | stop | chat  look at, end or talk to the engine that runs
+    python launch.py bench [options]       time workloads (benchmarks.throughput)
 
 Order of start: run directory, HTTP socket (bound here, so that a port in use is known at once), model folder, control
 socket, then frontend, scheduler and worker side by side. Everything that happens is dealt with in `Supervisor._turn`:
@@ -20,6 +21,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -37,21 +39,19 @@ from common.errors import ConfigError, EngineDeadError, StartupError, TriremeErr
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
 from common.messages import Failed, PeerFailed, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
-from common.processes import Child, DeathPipe, Wakeup
+from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
 HEARTBEAT_TIMEOUT_S = 2.0
-FAILURE_NOTICE_S = 1.0
-"""How long the frontend gets to tell its clients that another process is lost."""
+FAILURE_NOTICE_S = 1.5
+"""How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
 """How long a process gets to exit after its grace."""
 LAST_WORDS_TIMEOUT_S = 0.3
 TURN_LIMIT_MS = 250
 EXIT_CODES = {ConfigError: 2, StartupError: 3}
 POLL_WITHOUT_PIDFD_MS = 50
-
-_STARTED_AT = time.monotonic()
 
 logger = logging.getLogger("launch")
 
@@ -135,7 +135,7 @@ class Supervisor:
             ProcessLost: one of them ended.
             StopRequested: a signal came.
         """
-        self._mark("launch", time.monotonic() - _STARTED_AT)
+        self._mark("launch", seconds_since_start())
         began = time.monotonic()
         model_dir, tokenizer_dir = self._folders()
         self._mark("model folder", time.monotonic() - began)
@@ -192,6 +192,8 @@ class Supervisor:
         self._death_pipe.close()
         if self._http_socket:
             self._http_socket.close()
+        if self.config.server.uds:
+            Path(self.config.server.uds).unlink(missing_ok=True)
 
     def _spawn(self, name: str, arguments: list[str]) -> None:
         inherits = name == "frontend" and self._http_socket is not None
@@ -358,6 +360,8 @@ def serve(arguments: argparse.Namespace) -> int:
         endpoint = config.server.client_endpoint or f"ipc://{run_dir.path}/client.sock"
         server = dataclasses.replace(config.server, client_endpoint=endpoint)
         config = with_changes(config, server=server, run_dir=str(run_dir.path))
+        if server.http and not (_is_private(server.host) or server.uds or server.api_key):
+            logger.warning("whoever reaches %s can use this engine; --api-key protects it", server.host)
         supervisor = Supervisor(config, run_dir, wakeup, arguments.parent_pipe)
         try:
             supervisor.start()
@@ -377,9 +381,13 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _is_private(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
     """Say that the engine serves, and where: one line for people, a file for programs."""
-    seconds = time.monotonic() - _STARTED_AT
+    seconds = seconds_since_start()
     config = supervisor.config
     where = [supervisor.http and f"HTTP on {supervisor.http}/v1", f"client socket {config.server.client_endpoint}"]
     line = f"ready in {seconds:.1f} s: {config.model_name()}, {', '.join(filter(None, where))}"
@@ -430,7 +438,7 @@ def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
     return 0
 
 
-VERBS = ("serve", "status", "stop", "chat", "bench", "check")
+VERBS = ("serve", "status", "stop", "chat", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -441,6 +449,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb == "serve":
             return serve(_parse_serve(arguments))
+        if verb == "bench":
+            return subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], check=False).returncode
         if verb in ("status", "stop", "chat"):
             from frontend import terminal
 
@@ -462,7 +472,7 @@ def _report(error: TriremeError) -> None:
 def _parse_serve(arguments: list[str]) -> argparse.Namespace:
     parser = OptionParser(
         prog="launch.py",
-        description="Serve a language model. Verbs: serve (the default), status, stop, chat.",
+        description="Serve a language model. Verbs: serve (the default), status, stop, chat, bench.",
         usage="%(prog)s [serve] [MODEL] [options]",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model")

@@ -260,14 +260,26 @@ def check(config: EngineConfig) -> None:
         )
     if scheduler.max_num_queued_reqs < 1:
         raise ConfigError(f"--max-num-queued-reqs is {scheduler.max_num_queued_reqs}; wanted at least 1")
-    if not 0 <= server.port <= 65535:
-        raise ConfigError(f"--port is {server.port}; wanted 0 to 65535")
-    if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
-        raise ConfigError("--ssl-keyfile and --ssl-certfile go together; only one was given")
+    _check_server(server)
     if config.model.max_model_len < 0 or config.cache.num_kv_blocks < 0:
         raise ConfigError("--max-model-len and --num-kv-blocks cannot be negative")
     if config.worker.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size: only 1 is supported so far")
+
+
+def _check_server(server: ServerOptions) -> None:
+    if not 0 <= server.port <= 65535:
+        raise ConfigError(f"--port is {server.port}; wanted 0 to 65535")
+    if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile go together; only one was given")
+    if server.stream_interval < 1:
+        raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
+    endpoint = server.client_endpoint
+    if endpoint and not re.fullmatch(r"ipc://.+|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)", endpoint):
+        raise ConfigError(
+            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp:// with a loopback address and a port, such as "
+            "tcp://127.0.0.1:5555 (the client socket has no keys yet, so it is not opened to other machines)"
+        )
 
 
 @dataclass(frozen=True)

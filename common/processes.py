@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -159,6 +160,15 @@ class Wakeup:
     def _on_signal(self, number: int, _: object) -> None:
         self.signals.append(number)
         self.poke()
+
+
+def seconds_since_start() -> float:
+    """How long this process has existed, the interpreter's own start included."""
+    try:
+        start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return time.process_time()  # no /proc: the time we computed is the best there is
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def last_error_line(text: str) -> str:

@@ -29,6 +29,8 @@ from frontend.zmq_reader import ZmqReader
 
 LAST_WORDS_S = 0.3
 """How long the HTTP API gets to write the last errors to its clients."""
+DEAD_S = 0.6
+"""How long `/health` goes on to say that the engine is dead, for whoever asks in between."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class Frontend:
         self._announce()
         threading.Thread(target=_warm_up, args=(self._engine.tokenizer,), name="warm-up", daemon=True).start()
         code, grace_s = await self._ended
+        if code:
+            await asyncio.sleep(DEAD_S)
         await self._finish(grace_s)
         return code
 

@@ -175,6 +175,7 @@ class Loop:
     def _take_results(self) -> None:
         for message in self._transport.results():
             if isinstance(message, StepResult):
+                self._changed = True
                 self._parts.add_result(message.parts_us)
                 for out in self._core.handle_result(message):
                     self._send(out)

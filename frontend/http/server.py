@@ -12,6 +12,7 @@ from common.config import EngineConfig, ServerOptions
 from common.http_socket import bind_http, http_url, inherited_http_socket
 from frontend.engine import Engine
 from frontend.http.app import build_app
+from frontend.http.protocol import Protocol
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -24,7 +25,7 @@ async def start(engine: Engine, config: EngineConfig) -> "HttpServer":
     Raises:
         ConfigError: the address cannot be had (only where no supervisor has bound it already).
     """
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every bad request
     server = HttpServer(engine, config.server, inherited_http_socket() or bind_http(config.server))
     await server.start()
     return server
@@ -49,7 +50,7 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 loop="none",
-                http="httptools",
+                http=Protocol,
                 ws="none",
                 server_header=False,
                 backlog=BACKLOG,

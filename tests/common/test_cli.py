@@ -18,7 +18,7 @@ def test_nothing_given_is_the_default_configuration():
 def test_every_option_can_be_given_under_each_of_its_names():
     samples = {str: "x", int: "4", float: "0.5"}
     for group, item in all_options():
-        if item.name in ("tensor_parallel_size", "run_ahead", "ssl_keyfile", "ssl_certfile"):
+        if item.name in ("tensor_parallel_size", "run_ahead", "ssl_keyfile", "ssl_certfile", "client_endpoint"):
             continue  # values that only go with others
         for flag in flags_of(item):
             if item.type is bool:
@@ -63,6 +63,12 @@ def test_prefix_cache_switches_of_other_engines(flag: str):
         (["--max-model-len", "8q"], "wanted a whole number such as 4096, 8k or 2GiB, got '8q'"),
         (["--shutdown-timeout", "nan"], "wanted a number from 0 up, got 'nan'"),
         (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["--stream-interval", "0"], "--stream-interval is 0; wanted at least 1"),
+        (
+            ["--client-endpoint", "tcp://0.0.0.0:5555"],
+            "--client-endpoint is tcp://0.0.0.0:5555; wanted ipc://PATH or tcp",
+        ),
+        (["--client-endpoint", "tcp://*:5555"], "is not opened to other machines"),
         (["--model"], "argument --model/--model-path: expected one argument"),
         (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: No such file or directory"),
     ],

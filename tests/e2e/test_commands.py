@@ -102,3 +102,13 @@ def test_what_a_killed_supervisor_left_is_cleared_by_the_next_start(tiny_model_d
         run = command("--once", "Hi", "--model", tiny_model_dir, run_dirs=server.run_dirs)
         assert run.returncode == 0, run.stderr
         assert list(server.run_dirs.iterdir()) == []
+
+
+def test_a_client_written_from_the_protocol_document_alone(server):
+    arguments = [sys.executable, ROOT / "examples" / "raw_client.py", server.ready["client_endpoint"]]
+    run = subprocess.run([*arguments, "The sea"], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip(), "no answer"
+    refused = subprocess.run([*arguments, "sea " * 5000], capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1
+    assert "refused: the prompt has" in refused.stderr

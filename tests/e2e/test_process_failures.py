@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from common.errors import TriremeError
@@ -56,6 +57,19 @@ def test_a_frozen_process_is_noticed(tiny_model_dir, name):
         assert server.process.wait(30) not in (0, None)
         server.assert_nothing_is_left(pids)
         assert name in server.stderr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_health_says_so_before_the_run_ends(tiny_model_dir, number):
+    with Server(tiny_model_dir) as server, httpx.Client(base_url=server.ready["http"]) as http:
+        assert http.get("/health").status_code == 200
+        os.kill(server.children()["scheduler"], number)
+        while (response := http.get("/health")).status_code == 200:
+            pass
+        assert response.status_code == 503
+        assert response.json()["status"] == "dead"
+        assert "scheduler" in response.json()["detail"]
+        assert server.process.wait(30) == 1
 
 
 def test_killing_the_supervisor_takes_all_processes_along_while_serving(tiny_model_dir):

@@ -8,6 +8,7 @@ import threading
 from array import array
 from types import SimpleNamespace
 
+import hypothesis
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -18,6 +19,9 @@ from common.config import EngineConfig, ServerOptions
 from frontend.engine import Engine
 from frontend.tokenizer import Tokenizer
 from tests.support import tiny
+
+hypothesis.settings.register_profile("trireme", deadline=None)  # other programs on the machine are no fault of ours
+hypothesis.settings.load_profile("trireme")
 
 SENTENCES = [
     "hello world, this is the open sea",
@@ -228,7 +232,7 @@ def shared_frontend(tmp_path_factory):
     running.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def helpers():
     """The classes of this file, for tests that make their own."""
     return SimpleNamespace(MemoryEngine=MemoryEngine, Events=Events)

@@ -208,9 +208,9 @@ def test_a_failed_peer_ends_every_request(frontend):
     with Client(frontend.endpoint) as client:
         streams = [client.submit("a", SamplingParams(max_tokens=9)) for _ in range(5)]
         frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 5)
-        frontend.link.order(m.PeerFailed("worker-0", "killed by signal 9"))
+        frontend.link.order(m.PeerFailed("worker-0", "worker-0 was killed by signal 9"))
         for stream in streams:
-            with pytest.raises(RequestError, match="worker-0 failed: killed by signal 9") as caught:
+            with pytest.raises(RequestError, match="worker-0 was killed by signal 9") as caught:
                 stream.result()
             assert caught.value.status == 503
     frontend.join(30)

@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common import messages as m
@@ -301,7 +301,6 @@ def test_a_timeout_becomes_a_deadline(memory_engine, submit):
 TEXTS = st.text(alphabet="abé🌊 !", min_size=1, max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_any_course_of_events_ends_each_request_once(byte_tokenizer, helpers, data):
     """Streams of several requests with stop strings, aborts, ends and a dead engine: deltas join to the results."""

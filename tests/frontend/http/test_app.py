@@ -1,6 +1,7 @@
 """What holds for the whole application: errors, keys, ids, limits, disconnects, health, metrics."""
 
 import asyncio
+import contextlib
 import json
 import logging
 
@@ -13,6 +14,7 @@ from frontend.http import server, streams
 from frontend.http.middleware import BODY_LIMIT_BYTES
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12}
+GOOD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 PATHS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
 
 
@@ -278,19 +280,41 @@ def test_an_unexpected_failure_is_500_in_json(api, monkeypatch):
     assert "ZeroDivisionError" not in response.text
 
 
-def test_served_by_uvicorn_on_a_real_socket(make_api):
+@pytest.mark.parametrize(
+    ("sent", "status", "found"),
+    [
+        (GOOD, b"200", b'{"status":"serving"}'),
+        (b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20), b"400", b"head is larger than 65536 bytes"),
+        (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 100_000, b"400", b"head is larger than 65536 bytes"),
+        (b"\x80\x02nonsense\r\n\r\n", b"400", b'"code":"bad_request"'),
+    ],
+    ids=["good", "one header", "many headers", "no http"],
+)
+def test_served_by_uvicorn_on_a_real_socket(make_api, sent, status, found):
     api = make_api(port=0).ready()
 
-    async def serve_one():
-        listener = server.bind_http(ServerOptions(port=0))
-        running = server.HttpServer(api.engine, ServerOptions(port=0), listener)
-        await running.start()
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        reply = await reader.read()
+    async def exchange(address, data):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(data)
+        reply = b""
+        with contextlib.suppress(ConnectionError):  # closed while we were still writing
+            while part := await reader.read(65536):
+                reply += part
         writer.close()
-        await writer.wait_closed()
-        await running.stop(1.0)
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
         return reply
 
-    assert b'{"status":"serving"}' in api.loop.run_until_complete(asyncio.wait_for(serve_one(), 30))
+    async def serve():
+        listener = server.bind_http(ServerOptions(port=0))
+        address = listener.getsockname()
+        running = server.HttpServer(api.engine, ServerOptions(port=0), listener)
+        await running.start()
+        replies = [await exchange(address, sent), await exchange(address, GOOD)]
+        await running.stop(1.0)
+        return replies
+
+    first, second = api.loop.run_until_complete(asyncio.wait_for(serve(), 30))
+    assert first.startswith(b"HTTP/1.1 " + status)
+    assert found in first
+    assert second.startswith(b"HTTP/1.1 200"), "a good request after it"

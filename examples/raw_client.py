@@ -1,0 +1,66 @@
+"""A client without the SDK: nothing but ZeroMQ and msgpack, after docs/protocol.md.
+
+    python examples/raw_client.py ipc:///run/user/1000/trireme-xyz/client.sock "Why is the sky blue?"
+
+The endpoint stands in the line that launch.py prints when it is ready.
+"""
+
+import struct
+import sys
+
+import msgpack
+import zmq
+
+HELLO, GENERATE = 60, 61
+WELCOME, DELTAS, FINAL, ERROR_REPLY = 80, 81, 82, 83
+
+
+def main(endpoint: str, question: str) -> int:
+    """Ask one question and print the answer as it comes."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.connect(endpoint)
+
+        send(socket, HELLO, 1, "raw client")
+        _, version, model_names, *_ = receive(socket)
+        print(f"{model_names[0]} (protocol version {version})", file=sys.stderr)
+
+        messages = [{"role": "user", "content": question}]
+        params = {"max_tokens": 100, "temperature": 0.7}
+        model_defaults, stream, priority, cache_salt, timeout_ms, add_special_tokens = True, True, 0, "", None, None
+        send(socket, GENERATE, "q1", messages, params, model_defaults, stream, priority, cache_salt, timeout_ms,
+             add_special_tokens, {})  # fmt: skip
+        while True:
+            code, *fields = receive(socket)
+            if code == DELTAS:
+                for _request_id, _sample_index, text, *_ in fields[0]:
+                    print(text, end="", flush=True)
+            elif code == FINAL:
+                return report(fields)
+            elif code == ERROR_REPLY:
+                print(f"refused: {fields[2]}", file=sys.stderr)
+                return 1
+
+
+def report(final: list) -> int:
+    """Print how the answer ended."""
+    _request_id, samples, prompt_ids, _prompt_logprobs, _prompt_count, completion_count, cached_count = final
+    ids = struct.unpack(f"<{len(prompt_ids) // 4}i", prompt_ids)
+    print(
+        f"\n{samples[0][3]}: {len(ids)} prompt tokens ({cached_count} cached), {completion_count} out", file=sys.stderr
+    )
+    return 0
+
+
+def send(socket: zmq.Socket, *message: object) -> None:
+    """One message: a msgpack array that starts with its type code."""
+    socket.send(msgpack.packb(message))
+
+
+def receive(socket: zmq.Socket) -> list:
+    """The next message."""
+    return msgpack.unpackb(socket.recv())
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
