@@ -57,26 +57,39 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_wait()
 
 
-LINE_BYTES = 128
 MAX_PREFETCH_BYTES = 16 << 20  # a part of the level-2 cache that leaves room for what runs meanwhile
+PREFETCH_UNIT = 1024  # bytes; shares are multiples
 
 
 def prefetch_share(upcoming: torch.Tensor | None, program_count: int) -> tuple[int, int]:
-    """`(lines in all, lines for each program)` of prefetching the first bytes of `upcoming`; zeros for None."""
+    """`(bytes in all, bytes for each program)` of prefetching the beginning of `upcoming`; zeros for None."""
     if upcoming is None:
         return 0, 0
-    line_count = min(upcoming.numel() * upcoming.element_size(), MAX_PREFETCH_BYTES) // LINE_BYTES
-    return line_count, triton.cdiv(line_count, program_count)
+    total = min(upcoming.numel() * upcoming.element_size(), MAX_PREFETCH_BYTES) // PREFETCH_UNIT * PREFETCH_UNIT
+    return total, triton.cdiv(total, program_count * PREFETCH_UNIT) * PREFETCH_UNIT
 
 
 @triton.jit
-def prefetch(upcoming, line_count, LINES: tl.constexpr, PDL: tl.constexpr):
-    """Ask for this program's `LINES` of the first `line_count` lines at `upcoming`; waits for nothing."""
-    if PDL and LINES > 0:
-        SPAN: tl.constexpr = triton.next_power_of_2(LINES)
-        program = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
-        line = program * LINES + tl.minimum(tl.arange(0, SPAN), LINES - 1)
-        place = upcoming.to(tl.int64) + tl.minimum(line, line_count - 1).to(tl.int64) * 128
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-        )
+def prefetch(upcoming, total, SHARE: tl.constexpr, PDL: tl.constexpr):
+    """Ask for this program's SHARE of the first `total` bytes at `upcoming`; waits for nothing."""
+    if PDL and SHARE > 0:
+        start = (tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)) * SHARE
+        size = tl.minimum(total - start, SHARE)
+        if size > 0:
+            tl.inline_asm_elementwise(
+                """
+                {
+                    .reg .pred first;
+                    .reg .u32 thread;
+                    mov.u32 thread, %tid.x;
+                    setp.eq.u32 first, thread, 0;
+                    @first cp.async.bulk.prefetch.L2.global [$1], $2;
+                    mov.u32 $0, 0;
+                }
+                """,
+                "=r,l,r",
+                [upcoming.to(tl.int64) + start, size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )

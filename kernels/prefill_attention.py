@@ -362,9 +362,9 @@ def _accumulate(
             scores = soft_capped(scores * (scale_log2 / 1.4426950408889634), soft_cap)
             multiplier = 1.4426950408889634
         if MASKED:
-            is_seen = positions[:, None] >= keys[None, :]  # edge: the diagonal
+            is_seen = (positions - start)[:, None] >= places_in_tile[None, :]  # edge: the diagonal
             if WINDOW > 0:
-                is_seen = is_seen & (positions[:, None] - keys[None, :] < WINDOW)  # edge: the window
+                is_seen &= (positions - start - WINDOW)[:, None] < places_in_tile[None, :]  # edge: the window
             scores = tl.where(is_seen, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * multiplier)
         base = new_maximum

@@ -39,6 +39,7 @@ from kernels.paged_kv import HeadShape, compile_options
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
+ORDERED = False
 MAIL_SLOTS = gl.constexpr(2)
 MAIL_FIELDS = gl.constexpr(8)
 
@@ -70,10 +71,38 @@ def _zero_unowned(
 
 
 @gluon.jit
-def _produce(
+def _copy_row(
+    desc, table_ptr, head, length, key_end, copied, pages, full, empty,
+    KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys (or the values) before `key_end`, tile by tile from the end; return the stages filled so far."""
+    PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
+    BOX: gl.constexpr = 64
+    last_page = (length - 1) // BLOCK_SIZE
+    tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+    for step in range(tile_count):
+        first_page = (tile_count - 1 - step) * PAGES
+        stage = copied % STAGES
+        box_rows = ()
+        for page in gl.static_range(PAGES):
+            # edge: blocks past the row's last one are not in the table; the last is copied again in their place
+            block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
+            box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
+        mbarrier.wait(empty.index(stage), ((copied // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), KEY_TILE * HALVES * BOX * 2)
+        for page in gl.static_range(PAGES):
+            for half in gl.static_range(HALVES):
+                box = pages.index((stage * HALVES + half) * PAGES + page)
+                tma.async_copy_global_to_shared(desc, [box_rows[page], half * BOX], full.index(stage), box)
+        copied += 1
+    return copied
+
+
+@gluon.jit
+def _produce_keys(
     query_desc,
     key_desc,
-    value_desc,
     tables_ptr,
     slots_ptr,
     lengths_ptr,
@@ -84,11 +113,8 @@ def _produce(
     table_stride,
     query_boxes,
     key_pages,
-    value_pages,
     key_full,
     key_empty,
-    value_full,
-    value_empty,
     mail,
     mail_full,
     mail_empty,
@@ -103,7 +129,6 @@ def _produce(
     COPY_QUERY: gl.constexpr,
 ):
     """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
-    PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
     BOX: gl.constexpr = 64
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     program = gl.program_id(0)
@@ -129,7 +154,7 @@ def _produce(
         query_start = gl.load(starts_ptr + row)
         query_count = gl.load(starts_ptr + row + 1) - query_start
         length = gl.load(lengths_ptr + row)
-        table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
+        table_row = gl.load(slots_ptr + row)
         head = (work - row_start) % KV_HEADS
         tile = (query_count + (QUERY_TILE - 1)) // QUERY_TILE - 1 - (work - row_start) // KV_HEADS
         first_token = tile * QUERY_TILE
@@ -141,6 +166,7 @@ def _produce(
         content = gl.where(fields == 4, length, content)
         content = gl.where(fields == 5, head, content)
         content = gl.where(fields == 6, key_end, content)
+        content = gl.where(fields == 7, table_row, content)
         slot = letter % MAIL_SLOTS
         mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
         if COPY_QUERY:
@@ -158,32 +184,10 @@ def _produce(
         mbarrier.arrive(mail_full.index(slot), count=1)
         letter += 1
 
-        last_page = (length - 1) // BLOCK_SIZE
-        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
-        for step in range(tile_count):
-            first_page = (tile_count - 1 - step) * PAGES
-            stage = copied % STAGES
-            phase = ((copied // STAGES) & 1) ^ 1
-            box_rows = ()
-            for page in gl.static_range(PAGES):
-                # edge: blocks past the row's last one are not in the table; the last is copied again in their place
-                block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
-                box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
-            mbarrier.wait(key_empty.index(stage), phase)
-            mbarrier.expect(key_full.index(stage), KEY_TILE * HALVES * BOX * 2)
-            for page in gl.static_range(PAGES):
-                for half in gl.static_range(HALVES):
-                    box = key_pages.index((stage * HALVES + half) * PAGES + page)
-                    tma.async_copy_global_to_shared(key_desc, [box_rows[page], half * BOX], key_full.index(stage), box)
-            mbarrier.wait(value_empty.index(stage), phase)
-            mbarrier.expect(value_full.index(stage), KEY_TILE * HALVES * BOX * 2)
-            for page in gl.static_range(PAGES):
-                for half in gl.static_range(HALVES):
-                    box = value_pages.index((stage * HALVES + half) * PAGES + page)
-                    tma.async_copy_global_to_shared(
-                        value_desc, [box_rows[page], half * BOX], value_full.index(stage), box
-                    )
-            copied += 1
+        copied = _copy_row(
+            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
+            key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
         work = total
         if total > programs:
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
@@ -203,18 +207,16 @@ def _produce(
 
 @gluon.jit
 def _field(letter, index: gl.constexpr):
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    fields = gl.arange(0, MAIL_FIELDS, layout=line)
-    return gl.sum(gl.where(fields == index, letter, 0), axis=0)
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(letter.slice(index, 1).load(line), axis=0)
 
 
 @gluon.jit
 def _read_mail(mail, mail_full, letter):
-    """Wait for a letter; return its seven fields, the first of them 0 if it is the last."""
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    """Wait for a letter; return its eight fields, the first of them 0 if it is the last."""
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_full.index(slot), (letter // MAIL_SLOTS) & 1)
-    content = mail.index(slot).load(line)
+    content = mail.index(slot)
     return (
         _field(content, 0),
         _field(content, 1),
@@ -223,7 +225,28 @@ def _read_mail(mail, mail_full, letter):
         _field(content, 4),
         _field(content, 5),
         _field(content, 6),
+        _field(content, 7),
     )
+
+
+@gluon.jit
+def _produce_values(
+    value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, mail, mail_full, mail_empty,
+    KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Read the letters and copy their values, until the last letter."""
+    letter = 0
+    copied = 0
+    is_work, _, _, _, length, head, key_end, table_row = _read_mail(mail, mail_full, letter)
+    while is_work != 0:
+        mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
+        copied = _copy_row(
+            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
+            value_pages, value_full, value_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
+        letter += 1
+        is_work, _, _, _, length, head, key_end, table_row = _read_mail(mail, mail_full, letter)
 
 
 @gluon.jit
@@ -231,8 +254,8 @@ def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASK
     """Probabilities of a tile's scores under the new running maximum; also that, the shrink and the normaliser."""
     KEY_TILE: gl.constexpr = scores.shape[1]
     if MASKED:
-        keys = first_key + gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, layout))
-        scores = gl.where(positions[:, None] >= keys[None, :], scores, float("-inf"))
+        places = gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, layout))
+        scores = gl.where((positions - first_key)[:, None] >= places[None, :], scores, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(scores, axis=1) * scale_log2)
     base = new_maximum
     if MASKED:
@@ -248,6 +271,8 @@ def _steps(
     begin,
     end,
     read,
+    turn,
+    turns,
     probabilities,
     accumulator,
     maximum,
@@ -265,6 +290,8 @@ def _steps(
     STAGES: gl.constexpr,
     score_layout: gl.constexpr,
     value_layout: gl.constexpr,
+    GROUP_INDEX: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """Tiles `begin` - 1 down to `end`: scores of each beside the values of the one before it."""
     TILE: gl.constexpr = keys.shape[1]
@@ -276,11 +303,16 @@ def _steps(
         stage = read % STAGES
         next_stage = (read + 1) % STAGES
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
+        if ORDERED:
+            mbarrier.wait(turns.index(GROUP_INDEX), turn & 1)
         scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
         operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+        if ORDERED:
+            mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
+            turn += 1
         mbarrier.arrive(key_empty.index(next_stage), count=1)
         probabilities, maximum, normaliser, shrink = _softmax(
             scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
@@ -290,7 +322,7 @@ def _steps(
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
         accumulator = accumulator * shrink[:, None]
         read += 1
-    return read, probabilities, accumulator, maximum, normaliser
+    return read, turn, probabilities, accumulator, maximum, normaliser
 
 
 @gluon.jit
@@ -300,6 +332,7 @@ def _consume(
     output_stride,
     query_stride,
     scale_log2,
+    turns,
     queries,
     keys,
     values,
@@ -315,6 +348,7 @@ def _consume(
     QUERY_TILE: gl.constexpr,
     STAGES: gl.constexpr,
     COPY_QUERY: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
@@ -335,8 +369,9 @@ def _consume(
     empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
 
     read = 0
+    turn = 0
     letter = 0
-    is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(mail, mail_full, letter)
+    is_work, query_start, query_count, first_token, length, head, key_end, _ = _read_mail(mail, mail_full, letter)
     while is_work != 0:
         query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
         if not COPY_QUERY:
@@ -372,15 +407,15 @@ def _consume(
             scores, maximum, normaliser, positions, last_tile * TILE, scale_log2, True, score_layout
         )
 
-        read, probabilities, accumulator, maximum, normaliser = _steps(
-            last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
+        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
+            last_tile, full_count, read, turn, turns, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            True, STAGES, score_layout, value_layout,
+            True, STAGES, score_layout, value_layout, GROUP_INDEX, ORDERED,
         )  # fmt: skip
-        read, probabilities, accumulator, maximum, normaliser = _steps(
-            full_count, 0, read, probabilities, accumulator, maximum, normaliser, query, positions,
+        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
+            full_count, 0, read, turn, turns, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            False, STAGES, score_layout, value_layout,
+            False, STAGES, score_layout, value_layout, GROUP_INDEX, ORDERED,
         )  # fmt: skip
 
         stage = read % STAGES
@@ -402,7 +437,7 @@ def _consume(
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
 
         letter += 1
-        is_work, query_start, query_count, first_token, length, head, key_end = _read_mail(mail, mail_full, letter)
+        is_work, query_start, query_count, first_token, length, head, key_end, _ = _read_mail(mail, mail_full, letter)
 
 
 @gluon.jit
@@ -438,6 +473,7 @@ def _hopper_kernel(
     COPY_REGISTERS: gl.constexpr,
     COPY_QUERY: gl.constexpr,
     PDL: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -462,6 +498,7 @@ def _hopper_kernel(
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     mail_full = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     mail_empty = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
@@ -470,7 +507,10 @@ def _hopper_kernel(
         mbarrier.init(value_empty.index(stage), count=2)
     for slot in gl.static_range(MAIL_SLOTS):
         mbarrier.init(mail_full.index(slot), count=2 if COPY_QUERY else 1)
-        mbarrier.init(mail_empty.index(slot), count=2)
+        mbarrier.init(mail_empty.index(slot), count=3)
+        mbarrier.init(turns.index(slot), count=1)
+    if ORDERED:
+        mbarrier.arrive(turns.index(0), count=1)
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
     key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
     query_boxes = key_pages
@@ -484,31 +524,38 @@ def _hopper_kernel(
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, turns, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
+                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
                 ),
             ),
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, turns, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
+                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
                 ),
             ),
             (
-                _produce,
+                _produce_keys,
                 (
-                    query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr,
-                    first_row, max_rows, table_stride, query_boxes, key_pages, value_pages, key_full, key_empty,
-                    value_full, value_empty, mail, mail_full, mail_empty,
+                    query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr,
+                    first_row, max_rows, table_stride, query_boxes, key_pages, key_full, key_empty,
+                    mail, mail_full, mail_empty,
                     KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, COPY_QUERY,
                 ),
             ),
+            (
+                _produce_values,
+                (
+                    value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty,
+                    mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+                ),
+            ),
         ],
-        [4, 1],
-        [COMPUTE_REGISTERS, COPY_REGISTERS],
+        [4, 1, 1],
+        [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
     _zero_unowned(
         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
@@ -587,6 +634,7 @@ def launch(
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
         PDL=pdl,
+        ORDERED=ORDERED,
         num_warps=4,
         **compile_options(None, pdl),
     )

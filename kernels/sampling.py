@@ -19,12 +19,12 @@ yields -2. The chosen id goes to `out_ids` for the host, and on the device to sl
 grows by one.
 
 How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation
-needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum; from these `_choose_kernel` finds a
-bound below which no kept id can lie (the k-th largest piece maximum for top-k), gathers the few candidates above it,
-and finds the exact thresholds among them by a five-way search over the ordered bits of the floats. Mass is summed in
-64-bit integers, so the result does not depend on the order of the candidates. When a bound cannot be had, or the
-candidates are too many or too light, the search runs over the whole row: slower, and as exact. The last program of a
-row to finish makes the choice.
+needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum and each chunk its mass; from these
+`_choose_kernel` finds a bound below which no kept id can lie, gathers the candidates above it, and finds the exact
+thresholds among them by comparing each with each or, if they are many, by a search over the ordered bits of the
+floats. Mass is summed in 64-bit integers, so the result does not depend on the order of the candidates. When there is
+no bound, or there are too many candidates, the search runs over the whole row: slower, and as exact. The last program
+of a row to finish makes the choice.
 
 | tensor        | axes   | dtype          | notes                                                              |
 |---------------|--------|----------------|--------------------------------------------------------------------|
@@ -55,6 +55,7 @@ from kernels.sampling_state import (
     CHUNK,
     COUNT_ROW,
     FAILED_ID,
+    FEW,
     FREQUENCY,
     GATHER_PROGRAMS,
     MIN_P,
@@ -65,12 +66,25 @@ from kernels.sampling_state import (
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
+    TILE,
     TOP_K,
     TOP_P,
     SamplingState,
     SamplingWorkspace,
 )
-from kernels.truncation import gather, is_truncated, noisy_scores, penalised, pivot_of, truncated_choice
+from kernels.truncation import (
+    adjusted,
+    at_temperature,
+    gather,
+    has_adjustments,
+    is_truncated,
+    noisy_scores,
+    pivot_of,
+    truncated_choice,
+)
+
+
+SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
 
 
 def adjusted_reference(logits: torch.Tensor, slot: int, tokens: torch.Tensor, state: SamplingState) -> torch.Tensor:
@@ -163,47 +177,49 @@ def _scan_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, settings, work, VOCABULARY,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # 1. Locate: one chunk of one row, as PIECES x PIECE.
+    # 1. Locate and load one chunk of one row. A NaN counts as infinity: reductions would lose it, and both fail the row.
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    PIECES: tl.constexpr = CHUNK // PIECE
-    piece = tl.arange(0, PIECES)
-    token_id = chunk * CHUNK + piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    lane = tl.arange(0, CHUNK)
+    token_id = chunk * CHUNK + lane
     inside = token_id < VOCABULARY  # the vocabulary's end, or ids that the tokenizer lacks
-    best_scores, best_ids, piece_maxima, chunk_sums, raw_piece_maxima, raw_chunk_sums, _, _, _ = work
     wait_for_inputs(PDL)
+    x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot >= 0) & (tl.load(sample_rows + row) >= 0):
         known = tl.load(known_lengths + slot)
-        # 2. Load, and note a NaN: reductions would lose it.
-        raw = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-        has_nan = tl.max(tl.max((raw != raw).to(tl.int32), axis=1), axis=0) > 0  # noqa: PLR0124
+        x = tl.where(x != x, float("inf"), x)  # noqa: PLR0124
         at = row * CHUNKS + chunk
-        at_piece = at * PIECES + piece
-        # 3. For logprobs: maxima and mass of the raw logits.
+        truncated = is_truncated(slot, settings, VOCABULARY)
+        # 2. For logprobs: piece maxima and mass of the raw logits.
         if tl.load(settings[1] + slot * 16 + 1) >= 0:
-            maxima = tl.max(raw, axis=1)
-            top = tl.max(maxima, axis=0)
-            mass = tl.sum(tl.sum(tl.exp(raw - tl.where(top == float("-inf"), 0.0, top)), axis=1), axis=0)
-            tl.store(raw_piece_maxima + at_piece, maxima)
-            tl.store(raw_chunk_sums + at, mass)
-        x = penalised(raw, token_id, inside, slot, known, settings)
-        if is_truncated(slot, settings, VOCABULARY):
-            # 4. For thresholds: maxima and mass of what is sampled from.
-            maxima = tl.max(x, axis=1)
-            top = tl.max(maxima, axis=0)
-            mass = tl.sum(tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), axis=1), axis=0)
-            tl.store(piece_maxima + at_piece, maxima)
-            tl.store(chunk_sums + at, mass)
-            tl.store(best_scores + at, tl.where(has_nan, float("nan"), top))
+            _store_pieces(x, work[4], work[5], at, CHUNK, PIECE)
+        if has_adjustments(slot, settings):
+            x = adjusted(x, token_id, inside, slot, known, settings)
+        x = at_temperature(x, slot, settings)
+        if truncated:
+            # 3. For thresholds: the same of what is sampled from.
+            top = _store_pieces(x, work[2], work[3], at, CHUNK, PIECE)
+            tl.store(work[0] + at, top)
         else:
-            # 5. Otherwise the chunk's best score, and the lowest id that has it.
+            # 4. Otherwise the chunk's best score, and the lowest id that has it.
             x = noisy_scores(x, token_id, slot, known, settings)
-            top = tl.max(tl.max(x, axis=1), axis=0)
-            best = tl.min(tl.min(tl.where(x == top, token_id, 0x7FFFFFFF), axis=1), axis=0)
-            tl.store(best_scores + at, tl.where(has_nan, float("nan"), top))
-            tl.store(best_ids + at, best)
+            top, best = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            tl.store(work[0] + at, top)
+            tl.store(work[1] + at, chunk * CHUNK + best)
+
+
+@triton.jit
+def _store_pieces(x, piece_maxima, chunk_sums, at, CHUNK: tl.constexpr, PIECE: tl.constexpr):
+    """Store each piece's maximum and the chunk's mass relative to its own maximum, which is returned."""
+    PIECES: tl.constexpr = CHUNK // PIECE
+    maxima = tl.max(tl.reshape(x, (PIECES, PIECE)), axis=1)
+    top = tl.max(maxima, axis=0)
+    mass = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), axis=0)
+    tl.store(piece_maxima + at * PIECES + tl.arange(0, PIECES), maxima)
+    tl.store(chunk_sums + at, mass)
+    return top
 
 
 @triton.jit
@@ -252,7 +268,7 @@ def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
-    PIECE_TILE: tl.constexpr, PDL: tl.constexpr,
+    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate the row; one without a sample is done.
     let_next_start(PDL)
@@ -268,9 +284,8 @@ def _choose_kernel(
         known = tl.load(known_lengths + slot)
         chunk = tl.arange(0, CHUNK_TILE)
         scores = tl.load(work[0] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-        has_nan = tl.max((scores != scores).to(tl.int32), axis=0) > 0  # noqa: PLR0124
         top = tl.max(scores, axis=0)
-        valid = (has_nan == 0) & (top > float("-inf")) & (top < float("inf"))
+        valid = (top > float("-inf")) & (top < float("inf"))
         mine = gatherer == 0
         chosen = 0
         # 2. Without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
@@ -279,21 +294,18 @@ def _choose_kernel(
                 piece = tl.arange(0, PIECE_TILE)
                 in_row = piece < CHUNKS * PIECES
                 maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
-                pivot = pivot_of(maxima, top, slot, settings, VOCABULARY, tl.cdiv(VOCABULARY, PIECE))
+                sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+                row_mass = tl.sum(sums * tl.exp(scores - top), axis=0)
+                pivot = pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY, PIECE)
                 if pivot > float("-inf"):
                     gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                            CHUNKS, CHUNK, PIECE)  # fmt: skip
+                           CHUNKS, CHUNK, PIECE, CANDIDATES)  # fmt: skip
                 tl.debug_barrier()
                 mine = tl.atomic_add(work[8] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
                     count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
-                    sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-                    top_k = tl.load(settings[1] + slot * 16)
-                    alone = (top_k <= 0) | (top_k >= VOCABULARY)
-                    alone = alone & (tl.load(settings[0] + slot * 8 + 2) <= 0)
-                    row_mass = tl.where(alone, tl.sum(sums * tl.exp(scores - top), axis=0), 0.0)
                     chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
-                                              VOCABULARY, top, pivot, row_mass, CHUNKS, CHUNK)  # fmt: skip
+                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, CANDIDATES)  # fmt: skip
                     tl.debug_barrier()
                     tl.store(work[8] + row * 2, 0)
                     tl.store(work[8] + row * 2 + 1, 0)
@@ -395,11 +407,11 @@ def sample(
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
-        num_warps=4, **common,
+        num_warps=8, maxnreg=SCAN_REGISTERS, **common,
     )  # fmt: skip
     _choose_kernel[plan.choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
         settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
-        num_warps=8, **common,
+        FEW=FEW, TILE=TILE, CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
     )  # fmt: skip

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-CHUNK = 4096  # logits a program scans; also the most candidates that are gathered
+CHUNK = 4096  # logits a program scans
+CANDIDATES = 16_384  # the most that are gathered for a row
+FEW = 128  # candidates that are compared each with each
+TILE = 2048  # candidates, or logits, that the search looks at together
 PIECE = 256  # logits that share a maximum
 GATHER_PROGRAMS = 512  # programs over which a launch spreads the gathering
 
@@ -116,8 +119,8 @@ class SamplingWorkspace:
             chunk_sums=torch.empty(max_rows, chunks, device=device),
             raw_piece_maxima=torch.empty(max_rows, pieces, device=device),
             raw_chunk_sums=torch.empty(max_rows, chunks, device=device),
-            candidates=torch.empty(max_rows, CHUNK, device=device),
-            candidate_ids=torch.empty(max_rows, CHUNK, **integers),
+            candidates=torch.empty(max_rows, CANDIDATES, device=device),
+            candidate_ids=torch.empty(max_rows, CANDIDATES, **integers),
             tickets=torch.zeros(max_rows, 2, **integers),
         )
 

@@ -1,10 +1,10 @@
 """The parts of `kernels.sampling` that decide what a row keeps: adjusted logits, and thresholds found without a sort.
 
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
-each round counts, or sums, what reaches four thresholds and leaves a fifth of the interval; at most 14 rounds reach
-one value. The rounds look at candidates gathered above a bound, or at the whole row. Called inside the kernels of
-`kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work` is
-`SamplingWorkspace.tensors`, both in the order given there.
+each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
+gathered above a bound, or at the whole row; few candidates are compared each with each instead. Called inside the
+kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work`
+is `SamplingWorkspace.tensors`, both in the order given there.
 """
 
 import triton
@@ -25,8 +25,16 @@ def _ends_with(words, tokens, known):
 
 
 @triton.jit
-def penalised(x, token_id, inside, slot, known, settings):
-    """Logits after masks, bans, bias, penalties and temperature; float32, of any shape."""
+def has_adjustments(slot, settings):
+    """Whether `adjusted` would change any of the slot's logits."""
+    choice = settings[1] + slot * 16
+    masked = (tl.load(choice + 8) >= 0) | (tl.load(choice + 9) > 0) | (tl.load(choice + 4) > 0)
+    return masked | (tl.load(choice + 3) > 0) | (tl.load(choice + 2) >= 0)
+
+
+@triton.jit
+def adjusted(x, token_id, inside, slot, known, settings):
+    """Logits [n] after masks, bans, bias and penalties."""
     (numbers, choices, bias_ids, bias_values, banned_ids, counts, allowed, bad_words, slot_token_ids,
      bias_stride, banned_stride, counts_stride, allowed_stride, bad_words_stride, tokens_stride) = settings  # fmt: skip
     number = numbers + slot * 8
@@ -53,10 +61,16 @@ def penalised(x, token_id, inside, slot, known, settings):
         x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         x -= tl.load(number + 5) * (count >> 1).to(tl.float32)
         x -= tl.where(count > 1, tl.load(number + 4), 0.0)
-    temperature = tl.load(number)
+    return tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def at_temperature(x, slot, settings):
+    """Logits over the temperature; unchanged at 0."""
+    temperature = tl.load(settings[0] + slot * 8)
     if temperature > 0:
         x = x / temperature
-    return tl.where(inside, x, float("-inf"))
+    return x
 
 
 @triton.jit
@@ -86,21 +100,21 @@ def _order_key(x):
 
 
 @triton.jit
-def _narrow(low, high, reached):
-    """The next interval of a five-way search, from how many of its four inner thresholds are still reached."""
+def _narrow(low, high, reached, PARTS: tl.constexpr):
+    """The next interval of a search in PARTS, from how many of its PARTS - 1 inner thresholds are still reached."""
     span = high - low
-    return low + span * reached // 5, tl.where(reached == 4, high, low + span * (reached + 1) // 5)
+    return low + span * reached // PARTS, tl.where(reached == PARTS - 1, high, low + span * (reached + 1) // PARTS)
 
 
 @triton.jit
 def _kth_largest_key(x, k, low, high):
     """The largest key that at least k of x's elements reach, in [low, high)."""
-    quarter = tl.arange(0, 4) + 1
+    inner = tl.arange(0, 16) + 1
     key = _order_key(x)
     while high - low > 1:
-        threshold = low + (high - low) * quarter // 5
+        threshold = low + (high - low) * inner // 17
         count = tl.sum((key[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
-        low, high = _narrow(low, high, tl.sum((count >= k).to(tl.int64), axis=0))
+        low, high = _narrow(low, high, tl.sum((count >= k).to(tl.int64), axis=0), 17)
     return low
 
 
@@ -112,104 +126,141 @@ def _from_key(key):
 
 
 @triton.jit
-def _mass_of(x, top):
-    """Unnormalised probability as an integer, 2^32 for the largest: sums are exact in any order."""
-    return (tl.exp(x - top) * 4294967296.0).to(tl.int64)
+def _fixed(mass):
+    return (mass * 4294967296.0).to(tl.int64)
 
 
 @triton.jit
-def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                CHUNK: tl.constexpr):  # fmt: skip
-    """`(values, ids)` of one tile: the gathered candidates, or a chunk of the whole row."""
-    lane = tl.arange(0, CHUNK)
+def _mass_of(x, top):
+    """Unnormalised probability as an integer, 2^32 for the largest: sums are exact in any order."""
+    return _fixed(tl.exp(x - top))
+
+
+@triton.jit
+def _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings):
+    """What is sampled from, at some ids of the row; -inf where not `inside`."""
+    x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    if has_adjustments(slot, settings):
+        x = adjusted(x, token_id, inside, slot, known, settings)
+    return at_temperature(x, slot, settings)
+
+
+@triton.jit
+def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings, TILE: tl.constexpr,
+                CANDIDATES: tl.constexpr):  # fmt: skip
+    """`(values, ids)` of one tile: of the gathered candidates, or of the whole row; -inf beyond `count` of them."""
+    lane = tile * TILE + tl.arange(0, TILE)
+    inside = lane < count
     if gathered:
-        inside = lane < count
-        token_id = tl.load(work[7] + row * CHUNK + lane, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
-        x = tl.load(work[6] + row * CHUNK + lane, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        token_id = tl.load(work[7] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
+        x = tl.load(work[6] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
     else:
-        token_id = tile * CHUNK + lane
-        inside = token_id < VOCABULARY
-        x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-        x = penalised(x, token_id, inside, slot, known, settings)
+        token_id = lane
+        x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
     return x, token_id
 
 
 @triton.jit
-def _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-               top, pivot, row_mass, CHUNK: tl.constexpr):  # fmt: skip
-    """The smallest value that is kept, by min-p, top-k, then top-p; and whether the candidates were enough to tell."""
-    quarter = tl.arange(0, 4) + 1
+def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+               top, pivot, row_mass, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+    """The order key of the smallest value that is kept, by top-k, then top-p; at least that of `pivot`.
+
+    Counts and mass are kept lane by lane over the tiles and added up once a round.
+    """
+    inner = tl.arange(0, 8) + 1
+    tiles = tl.cdiv(count, TILE)
     top_k = tl.load(settings[1] + slot * 16)
     top_p = tl.load(settings[0] + slot * 8 + 1)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
     high = _order_key(top) + 1
     low = _order_key(pivot)
-    enough = True
-    if (top_k > 0) & (top_k < VOCABULARY):
+    if has_k:
         k_high = high
         while k_high - low > 1:
-            threshold = low + (k_high - low) * quarter // 5
-            found = tl.zeros((4,), tl.int32)
+            threshold = low + (k_high - low) * inner // 9
+            reached = tl.zeros((8, TILE), tl.int32)
             for tile in range(0, tiles):
                 x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                   VOCABULARY, CHUNK)  # fmt: skip
-                found += tl.sum((_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
-            low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0))
+                                   TILE, CANDIDATES)  # fmt: skip
+                reached += (_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32)
+            found = tl.sum(reached, axis=1)
+            low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0), 9)
     if top_p < 1.0:
-        kept = tl.zeros((1,), tl.int64)
-        for tile in range(0, tiles):
-            x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                               VOCABULARY, CHUNK)  # fmt: skip
-            kept += tl.sum(tl.where(_order_key(x) >= low, _mass_of(x, top), 0), axis=0)
-        total = tl.sum(kept, axis=0)
-        if gathered & (row_mass > 0):
-            enough = total >= (row_mass * top_p * 4294967296.0).to(tl.int64)
-            total = (row_mass * 4294967296.0).to(tl.int64)
+        total = _fixed(row_mass)
+        if has_k | (tl.load(settings[0] + slot * 8 + 2) > 0):
+            # Only what top-k and min-p left counts, and all of that is among the candidates.
+            kept = tl.zeros((TILE,), tl.int64)
+            for tile in range(0, tiles):
+                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                   TILE, CANDIDATES)  # fmt: skip
+                kept += tl.where(_order_key(x) >= low, _mass_of(x, top), 0)
+            total = tl.sum(kept, axis=0)
         target = (total.to(tl.float64) * top_p).to(tl.int64)
         while high - low > 1:
-            threshold = low + (high - low) * quarter // 5
-            mass = tl.zeros((4,), tl.int64)
+            threshold = low + (high - low) * inner // 9
+            above = tl.zeros((8, TILE), tl.int64)
             for tile in range(0, tiles):
                 x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                   VOCABULARY, CHUNK)  # fmt: skip
-                above = _order_key(x)[None, :] >= threshold[:, None]
-                mass += tl.sum(tl.where(above, _mass_of(x, top)[None, :], 0), axis=1)
-            low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0))
-    return low, enough
+                                   TILE, CANDIDATES)  # fmt: skip
+                above += tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
+            mass = tl.sum(above, axis=1)
+            low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
+    return low
+
+
+@triton.jit
+def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW: tl.constexpr,
+                   CANDIDATES: tl.constexpr):  # fmt: skip
+    """The chosen id among at most FEW candidates, each compared with each: no rounds."""
+    lane = tl.arange(0, FEW)
+    inside = lane < count
+    token_id = tl.load(work[7] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
+    x = tl.load(work[6] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+    greater = x[None, :] > x[:, None]
+    top_k = tl.load(settings[1] + slot * 16)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    kept = inside & ((tl.sum(greater.to(tl.int32), axis=1) < top_k) | (has_k == 0))
+    top_p = tl.load(settings[0] + slot * 8 + 1)
+    if top_p < 1.0:
+        mass = tl.where(kept, _mass_of(x, top), 0)
+        total = tl.sum(mass, axis=0)
+        if (has_k == 0) & (tl.load(settings[0] + slot * 8 + 2) <= 0):
+            total = _fixed(row_mass)
+        target = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
+        ahead = tl.sum(tl.where(greater, mass[None, :], 0), axis=1)
+        kept = kept & (ahead < target)
+    x = tl.where(kept, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+    return tl.min(tl.where(x == tl.max(x, axis=0), token_id, 0x7FFFFFFF), axis=0)
 
 
 @triton.jit
 def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
-                      CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """The chosen id of a row that keeps only part of the vocabulary."""
-    floor = tl.load(settings[0] + slot * 8 + 2)
-    floor = tl.where(floor > 0, top + tl.log(tl.maximum(floor, 1e-30)), float("-inf"))  # min-p, whatever is gathered
-    gathered = (pivot > float("-inf")) & (count <= CHUNK)
-    tiles = tl.where(gathered, 1, CHUNKS)
-    start = tl.where(gathered, pivot, floor)
-    low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                             VOCABULARY, top, start, row_mass, CHUNK)  # fmt: skip
-    if not enough:
-        gathered = False
-        tiles = CHUNKS
-        low, enough = _threshold(tiles, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                 VOCABULARY, top, floor, row_mass, CHUNK)  # fmt: skip
-    best = float("-inf")
+                     FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+    """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
+    gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
     best_id = 0x7FFFFFFF
-    for tile in range(0, tiles):
-        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                  VOCABULARY, CHUNK)  # fmt: skip
-        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
-        tile_best = tl.max(x, axis=0)
-        tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
-        better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
-        best_id = tl.where(better, tile_id, best_id)
-        best = tl.maximum(best, tile_best)
+    if gathered & (count <= FEW):
+        best_id = _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW, CANDIDATES)
+    else:
+        count = tl.where(gathered, count, VOCABULARY)
+        low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+                         top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
+        best = float("-inf")
+        for tile in range(0, tl.cdiv(count, TILE)):
+            x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                      TILE, CANDIDATES)  # fmt: skip
+            x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+            tile_best = tl.max(x, axis=0)
+            tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
+            better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
+            best_id = tl.where(better, tile_id, best_id)
+            best = tl.maximum(best, tile_best)
     return best_id
 
 
 @triton.jit
 def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-            CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
+           CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
     """Copy this program's share of the values from `pivot` up into the row's candidates, in any order."""
     PIECES: tl.constexpr = CHUNK // PIECE
     piece = tl.arange(0, PIECES)
@@ -218,35 +269,36 @@ def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCAB
         if tl.max(holds.to(tl.int32), axis=0) > 0:
             token_id = chunk * CHUNK + piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
             inside = (token_id < VOCABULARY) & holds[:, None]  # pieces without a candidate are not read
-            x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-            x = penalised(x, token_id, inside, slot, known, settings)
+            x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
             kept = (inside & (x >= pivot)).to(tl.int32)
             in_piece = tl.sum(kept, axis=1)
             before = tl.cumsum(in_piece, axis=0) - in_piece
             base = tl.atomic_add(work[8] + row * 2, tl.sum(in_piece, axis=0), sem="relaxed")
             place = base + before[:, None] + tl.cumsum(kept, axis=1) - 1
-            fits = (kept > 0) & (place < CHUNK)
-            tl.store(work[6] + row * CHUNK + place, x, mask=fits)
-            tl.store(work[7] + row * CHUNK + place, token_id, mask=fits)
+            fits = (kept > 0) & (place < CANDIDATES)
+            tl.store(work[6] + row * CANDIDATES + place, x, mask=fits)
+            tl.store(work[7] + row * CANDIDATES + place, token_id, mask=fits)
 
 
 @triton.jit
-def pivot_of(maxima, top, slot, settings, VOCABULARY, PIECE_COUNT):
-    """A value that no kept id lies below, from the pieces' maxima; -inf where none can be told.
+def pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY, PIECE: tl.constexpr):
+    """A value that no kept id lies below; -inf where none can be told.
 
-    At least k values reach the k-th largest piece maximum. With top-p alone any bound is a guess that `_threshold`
-    checks: here the value that nine tenths of the pieces reach.
+    For top-k: at least k values reach the k-th largest piece maximum. For min-p: its own threshold. For top-p alone: all
+    values below t weigh less than VOCABULARY * exp(t - top), which at this t is the share that top-p may leave out.
     """
     top_k = tl.load(settings[1] + slot * 16)
+    top_p = tl.load(settings[0] + slot * 8 + 1)
     min_p = tl.load(settings[0] + slot * 8 + 2)
-    has_k = (top_k > 0) & (top_k < VOCABULARY)
-    rank = tl.where(has_k, top_k, tl.maximum(PIECE_COUNT * 9 // 10, 1))
     pivot = float("-inf")
-    if tl.where(has_k, top_k <= PIECE_COUNT, min_p <= 0):
+    if (top_k > 0) & (top_k < VOCABULARY):
         finite = maxima > float("-inf")
-        if tl.sum(finite.to(tl.int32), axis=0) >= rank:
+        if tl.sum(finite.to(tl.int32), axis=0) >= top_k:
             low = _order_key(tl.min(tl.where(finite, maxima, top), axis=0))
-            pivot = _from_key(_kth_largest_key(maxima, rank, low, _order_key(top) + 1))
+            pivot = _from_key(_kth_largest_key(maxima, top_k, low, _order_key(top) + 1))
+    elif min_p <= 0:
+        left_out = tl.maximum((1.0 - top_p) * row_mass, 1e-30)
+        pivot = top + tl.log(left_out / VOCABULARY) - 0.001  # a margin for the rounding of the mass
     if min_p > 0:
         pivot = tl.maximum(pivot, top + tl.log(min_p))
     return pivot

@@ -5,7 +5,7 @@ sequence (release), and by the prefix cache (mark and unmark what it can find ag
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 
 class BlockPool:
@@ -98,6 +98,19 @@ class BlockPool:
         self._refs[block] = 1
         return block
 
+    def allocate_many(self, count: int) -> list[int]:
+        """`count` blocks as by `allocate`."""
+        free, refs = self._free, self._refs
+        split = max(len(free) - count, 0)
+        blocks = free[split:].tolist()
+        blocks.reverse()
+        del free[split:]
+        for block in blocks:
+            refs[block] = 1
+        while len(blocks) < count:
+            blocks.append(self.allocate())
+        return blocks
+
     def share(self, block: int) -> None:
         """One more reference to a held or cached block."""
         count = self._refs[block]
@@ -106,21 +119,22 @@ class BlockPool:
             self._unlink(block)
         self._refs[block] = count + 1
 
+    def release_chain(self, blocks: Sequence[int]) -> None:
+        """Release a sequence's blocks, the last first, so that the end of a prefix is given up before its start."""
+        refs, marked, add_free = self._refs, self._marked, self._free.append
+        for block in reversed(blocks):
+            count = refs[block] - 1
+            assert count >= 0, f"block {block} is released more often than it was taken"
+            refs[block] = count
+            if count == 0:
+                if marked[block]:
+                    self._link_newest(block)
+                else:
+                    add_free(block)
+
     def release(self, block: int) -> None:
         """One reference less."""
-        count = self._refs[block] - 1
-        assert count >= 0, f"block {block} is released more often than it was taken"
-        self._refs[block] = count
-        if count == 0:
-            if self._marked[block]:
-                self._link_newest(block)
-            else:
-                self._free.append(block)
-
-    def release_chain(self, blocks: Iterable[int]) -> None:
-        """Release a sequence's blocks, the last first, so that the end of a prefix is given up before its start."""
-        for block in reversed(list(blocks)):
-            self.release(block)
+        self.release_chain((block,))
 
     def mark(self, block: int) -> None:
         """The prefix cache can find this held block from now on."""

@@ -78,10 +78,11 @@ class SchedulerCore:
         for sample_index in range(message.params.n):
             request.sequences.append(Sequence(request, sample_index, max_len, state.cache.chain(namespace)))
         request.live_count = len(request.sequences)
+        now_s = self._clock()
         state.requests[message.request_id] = request
         state.several_samples_count += request.live_count > 1
         for sequence in request.sequences:
-            state.waiting.push(sequence)
+            state.waiting.push(sequence, now_s)
         if message.deadline_s is not None:
             heapq.heappush(self._deadlines, (message.deadline_s, message.request_id))
 

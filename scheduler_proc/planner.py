@@ -21,6 +21,7 @@ from enum import Enum, auto
 from common.messages import StepPlan
 from scheduler_proc.draft import ChunkRow, Draft
 from scheduler_proc.prefix_cache import NO_MATCH, Match
+from scheduler_proc.queues import rank_of
 from scheduler_proc.sequence import Sequence, Status
 from scheduler_proc.state import Flight, State
 
@@ -117,7 +118,7 @@ class Planner:
             unplaced = [s for s in state.decoding + state.prefilling if s.last_step != draft.step_id]
             if len(unplaced) < 2:
                 return False  # it comes first in the next step, and finds the others unplaced
-            victim = max(unplaced, key=_rank)
+            victim = max(unplaced, key=rank_of)
             state.preempt(victim)
             if victim is sequence:
                 return False
@@ -129,7 +130,7 @@ class Planner:
         row.count += count
         sequence.computed_count = row.first + row.count
         needed = -(-sequence.computed_count // self._block_size) - len(sequence.blocks)
-        new = [self._pool.allocate() for _ in range(needed)]
+        new = self._pool.allocate_many(needed)
         sequence.blocks += new
         sequence.capacity = len(sequence.blocks) * self._block_size
         if row.blocks is not None:
@@ -210,8 +211,8 @@ class Planner:
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
         if self._refused == (sequence, self._pool.available_count) and not alone:
             return Admission.NO_ROOM
-        match = self._lookup(sequence)
-        if self._under_way(draft, sequence, match.token_count):
+        match = self._lookup(sequence, draft)
+        if match is None or self._under_way(draft, sequence, match.token_count):
             return Admission.LATER
         fitting = self._fitting(sequence, match, promised, alone)
         if fitting is None:
@@ -228,11 +229,24 @@ class Planner:
         started = sum(sequence.unplanned_count > 0 for sequence in self._state.prefilling)
         return started + sum(row.is_new and not row.samples for row in draft.chunks)
 
-    def _lookup(self, sequence: Sequence) -> Match:
+    def _lookup(self, sequence: Sequence, draft: Draft) -> Match | None:
+        """What need not be computed: found in the cache or with another sample; None if it soon will be there."""
         if sequence.prompt_logprobs is not None:  # every prompt position must be computed to have its logits
             sequence.chain.rewind()
             return NO_MATCH
-        return self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
+        match = self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
+        siblings = sequence.request.sequences
+        if len(siblings) == 1:
+            return match
+        shared_count = min(sequence.prompt_count, len(sequence.tokens) - 1)
+        in_this_step = {row.sequence for row in draft.chunks}
+        holders = [s for s in siblings if s.blocks and s is not sequence]
+        for holder in holders:
+            if holder.planned_len > holder.prompt_count <= holder.computed_count and holder not in in_this_step:
+                if shared_count <= match.token_count:
+                    return match
+                return Match(holder.blocks[: -(-shared_count // self._block_size)], shared_count)
+        return None if holders else match
 
     def _under_way(self, draft: Draft, sequence: Sequence, matched: int) -> bool:
         """Whether another prompt computes the block after the match in this step or later; then it can be shared."""
@@ -287,13 +301,15 @@ class Planner:
         """Move a sequence that got its slot from its queue to the running ones."""
         state, sequence = self._state, row.sequence
         if sequence.status is Status.WAITING:
-            state.waiting.remove(sequence)
-            sequence.cached_count = row.cached_count
+            state.waiting.start(sequence)
+            # what a sample has from another one of its request is no hit
+            sequence.cached_count = row.cached_count if sequence.sample_index == 0 else 0
             state.counters.prompt_tokens += sequence.prompt_count
         else:
             state.preempted.remove(sequence)
-        state.counters.prefix_query_tokens += len(sequence.tokens)
-        state.counters.prefix_hit_tokens += row.cached_count
+        if sequence.sample_index == 0:
+            state.counters.prefix_query_tokens += len(sequence.tokens)
+            state.counters.prefix_hit_tokens += row.cached_count
         sequence.status = Status.RUNNING
         state.prefilling.append(sequence)
 
@@ -335,7 +351,7 @@ class Planner:
                 if sequence.planned_len >= sequence.max_len:
                     draft.ending.append(sequence)
         state.decoding += [row.sequence for row in draft.chunks if row.sequence in complete]
-        state.prefilling = sorted((s for s in state.prefilling if s not in complete), key=_rank)
+        state.prefilling = sorted((s for s in state.prefilling if s not in complete), key=rank_of)
 
     def _drain(self, sequence: Sequence) -> None:
         """Its last token is planned: the slot is free for the next step, the blocks once the result is here."""
@@ -349,7 +365,3 @@ def _share(wanted: int, budget: int, others: bool) -> int:
     if wanted <= budget:
         return wanted
     return (budget + 1) // 2 if others else budget
-
-
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank

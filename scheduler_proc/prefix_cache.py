@@ -1,4 +1,4 @@
-"""Which cached KV blocks hold the start of a prompt: one interface, and its implementation by chained hashes.
+"""Which cached KV blocks hold the start of a prompt: the interface, and its implementation by chained hashes.
 
 Knows tokens and block numbers, but neither requests nor steps: the caller indexes a block only once the plan that
 computes it has been sent. The pool tells when a cached block is given up.
@@ -47,20 +47,23 @@ class Chain:
         keys: uint64, one per full block so far.
         indexed_count: blocks that have been offered to the index.
         parent: the number of the last indexed block's entry (the root before the first).
+        last_block: the block of that entry; -1 before the first.
     """
 
-    __slots__ = ("indexed_count", "keys", "parent", "root")
+    __slots__ = ("indexed_count", "keys", "last_block", "parent", "root")
 
     def __init__(self, root: int) -> None:
         self.root = root
         self.keys: array[int] = array("Q")
         self.indexed_count = 0
         self.parent = root
+        self.last_block = -1
 
     def rewind(self) -> None:
         """The sequence has no blocks any more; its keys stay."""
         self.indexed_count = 0
         self.parent = self.root
+        self.last_block = -1
 
 
 class PrefixCache(Protocol):
@@ -74,6 +77,9 @@ class PrefixCache(Protocol):
 
     def insert(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
         """Index the sequence's full blocks among its first `token_count` tokens; the plans for them have been sent."""
+
+    def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
+        """Index the partly filled last block of a sequence that ends, if this cache finds such."""
 
     def flush(self) -> None:
         """Forget what no sequence holds."""
@@ -96,6 +102,9 @@ class NoPrefixCache:
     def insert(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
         """Nothing happens."""
 
+    def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
+        """Nothing happens."""
+
     def flush(self) -> None:
         """Nothing happens."""
 
@@ -110,7 +119,15 @@ class HashPrefixCache:
     so that two prefixes with colliding keys are never mistaken for each other. Each indexing gets a new entry number;
     a child whose parent was given up and indexed again does not match, and is replaced when its tokens come again.
 
-    Per block, in flat arrays: its key, its entry's number, the parent's number, its tokens.
+    The index is a hash table with chaining in flat arrays, sized once: about 100 bytes a block at 16 tokens, where a
+    dict of Python integers takes over 200.
+
+        heads      int32, per bucket: the first block of its list, -1 for none
+        links      int32, per block: the next block of its list
+        keys       uint64, per block
+        entries    int64, per block: the number of its entry
+        parents    int64, per block: the number of the entry before it, or the namespace's
+        tokens     int32 [block_size], per block
 
     Args:
         pool: the blocks; its `on_evict` is taken over.
@@ -121,16 +138,20 @@ class HashPrefixCache:
         self._pool = pool
         self._block_size = block_size
         self._width = 4 * block_size
-        self._block_of: dict[int, int] = {}
-        self._key_of = array("Q", bytes(8 * pool.block_count))
-        self._entry_of = array("q", bytes(8 * pool.block_count))
-        self._parent_of = array("q", bytes(8 * pool.block_count))
-        self._tokens_of = bytearray(self._width * pool.block_count)
-        self._entries = 0
+        bucket_count = 1 << pool.block_count.bit_length()
+        self._mask = bucket_count - 1
+        self._heads = array("i", [-1]) * bucket_count
+        self._links = array("i", bytes(4 * pool.block_count))
+        self._keys = array("Q", bytes(8 * pool.block_count))
+        self._entries = array("q", bytes(8 * pool.block_count))
+        self._parents = array("q", bytes(8 * pool.block_count))
+        self._tokens = bytearray(self._width * pool.block_count)
+        self._entry_count = 0
+        self._indexed_count = 0
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return self._indexed_count
 
     def chain(self, namespace: str) -> Chain:
         """The start of a new sequence's chain in the namespace."""
@@ -138,43 +159,49 @@ class HashPrefixCache:
 
     def lookup(self, chain: Chain, tokens: "array[int]", limit: int) -> Match:
         """The longest cached prefix of at most `limit` tokens, in whole blocks unless the limit cuts the last."""
-        chain.rewind()
         data = tokens.tobytes()
         self._extend(chain, data, 0, len(tokens) // self._block_size)
-        width, block_of, entry_of, parent_of = self._width, self._block_of, self._entry_of, self._parent_of
-        stored = self._tokens_of
+        heads, links, mask, width = self._heads, self._links, self._mask, self._width
+        keys, entries, parents, stored = self._keys, self._entries, self._parents, self._tokens
         blocks: list[int] = []
         parent, start = chain.root, 0
         for key in chain.keys:
-            block = block_of.get(key)
-            if block is None or parent_of[block] != parent:
+            block = heads[key & mask]
+            while block >= 0 and keys[block] != key:
+                block = links[block]
+            if block < 0 or parents[block] != parent:
                 break
             offset = block * width
             if stored[offset : offset + width] != data[start : start + width]:
                 break
             blocks.append(block)
-            parent = entry_of[block]
+            parent = entries[block]
             start += width
         token_count = min(len(blocks) * self._block_size, limit)
         del blocks[-(-token_count // self._block_size) :]
+        chain.rewind()
         chain.indexed_count = token_count // self._block_size
         if chain.indexed_count:
-            chain.parent = entry_of[blocks[chain.indexed_count - 1]]
+            chain.parent = entries[blocks[chain.indexed_count - 1]]
         return Match(blocks, token_count)
 
     def insert(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
         """Index the full blocks among the first `token_count` tokens."""
         full_count = token_count // self._block_size
-        if full_count <= chain.indexed_count:
-            return
         first = chain.indexed_count
+        if full_count <= first:
+            return
         data = tokens[first * self._block_size : full_count * self._block_size].tobytes()
         self._extend(chain, data, first, full_count)
-        for index in range(first, full_count):
-            start = (index - first) * self._width
-            content = data[start : start + self._width]
-            chain.parent = self._index(chain.keys[index], chain.parent, content, blocks[index])
+        parent, width, start = chain.parent, self._width, 0
+        for key, block in zip(chain.keys[first:full_count], blocks[first:full_count], strict=True):
+            parent = self._index(key, parent, data[start : start + width], block)
+            start += width
+        chain.parent = parent
         chain.indexed_count = full_count
+
+    def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
+        """Nothing: only whole blocks have a key."""
 
     def flush(self) -> None:
         """Forget what no sequence holds."""
@@ -184,11 +211,16 @@ class HashPrefixCache:
 
     def check(self) -> None:
         """Raise AssertionError if the index and the pool disagree."""
+        found = 0
+        for bucket, head in enumerate(self._heads):
+            block = head
+            while block >= 0:
+                found += 1
+                assert self._keys[block] & self._mask == bucket, f"block {block} stands in another key's list"
+                assert self._pool.is_marked(block), f"block {block} is indexed but not marked"
+                block = self._links[block]
         marked = sum(self._pool.is_marked(block) for block in range(self._pool.block_count))
-        assert marked == len(self._block_of), f"{marked} blocks are marked, {len(self._block_of)} are indexed"
-        for key, block in self._block_of.items():
-            assert self._key_of[block] == key, f"block {block} is indexed under another block's key"
-            assert self._pool.is_marked(block), f"block {block} is indexed but not marked"
+        assert found == marked == self._indexed_count, f"{found} blocks are indexed, {marked} marked"
 
     def _extend(self, chain: Chain, data: bytes, first: int, full_count: int) -> None:
         """Compute the keys up to `full_count` blocks; `data` holds the tokens from block `first` on."""
@@ -200,30 +232,40 @@ class HashPrefixCache:
             keys.append(key)
 
     def _index(self, key: int, parent: int, content: bytes, block: int) -> int:
-        present = self._block_of.get(key)
-        if present is not None:
-            if self._parent_of[present] == parent and self._content(present) == content:
-                return self._entry_of[present]
+        """Make the block findable; the number of its entry, or of an equal block's that is findable already."""
+        keys, bucket, width = self._keys, key & self._mask, self._width
+        head = present = self._heads[bucket]
+        while present >= 0 and keys[present] != key:
+            present = self._links[present]
+        if present >= 0:
+            same_tokens = self._tokens[present * width : (present + 1) * width] == content
+            if same_tokens and self._parents[present] == parent:
+                return self._entries[present]
             self._forget(present)  # a colliding key, or a child whose parent is gone
             self._pool.unmark(present)
-        self._block_of[key] = block
-        self._key_of[block] = key
-        self._entry_of[block] = entry = self._new_entry()
-        self._parent_of[block] = parent
-        offset = block * self._width
-        self._tokens_of[offset : offset + self._width] = content
+            head = self._heads[bucket]
+        self._heads[bucket] = block
+        self._links[block] = head
+        keys[block] = key
+        self._entry_count = entry = self._entry_count + 1
+        self._entries[block] = entry
+        self._parents[block] = parent
+        self._tokens[block * width : (block + 1) * width] = content
+        self._indexed_count += 1
         self._pool.mark(block)
         return entry
 
-    def _content(self, block: int) -> bytearray:
-        return self._tokens_of[block * self._width : (block + 1) * self._width]
-
     def _forget(self, block: int) -> None:
-        del self._block_of[self._key_of[block]]
-
-    def _new_entry(self) -> int:
-        self._entries += 1
-        return self._entries
+        """Take the block out of its list."""
+        bucket, links = self._keys[block] & self._mask, self._links
+        before = self._heads[bucket]
+        if before == block:
+            self._heads[bucket] = links[block]
+        else:
+            while links[before] != block:
+                before = links[before]
+            links[before] = links[block]
+        self._indexed_count -= 1
 
 
 def root_number(namespace: str) -> int:
@@ -232,11 +274,3 @@ def root_number(namespace: str) -> int:
     """
     digest = hashlib.blake2b(namespace.encode(), digest_size=8).digest()
     return -1 - (int.from_bytes(digest, "little") >> 1)
-
-
-def make_prefix_cache(kind: str, pool: BlockPool, block_size: int) -> PrefixCache:
-    """The implementation that `--prefix-cache` names: `hash` or `off`."""
-    if kind == "hash":
-        return HashPrefixCache(pool, block_size)
-    assert kind == "off", f"unknown prefix cache {kind!r}"
-    return NoPrefixCache()

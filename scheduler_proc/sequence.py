@@ -11,6 +11,10 @@ NOT_A_NUMBER = -1
 """Stands for a sampled token when the logits were not numbers."""
 
 
+Rank = tuple[float, int]
+"""A place in the policy's order: what the policy says, then the number of the arrival."""
+
+
 class Status(IntEnum):
     """Where a sequence stands.
 
@@ -98,7 +102,7 @@ class Sequence:
         self.last_step = 0
         self.chain = chain
         self.cached_count = 0
-        self.rank: tuple[float, int] = (0.0, 0)
+        self.rank: Rank = (0.0, 0)
         self.next_event_len = 0
         wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0
         self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_logprobs else None

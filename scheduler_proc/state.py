@@ -9,8 +9,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from scheduler_proc.block_pool import BlockPool
-from scheduler_proc.prefix_cache import make_prefix_cache
-from scheduler_proc.queues import make_waiting_queue
+from scheduler_proc.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from scheduler_proc.queues import WaitingQueue, insert_by_rank
+from scheduler_proc.radix_cache import RadixPrefixCache
 from scheduler_proc.sequence import Request, Sequence, Status
 
 
@@ -96,7 +97,7 @@ class State:
         self.pool = BlockPool(limits.block_count)
         self.cache = make_prefix_cache(limits.prefix_cache, self.pool, limits.block_size)
         self.requests: dict[int, Request] = {}
-        self.waiting = make_waiting_queue(limits.policy)
+        self.waiting = WaitingQueue(limits.policy)
         self.preempted: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -126,8 +127,7 @@ class State:
         self.give_back_blocks(sequence)
         sequence.status = Status.PREEMPTED
         sequence.computed_count = 0
-        self.preempted.append(sequence)
-        self.preempted.sort(key=_rank)
+        insert_by_rank(self.preempted, sequence)
         self.counters.preemptions += 1
 
     def end(self, sequence: Sequence) -> None:
@@ -185,6 +185,7 @@ class State:
         if sequence.blocks:
             known = min(sequence.computed_count, len(sequence.tokens))
             self.cache.insert(sequence.chain, sequence.tokens, sequence.blocks, known)
+            self.cache.insert_tail(sequence.chain, sequence.tokens, sequence.blocks, known)
 
     def check(self) -> None:
         """Recount blocks, slots and sequences.
@@ -234,5 +235,13 @@ class State:
             assert s.computed_count <= s.planned_len, f"{where}: {s.computed_count} computed of {s.planned_len}"
 
 
-def _rank(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank
+def make_prefix_cache(kind: str, pool: BlockPool, block_size: int) -> PrefixCache:
+    """The implementation that `--prefix-cache` names: `hash`, `radix` or `off`."""
+    match kind:
+        case "hash":
+            return HashPrefixCache(pool, block_size)
+        case "radix":
+            return RadixPrefixCache(pool, block_size)
+        case "off":
+            return NoPrefixCache()
+    raise ValueError(f"unknown prefix cache {kind!r}")

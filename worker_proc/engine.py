@@ -50,7 +50,7 @@ class RunnerParts:
     @property
     def model_limit(self) -> int:
         """Tokens that the model was made for."""
-        return self.model.config.max_position_embeddings
+        return self.model.config.context_limit
 
     def make_runner(self, block_count: int, host_block_count: int, max_model_len: int) -> Runner:
         """A runner with a cache of that size, all zeros."""
@@ -86,7 +86,8 @@ def load_engine(config: EngineConfig) -> Engine:
     specs = cache_specs(model_config, dtype, config.cache.kv_cache_dtype)
     parts = RunnerParts(config, model, specs, step_limits(config.scheduler, name), sampled_ids, device)
     size = choose_size(config, parts.limits, specs, parts.model_limit, _available_bytes(parts))
-    runner = parts.make_runner(size.block_count, size.host_block_count, size.max_model_len)
+    with timed("allocated the KV cache"):
+        runner = parts.make_runner(size.block_count, size.host_block_count, size.max_model_len)
     with timed("ran a first forward pass"):
         runner.warm_up()
     return Engine(runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
@@ -95,10 +96,10 @@ def load_engine(config: EngineConfig) -> Engine:
 def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[ModelConfig, torch.dtype, int]:
     with timed("read the model's configuration"):
         model_config = read_model_config(Path(config.model_dir))
-        if config.model.max_model_len > model_config.max_position_embeddings:
+        if config.model.max_model_len > model_config.context_limit:
             logger.warning(
                 "--max-model-len is %d; the model was made for %d tokens, which is the limit",
-                config.model.max_model_len, model_config.max_position_embeddings,
+                config.model.max_model_len, model_config.context_limit,
             )  # fmt: skip
         dtype = resolve_dtype(config.model.dtype, model_config, device)
         tokenizer_dir = Path(config.tokenizer_dir or config.model_dir)

@@ -5,6 +5,7 @@ count of blocks. The tensors are `[block, kv_head, position in block, head_dim]`
 They start as zeros, since unwritten positions take part in products whose weight is zero.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from common.errors import ConfigError
 from worker_proc.model_config import ModelConfig
 from worker_proc.slots import div_ceil
 from worker_proc.transfer import to_device
+
+ALIGNMENT_BYTES = 64
+"""Where a tensor on the CPU may start, so that wide vector instructions load whole lines."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,12 @@ class KVCache:
         for spec in specs:
             for dim, caches in ((spec.key_dim, self.key_caches), (spec.value_dim, self.value_caches)):
                 shape = (spec.kv_head_count, block_size, dim)
-                caches.append(torch.zeros(block_count, *shape, dtype=spec.dtype, device=device))
+                caches.append(_zeros((block_count, *shape), spec.dtype, device))
         if host_block_count:
             for cache in self.tensors():
                 shape = (host_block_count, *cache.shape[1:])
-                self._host.append(torch.zeros(shape, dtype=cache.dtype, pin_memory=pinned))
+                host = torch.zeros(shape, dtype=cache.dtype, pin_memory=True) if pinned else _zeros(shape, cache.dtype)
+                self._host.append(host)
 
     def tensors(self) -> list[torch.Tensor]:
         """All device tensors: K of every layer, then V."""
@@ -136,11 +141,29 @@ class KVCache:
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to host blocks, in stream order; pairs are (device block, host block)."""
         for cache, host in zip(self.tensors(), self._host, strict=True):
-            for block, host_block in pairs:
-                host[host_block].copy_(cache[block], non_blocking=True)
+            _copy_blocks(cache, host, pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
         for cache, host in zip(self.tensors(), self._host, strict=True):
-            for host_block, block in pairs:
-                cache[block].copy_(host[host_block], non_blocking=True)
+            _copy_blocks(host, cache, pairs)
+
+
+def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks between tensors, each (from, to); one by one where that crosses to or from a GPU."""
+    if source.device == target.device:
+        froms, tos = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+        target.index_copy_(0, tos, source[froms])
+        return
+    for from_block, to_block in pairs:
+        target[to_block].copy_(source[from_block], non_blocking=True)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Zeros; on the CPU the system's own pages of them, which cost neither time nor memory until they are written."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    byte_count = math.prod(shape) * dtype.itemsize
+    pages = np.zeros(byte_count + ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -pages.ctypes.data % ALIGNMENT_BYTES
+    return torch.from_numpy(pages[start : start + byte_count]).view(dtype).view(shape)

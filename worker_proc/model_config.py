@@ -68,6 +68,20 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str | None
 
+    @property
+    def context_limit(self) -> int:
+        """Tokens a sequence may hold: what the scaling of the rotary embedding was made for, if that is more than
+        `max_position_embeddings` (yarn and dynamic configurations often keep the trained length there).
+        """
+        factor = self.rope.factor or 1.0
+        if self.rope.rope_type == "yarn":
+            return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * factor))
+        return (
+            int(self.max_position_embeddings * factor)
+            if self.rope.rope_type == "dynamic"
+            else self.max_position_embeddings
+        )
+
 
 def read_model_config(model_dir: Path) -> ModelConfig:
     """Read and validate `config.json` (and the end ids of `generation_config.json`) of a model folder.

@@ -8,7 +8,7 @@ whose docstring has the sources; a test holds the two to the same bits.
 import numpy as np
 
 _MASK = 0xFFFFFFFF
-_LARGEST_BELOW_ONE = np.float32(1 - 2**-24)
+_LEAST_ABOVE_MINUS_ONE = np.float32(2**-24 - 1)
 
 
 def _mix(x: int) -> int:
@@ -47,9 +47,8 @@ def gumbel_from_bits(bits: np.ndarray) -> np.ndarray:
     """
     noise = bits.astype(np.float32)
     noise += np.float32(0.5)
-    noise *= np.float32(2**-32)
-    np.minimum(noise, _LARGEST_BELOW_ONE, out=noise)
-    np.negative(noise, out=noise)
+    noise *= np.float32(-(2**-32))
+    np.maximum(noise, _LEAST_ABOVE_MINUS_ONE, out=noise)
     np.log1p(noise, out=noise)
     np.negative(noise, out=noise)
     np.log(noise, out=noise)

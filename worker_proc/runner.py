@@ -45,7 +45,7 @@ class Runner(ABC):
         self, model: LlamaForCausalLM, cache: KVCache, limits: StepLimits, memory: SlotMemory, mirror: SlotMirror
     ) -> None:
         self.memory, self.mirror = memory, mirror
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._limits = model, cache, limits
         self._stager = StepStager(memory, mirror)
         self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, memory.device)
 
@@ -63,7 +63,8 @@ class Runner(ABC):
 
     def warm_up(self) -> None:
         """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""
-        count = max(1, self._cache.block_size - 1)
+        room = min(self._cache.block_size - 1, self.memory.token_capacity - 2, self._limits.max_num_batched_tokens)
+        count = max(1, room)
         init = SlotInit(
             slot=0, token_ids=array("i", [0] * count), prompt_count=count, computed_count=0, block_ids=array("i", [0]),
             sampling=SlotSampling(),
@@ -115,6 +116,8 @@ class Runner(ABC):
             writes.add_slot(init)
             self._start_slot(init, writes)
         staged = self._stager.stage(plan, writes)
+        count, limit = staged.token_count, self._limits.max_num_batched_tokens
+        assert count <= limit, f"step {plan.step_id} computes {count} tokens, more than {limit}"
         return self._fill(staged), staged
 
     def _compute(self, inputs: StepInputs, staged: StagedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:
@@ -192,8 +195,8 @@ class CpuRunner(Runner):
         self._sampler.start(init)
 
     def _fill(self, staged: StagedStep) -> StepInputs:
-        addresses, values = (torch.from_numpy(staged.buffer[part]) for part in staged.write_parts)
-        self.memory.apply(addresses, values)
+        if staged.write_count:
+            self.memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
         inputs = self._inputs.bucket(staged.row_count, staged.token_count)
         fill_inputs(staged.buffer, staged.layout, self.memory.state, inputs, self._cache.block_size)
         return inputs

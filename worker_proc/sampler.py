@@ -8,6 +8,8 @@ to the likeliest), `top_k`, `top_p` (of what the others left). Then the token wi
 Gumbel noise is taken, which draws from their softmax (Gumbel 1954; Maddison et al. 2014).
 """
 
+import functools
+
 import numpy as np
 
 from common.messages import SlotInit, SlotSampling
@@ -17,6 +19,9 @@ from worker_proc.logprobs import logprob_table
 from worker_proc.noise import gumbel_noise
 from worker_proc.pending import Sampled
 from worker_proc.slots import IntArray, SlotMemory, SlotMirror
+
+TOP_P_FIRST_LOOK = 4096
+"""Of so many of the likeliest tokens top_p looks at the mass first; mostly it suffices, and all need not be sorted."""
 
 NOT_A_TOKEN = -1
 """Reported for a row whose logits are not numbers, or leave nothing to sample."""
@@ -87,7 +92,7 @@ def choose(logits: np.ndarray, sampling: SlotSampling, position: int) -> int:
         return best
     threshold = keep_threshold(logits, float(logits[best]), sampling)
     if threshold == -np.inf:
-        token_ids, scores = np.arange(len(logits), dtype=np.uint32), logits.copy()
+        token_ids, scores = _all_ids(len(logits)), logits.copy()
     else:
         token_ids = np.flatnonzero(logits >= threshold).astype(np.uint32)
         scores = logits[token_ids]
@@ -113,8 +118,28 @@ def keep_threshold(logits: np.ndarray, greatest: float, sampling: SlotSampling) 
 
 def _top_p_threshold(logits: np.ndarray, greatest: float, sampling: SlotSampling) -> float:
     """The logit of the last token of the smallest set whose share of the probability reaches top_p."""
-    descending = np.sort(logits)[::-1]
-    weights = np.exp((descending - np.float32(greatest)) / np.float32(sampling.temperature))
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    last = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1]))
+
+    def weights(part: np.ndarray) -> np.ndarray:
+        return np.exp((part - np.float32(greatest)) / np.float32(sampling.temperature))
+
+    target = sampling.top_p * float(weights(logits).sum(dtype=np.float64))
+    descending = _likeliest(logits, TOP_P_FIRST_LOOK)
+    cumulative = np.cumsum(weights(descending), dtype=np.float64)
+    if cumulative[-1] < target:
+        descending = np.sort(logits)[::-1]
+        cumulative = np.cumsum(weights(descending), dtype=np.float64)
+    last = int(np.searchsorted(cumulative, target))
     return float(descending[min(last, len(descending) - 1)])
+
+
+@functools.cache
+def _all_ids(count: int) -> np.ndarray:
+    """uint32 [count]; not to be changed."""
+    return np.arange(count, dtype=np.uint32)
+
+
+def _likeliest(logits: np.ndarray, count: int) -> np.ndarray:
+    """The `count` greatest, or all if there are fewer, greatest first."""
+    if len(logits) > count:
+        logits = np.partition(logits, len(logits) - count)[len(logits) - count :]
+    return np.sort(logits)[::-1]

@@ -88,8 +88,7 @@ class SlotMemory:
 
     def apply(self, addresses: torch.Tensor, values: torch.Tensor) -> None:
         """Carry out writes that were collected in a `StateWrites`; both int32 [n] on this device."""
-        if addresses.shape[0]:
-            self.memory.index_copy_(0, addresses.long(), values)
+        self.memory.index_copy_(0, addresses.long(), values)
 
     def bytes_used(self) -> int:
         """Bytes of device memory."""

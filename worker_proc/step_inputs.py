@@ -83,6 +83,7 @@ class StepStager:
             AssertionError: the plan does not fit what the slots hold, which is a fault of ours; the text says how.
         """
         slots, counts = _rows(plan)
+        assert len(set(slots.tolist())) == len(slots), f"step {plan.step_id}: a slot stands in two rows"
         samples = np.ones(len(slots), dtype=bool)
         samples[len(plan.decode_slots) :] = np.asarray(plan.chunk_samples, dtype=bool)
         first_blocks, append_counts = self._append_blocks(plan, slots)

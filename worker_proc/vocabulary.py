@@ -1,12 +1,27 @@
 """How many token ids the tokenizer has: models often have more, as padding, and those must not be sampled.
 
-Reads `tokenizer.json` alone, so that the worker needs no tokenizer library.
+Reads the vocabulary of `tokenizer.json` alone, so that the worker needs no tokenizer library and skips the merges.
 """
 
-import json
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from common.errors import ConfigError
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[Any]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_AddedToken] | None = None
 
 
 def tokenizer_vocab_size(tokenizer_dir: Path, model_vocab_size: int) -> int:
@@ -19,10 +34,10 @@ def tokenizer_vocab_size(tokenizer_dir: Path, model_vocab_size: int) -> int:
     if not path.is_file():
         return model_vocab_size
     try:
-        tokenizer = json.loads(path.read_bytes())
-        vocabulary = tokenizer["model"]["vocab"]
-        greatest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-        greatest = max([greatest, *(token["id"] for token in tokenizer.get("added_tokens") or ())])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read the vocabulary of {path}: {type(error).__name__}: {error}") from None
-    return min(greatest + 1, model_vocab_size)
+        tokenizer = msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read the vocabulary of {path}: {error}") from None
+    vocabulary = tokenizer.model.vocab
+    ids = [token.id for token in tokenizer.added_tokens or ()]
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    return min(max(ids, default=-1) + 1, model_vocab_size) or model_vocab_size

@@ -31,10 +31,10 @@ MULTIPROCESSORS = 132
 def matvec_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
     """Tiles whose rows of W fit in registers and whose programs fill the card."""
     halves = 2 if "silu" in shape.fusion else 1
-    for warps in (1, 2, 4, 8):
-        for block_n in (1, 2, 4, 8):
+    for warps in (1, 2, 4, 8) if rows == 1 else (1, 2, 4):
+        for block_n in (1, 2, 4, 8) if rows == 1 else (2, 4):
             programs = shape.out_columns / block_n
-            for block_k in (256, 512, 1024, 2048):
+            for block_k in (256, 512, 1024, 2048) if rows == 1 else (512, 1024):
                 tile = block_n * block_k
                 held = block_n * halves * (shape.inputs + block_k - 1) // block_k * block_k * 2 / (32 * warps)
                 sums = tile * halves * 4 / (32 * warps)
@@ -48,9 +48,9 @@ def small_m_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
     halves = 2 if "silu" in shape.fusion else 1
     block_m = max(16, rows)
     for block_n in (16, 32, 64, 128):
-        for split_k in (1, 2, 4, 8):
+        for split_k in (1, 2, 4):
             programs = -(-shape.out_columns // block_n) * split_k
-            if programs < 100 or (programs > 1100 and (split_k > 1 or block_n < 64)):
+            if programs < 100 or (programs > 800 and (split_k > 1 or block_n < 64)):
                 continue
             for block_k in (64, 128, 256):
                 if shape.inputs // block_k < split_k:
@@ -58,28 +58,22 @@ def small_m_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
                 stage = (block_n * halves + block_m) * block_k * 2
                 stages = min(6, SHARED_BYTES // stage, max(2, shape.inputs // block_k // split_k))
                 if stages >= 2 and stage >= 4096:
-                    for apart in (False, True) if "norm" in shape.fusion and rows >= 8 else (False,):
-                        yield LinearPlan("small_m", block_n, block_k, 4, stages, split_k, norm_apart=apart)
+                    apart = "norm" in shape.fusion
+                    yield LinearPlan("small_m", block_n, block_k, 4, stages, split_k, norm_apart=apart)
 
 
-def held_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
+def held_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
     """Tensor-core tiles with W in registers, loaded early."""
     halves = 2 if "silu" in shape.fusion else 1
-    for block_n in (8, 16, 32, 64):
+    for block_n in (16, 32, 64):
         for split_k in (1, 2, 4):
             programs = -(-shape.out_columns // block_n) * split_k
             if programs < 100 or (split_k > 1 and programs > 600):
                 continue
-            for warps in (2, 4, 8):
-                for block_k in (128, 256):
-                    held = block_n * halves * shape.inputs * 2 / split_k / (32 * warps)
-                    if (
-                        96 <= held <= (256 if halves == 2 else 512)
-                        and shape.inputs % (block_k * split_k) == 0
-                        and rows * block_k <= 16_384
-                    ):
-                        for apart in (False, True) if "norm" in shape.fusion and rows >= 16 else (False,):
-                            yield LinearPlan("small_m", block_n, block_k, warps, 1, split_k, True, apart)
+            for warps in (2, 4):
+                held = block_n * halves * shape.inputs * 2 / split_k / (32 * warps)
+                if 96 <= held <= (256 if halves == 2 else 512) and shape.inputs % (256 * split_k) == 0:
+                    yield LinearPlan("small_m", block_n, 256, warps, 1, split_k, held=True)
 
 
 def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
@@ -87,8 +81,9 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     plans = [LIBRARY]
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
-    plans += held_candidates(shape, rows)
-    if rows >= 2:
+    if 2 <= rows <= 16:
+        plans += held_candidates(shape)
+    if rows >= 16 or (rows >= 2 and shape.outputs > 50_000):
         plans += small_m_candidates(shape, rows)
     return plans
 
@@ -102,7 +97,7 @@ def jobs_for(models: list[str], row_counts: list[int]) -> list[tuple[LinearShape
     return [(shape, rows) for shape in shapes for rows in row_counts]
 
 
-def _compile_share(share: list[tuple[LinearShape, int, LinearPlan]]) -> None:
+def _compile_share(share: list[tuple[LinearShape, int, LinearPlan]], ahead: bool) -> None:
     torch.cuda.init()
     workspace = Workspace.allocate(64, 16_384, 32_768, DTYPE, torch.device("cuda"))
     arguments: dict = {}
@@ -111,12 +106,12 @@ def _compile_share(share: list[tuple[LinearShape, int, LinearPlan]]) -> None:
             arguments = {(shape, rows): make_arguments(shape, rows, DTYPE, "cuda")}
         try:
             item = arguments[shape, rows]
-            run_plan(plan, workspace=workspace, upcoming=item["weight"], **item)
+            run_plan(plan, workspace=workspace, upcoming=item["weight"] if ahead else None, **item)
         except Exception as error:  # a candidate that does not build is only not a candidate
             print(f"cannot build {shape.name} {plan}: {error!r}"[:300], file=sys.stderr)
 
 
-def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int) -> None:
+def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int, ahead: bool) -> None:
     """Fill Triton's cache. One representative number of rows is enough for the kernel that does not depend on it."""
     work = []
     for shape, rows in jobs:
@@ -125,17 +120,17 @@ def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int) -> None
                 work.append((shape, rows, plan))
     shares = [work[index::process_count] for index in range(process_count)]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_compile_share, args=(share,)) for share in shares]
+    processes = [context.Process(target=_compile_share, args=(share, ahead)) for share in shares]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
 
 
-def is_right(plan: LinearPlan, workspace: Workspace, arguments: dict) -> bool:
+def is_right(plan: LinearPlan, workspace: Workspace, arguments: dict, ahead: bool) -> bool:
     """Whether the plan's result is within bf16's error of the float32 reference."""
     arguments["out"].fill_(float("nan"))
-    run_plan(plan, workspace=workspace, upcoming=arguments["weight"], **arguments)
+    run_plan(plan, workspace=workspace, upcoming=arguments["weight"] if ahead else None, **arguments)
     names = ("x", "weight", "norm_weight", "eps", "residual", "silu_mul")
     want = skinny_linear_reference(**{name: arguments[name] for name in names})
     error = (arguments["out"].float() - want).norm() / want.norm()
@@ -148,7 +143,7 @@ def short_name(plan: LinearPlan) -> str:
     return f"{plan.kernel[0]}{plan.block_n}x{plan.block_k}w{plan.num_warps}s{plan.num_stages}k{plan.split_k}{flags}"
 
 
-def tune(shape: LinearShape, rows: int, workspace: Workspace) -> dict:
+def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> dict:
     """Time all candidates; returns the table's entry for the fastest."""
     copies = [
         make_arguments(shape, rows, DTYPE, "cuda") for _ in range(copies_to_exceed_l2(shape.weight_bytes, at_most=32))
@@ -156,11 +151,11 @@ def tune(shape: LinearShape, rows: int, workspace: Workspace) -> dict:
     timed: list[tuple[float, LinearPlan]] = []
     for plan in candidates(shape, rows):
         try:
-            if not is_right(plan, workspace, copies[0]):
+            if not is_right(plan, workspace, copies[0], ahead):
                 print(f"wrong result: {shape.name} rows {rows} {plan}", file=sys.stderr)
                 continue
             calls = [
-                lambda a=a, p=plan, n=n: run_plan(p, workspace=workspace, upcoming=n["weight"], **a)
+                lambda a=a, p=plan, n=n: run_plan(p, workspace=workspace, upcoming=n["weight"] if ahead else None, **a)
                 for a, n in zip(copies, copies[1:] + copies[:1], strict=True)
             ]
             timed.append((time_us(calls, inner=max(8, len(calls)), replays=7), plan))
@@ -188,14 +183,15 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,smollm2-135m")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
+    parser.add_argument("--prefetch", action="store_true", help="each launch prefetches the next one's weight")
     parser.add_argument("--table", type=Path, default=TABLE_PATH)
     options = parser.parse_args()
     jobs = jobs_for(options.models.split(","), [int(rows) for rows in options.rows.split(",")])
     start_s = time.perf_counter()
-    compile_all(jobs, min(16, os.cpu_count() or 1))
+    compile_all(jobs, min(16, os.cpu_count() or 1), options.prefetch)
     print(f"compiled in {time.perf_counter() - start_s:.0f} s", flush=True)
     workspace = Workspace.allocate(64, 16_384, 151_936, DTYPE, torch.device("cuda"))
-    entries = {(shape, rows): tune(shape, rows, workspace) for shape, rows in jobs}
+    entries = {(shape, rows): tune(shape, rows, workspace, options.prefetch) for shape, rows in jobs}
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     options.table.write_text(json.dumps(merge(table, entries), indent=1) + "\n")
 

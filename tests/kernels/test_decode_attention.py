@@ -60,6 +60,11 @@ def test_rows_of_any_length_match_the_reference(lengths, place):
     check(make_batch(ones(*lengths), *place, seed=sum(lengths)))
 
 
+def test_half_precision():
+    skip_unless_here("cpu")
+    check(make_batch(ones(1, 64, 3, 130), "cpu", torch.float16, seed=5))
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims(head_dim, place):
     check(make_batch(ones(5, 70), *place, head_dim=head_dim))

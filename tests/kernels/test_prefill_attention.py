@@ -87,6 +87,11 @@ def test_rows_of_any_length_match_the_reference(rows, place):
     check(make_batch(rows, *place, seed=len(rows)))
 
 
+def test_half_precision():
+    skip_unless_here("cpu")
+    check(make_batch([(33, 97), (1, 1), (2, 40)], "cpu", torch.float16, seed=5))
+
+
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims(head_dim, place):
     check(make_batch([(20, 20), (9, 40)], *place, head_dim=head_dim))

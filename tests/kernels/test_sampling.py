@@ -1,6 +1,6 @@
 """Sampling against a sorting reference, by distribution, and by the faults that samplers have had."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -136,6 +136,19 @@ def test_every_setting_in_one_batch_equals_the_reference(vocabulary):
     for _ in range(2 if vocabulary > 100 else 5):
         want = bench.want(logits)
         assert bench.launch(logits) == want
+
+
+def test_more_candidates_than_fit_are_searched_in_the_row():
+    vocabulary = CHUNK + 300
+    bench = Bench(len(SETTINGS), vocabulary, vocabulary)
+    few = {"candidates": bench.workspace.candidates[:, :16].clone(),
+           "candidate_ids": bench.workspace.candidate_ids[:, :16].clone()}  # fmt: skip
+    bench.workspace = replace(bench.workspace, **few)
+    for row, setting in enumerate(SETTINGS):
+        bench.set(row, seed=row, **setting)
+    logits = logits_of(len(SETTINGS), vocabulary, scale=0.3)
+    want = bench.want(logits)
+    assert bench.launch(logits) == want
 
 
 def test_each_row_equals_its_solo_run():

@@ -119,7 +119,7 @@ def test_prefetching_the_next_weight_changes_nothing():
         out.fill_(float("nan"))
         run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace_for(torch.float32), upcoming)
         assert_as_exact(out, want)
-    assert prefetch_share(upcoming, 10) == (218, 22) and prefetch_share(None, 10) == (0, 0)
+    assert prefetch_share(upcoming, 10) == (27 * 1024, 3 * 1024) and prefetch_share(None, 10) == (0, 0)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ import pytest
 
 from scheduler_proc import prefix_cache
 from scheduler_proc.block_pool import BlockPool
-from scheduler_proc.prefix_cache import HashPrefixCache, NoPrefixCache, make_prefix_cache
+from scheduler_proc.prefix_cache import HashPrefixCache, NoPrefixCache
+from scheduler_proc.state import make_prefix_cache
 
 
 class Books:

@@ -46,7 +46,8 @@ class Schedule:
             block_size=BLOCK_SIZE,
             block_count=pick((3, 6, 10, 20, 60)),
             run_ahead=pick((0, 1, 2)),
-            prefix_cache=pick(("hash", "hash", "off")),
+            policy=pick(("fcfs", "priority", "fair")),
+            prefix_cache=pick(("hash", "hash", "radix", "radix", "off")),
         )
 
     def run(self) -> None:
@@ -83,7 +84,12 @@ class Schedule:
             logprobs=random.choice((None, None, 0)),
             prompt_logprobs=random.choice((None, None, None, 0)),
         )
-        message = replace(message, cache_salt=random.choice(("", "", "salt")))
+        message = replace(
+            message,
+            cache_salt=random.choice(("", "", "salt")),
+            priority=random.randrange(3),
+            client_key=random.choice("ab"),
+        )
         self.messages[message.request_id] = message
         self.engine.send(message)
 

@@ -9,12 +9,6 @@ import pytest
 import torch
 import transformers
 
-from kernels import interpreter
-
-if not torch.cuda.is_available():
-    interpreter.enable()
-torch.set_num_threads(1)  # tiny models: more threads only wait for one another
-
 from common.config import StepLimits
 from common.messages import (
     SlotInit,
@@ -25,9 +19,13 @@ from common.messages import (
     decode_for_worker,
     decode_from_worker,
 )
+from kernels import interpreter
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
 from worker_proc.runner import CpuRunner
+
+if not torch.cuda.is_available():
+    interpreter.enable()
 
 TINY = {
     "vocab_size": 131,
@@ -200,7 +198,10 @@ def make_driver():
     With `kernels` it is the GPU's runner, on the CPU in Triton's interpreter.
     """
 
-    def make(folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, kernels=False):
+    def make(
+        folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
+        kernels=False,
+    ):  # fmt: skip
         model = (
             load_model(folder, device=torch.device("cpu"), dtype=torch.float32) if isinstance(folder, Path) else folder
         )
@@ -209,7 +210,7 @@ def make_driver():
             specs, block_size=block_size, block_count=block_count, host_block_count=4, device=torch.device("cpu")
         )
         poison(cache)
-        limits = StepLimits(slot_count, 256)
+        limits = StepLimits(slot_count, token_limit)
         if kernels:
             from worker_proc.cuda_runner import CudaRunner
 

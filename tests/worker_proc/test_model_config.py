@@ -42,6 +42,15 @@ def test_old_and_new_rope_keys_mean_the_same():
     assert old.rope.theta == 5e5
 
 
+def test_rope_scaling_extends_the_context():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert parse().context_limit == 512
+    assert parse(rope_scaling=yarn).context_limit == 2048
+    assert parse(rope_scaling=yarn, max_position_embeddings=4096).context_limit == 4096
+    assert parse(rope_scaling={"rope_type": "dynamic", "factor": 2.0}).context_limit == 1024
+    assert parse(rope_scaling={"rope_type": "linear", "factor": 2.0}).context_limit == 512
+
+
 def test_end_ids_of_the_generation_config_win():
     assert parse(eos_token_id=2).eos_token_ids == (2,)
     assert parse(eos_token_id=[2, 3]).eos_token_ids == (2, 3)

@@ -184,5 +184,15 @@ def test_a_request_goes_on_from_moved_blocks(way, kernels, tiny_model, make_driv
     assert list(driver._execute(resumed).token_ids) == [expected[known]]
 
 
+@both_runners
+@pytest.mark.parametrize(("block_size", "max_model_len", "tokens"), [(1, 1, 1), (16, 1, 256), (4, 200, 2), (16, 8, 1)])
+def test_the_first_steps_fit_the_smallest_limits(block_size, max_model_len, tokens, kernels, tiny_model, make_driver):
+    _, folder = tiny_model("Llama")
+    limits = {"slot_count": 1, "block_count": 1, "block_size": block_size, "max_model_len": max_model_len}
+    runner = make_driver(folder, token_limit=tokens, kernels=kernels, **limits).runner
+    runner.warm_up()
+    assert runner.mirror.sampling == [None]
+
+
 def flat(first: list[int], second: list[int]) -> "array[int]":
     return array("i", [number for pair in zip(first, second, strict=True) for number in pair])

@@ -178,6 +178,7 @@ def chunk(count: int, samples: int, **fields) -> StepPlan:
         (chunk(5, 1, new_slots=(init(), init())), "not free"),
         (chunk(5, 1), "slot 0 has a chunk, but it is free"),
         (StepPlan(step_id=1, decode_slots=array("H", [2])), "slot 2: computes tokens up to 1"),
+        (StepPlan(step_id=1, decode_slots=array("H", [0, 0]), new_slots=(init(count=1),)), "stands in two rows"),
         (StepPlan(step_id=1, cleared_slots=array("H", [2])), "slot 2 is cleared, but it is free"),
         (StepPlan(step_id=1, new_slots=(init(slot=9),)), "slot 9 of 6"),
     ],

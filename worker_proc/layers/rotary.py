@@ -49,7 +49,8 @@ class RotaryEmbedding:
         self.attention_factor = attention_factor(rope)
         self.inverse_frequencies = inverse_frequencies(rope, config.head_dim).to(device)
         self.long_frequencies = _longrope_frequencies(rope, config.head_dim, rope.long_factor).to(device)
-        self.length_dependent = rope.rope_type in ("dynamic", "longrope")
+        two_tables = rope.rope_type == "longrope" and rope.short_factor != rope.long_factor
+        self.length_dependent = two_tables or rope.rope_type == "dynamic"
         self._exponents = _exponents(config.head_dim).to(device)
 
     def angles(self, positions: torch.Tensor, prompt_lengths: torch.Tensor | None = None) -> RotaryAngles:

@@ -48,7 +48,7 @@ def load_model(
 
     Args:
         load_format: `safetensors` and `gguf` say which weights of the folder to read, `auto` takes what is there;
-            `dummy` needs only config.json and draws random weights from `seed`, the same on every device.
+            `dummy` needs only config.json and draws random weights from `seed`.
 
     Raises:
         ConfigError: unsupported model; missing, unexpected or misshapen tensors, by name.

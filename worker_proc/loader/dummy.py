@@ -8,12 +8,12 @@ STANDARD_DEVIATION = 0.02
 
 
 def fill_with_random(model: LlamaForCausalLM, seed: int) -> None:
-    """Normal weights, norms one, biases zero. Drawn on the CPU in float32, so every device gets the same model."""
-    generator = torch.Generator("cpu").manual_seed(seed)
+    """Normal weights, norms one, biases zero; drawn on the model's device, so the same seed differs between devices."""
+    generator = torch.Generator(model.model.norm.weight.device).manual_seed(seed)
     for name, target in model.checkpoint_targets().items():
         if name.endswith("norm.weight"):
             target.fill_(1.0)
         elif name.endswith(".bias"):
             target.zero_()
         else:
-            target.copy_(torch.randn(target.shape, generator=generator, dtype=torch.float32) * STANDARD_DEVIATION)
+            target.normal_(0.0, STANDARD_DEVIATION, generator=generator)
