@@ -116,7 +116,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parsed.add_argument("--max-model-len", type=int, default=0)
     parsed.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more engine options")
     parsed.add_argument("--repeats", type=int, default=3)
-    parsed.add_argument("--smoke", action="store_true", help="tiny sizes, one run: does it work at all")
+    parsed.add_argument("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
     parsed.add_argument("--output", default=str(records.RESULTS_DIR / "throughput.jsonl"), help="'' keeps nothing")
     return parsed
 
@@ -124,7 +124,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 def chosen_workloads(args: argparse.Namespace) -> list[str]:
     """The workloads named, or the ones that suit the device."""
     if args.smoke:
-        args.repeats = 1
+        args.repeats, args.output = 1, ""
         return list(SMOKE_WORKLOADS)
     if args.workloads:
         return list(args.workloads)

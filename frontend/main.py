@@ -22,6 +22,7 @@ from common.config import EngineConfig
 from common.errors import WireError
 from common.messages import EngineReady, PeerFailed, Stop, decode_for_frontend
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
+from frontend import request_log
 from frontend.client_server import ClientServer
 from frontend.engine import Engine
 from frontend.tokenizer import Tokenizer
@@ -84,6 +85,8 @@ class Frontend:
         self._tokenizer_ms = (time.monotonic() - started_s) * 1000
         self._requests = requests
         self._engine = Engine(config, tokenizer, self._send_to_scheduler)
+        if config.log.enable_log_requests:
+            request_log.attach(self._engine.core)
         self._clients = ClientServer(self._engine, router)
         self._outputs = outputs
         self._outputs_reader = ZmqReader(outputs, self._on_output, self._clients.flush)

@@ -1,6 +1,5 @@
 """The HTTP application: routes, errors, and what every request passes through."""
 
-import logging
 from collections.abc import Callable
 
 from starlette.applications import Starlette
@@ -21,8 +20,6 @@ from frontend.http.completions import completions
 from frontend.http.errors import error_response
 from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
-
-logger = logging.getLogger(__name__)
 
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -59,7 +56,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
     app = Starlette(
         routes=[*ROUTES, Route("/metrics", metrics)],
         middleware=middleware,
-        exception_handlers={RequestError: _on_refused, HTTPException: _on_http_error, Exception: _on_failure},
+        exception_handlers={RequestError: _on_refused, HTTPException: _on_http_error},
     )
     app.state.engine = engine
     return app
@@ -85,8 +82,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     message = text.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     return error_response(RequestError(message, code=code, status=error.status_code))
-
-
-async def _on_failure(_: Request, error: Exception) -> Response:
-    logger.error("a request failed", exc_info=error)
-    return error_response(RequestError("the server failed on this request", code="internal_error", status=500))

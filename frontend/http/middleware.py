@@ -4,6 +4,7 @@ Plain ASGI, because a middleware that wraps responses costs tens of microseconds
 """
 
 import hmac
+import logging
 import re
 import uuid
 
@@ -13,6 +14,8 @@ from common.errors import RequestError
 from common.log import request_id_var
 from frontend.http.errors import error_response
 
+logger = logging.getLogger(__name__)
+
 BODY_LIMIT_BYTES = 32 << 20
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """Paths that need no API key: what load balancers and orchestrators ask."""
@@ -20,7 +23,10 @@ _GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Gives every request an id, the client's own if it sent `x-request-id`; logs carry it, the response echoes it."""
+    """Gives every request an id, the client's own if it sent `x-request-id`; logs carry it, the response echoes it.
+
+    Also answers what nothing inside has dealt with, so that even that response has its id and the form of all errors.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,12 +40,23 @@ class RequestId:
         scope["request_id"] = request_id.decode()
         request_id_var.set(request_id.decode())
 
+        started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("a request failed")
+            if started:
+                raise  # closes the connection
+            error = RequestError("the server failed on this request", code="internal_error", status=500)
+            await error_response(error)(scope, receive, send_with_id)
 
 
 class ApiKey:

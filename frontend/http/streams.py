@@ -59,19 +59,23 @@ class EventStream(Response):
                 await alive
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send, alive: "asyncio.Task[None]") -> None:
+        error = None
         try:
             async for event in self._events:
                 await self._start(send)
                 self._silent = False
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        except RequestError as error:
-            if not self._started:
-                alive.cancel()
-                return await error_response(error)(scope, receive, send)
-            body = b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        except RequestError as refused:
+            error = refused
+        except Exception:
+            logger.exception("a stream failed")
+            error = RequestError("the server failed on this request", code="internal_error", status=500)
+        if error is not None and not self._started:
+            alive.cancel()
+            return await error_response(error)(scope, receive, send)
         await self._start(send)
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        last = b"" if error is None else b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
+        await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n", "more_body": False})
 
     async def _start(self, send: Send) -> None:
         if not self._started:

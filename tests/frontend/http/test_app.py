@@ -4,14 +4,17 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 
 import pytest
 
 from common.config import ServerOptions
 from common.messages import EngineStats, RequestFailed
+from frontend import request_log
 from frontend.http import requests as bodies
 from frontend.http import server, streams
 from frontend.http.middleware import BODY_LIMIT_BYTES
+from frontend.http.replies import ChatReply
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12}
 GOOD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -272,12 +275,30 @@ def test_metrics_under_the_usual_names(api):
     assert float(lines["trireme:time_to_first_token_seconds_count" + label]) == 1
 
 
+def test_requests_are_logged_when_they_end(api, caplog):
+    request_log.attach(api.engine.core)
+    with caplog.at_level(logging.INFO):
+        api.post("/v1/chat/completions", CHAT)
+        api.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2})
+    lines = [record.getMessage() for record in caplog.records if record.name == "frontend.request_log"]
+    assert len(lines) == 2
+    assert re.fullmatch(r"length: 3 tokens in \(3 cached\), 2 out, first after \d+ ms, done after \d+ ms", lines[1])
+
+
 def test_an_unexpected_failure_is_500_in_json(api, monkeypatch):
     monkeypatch.setattr(api.engine, "make_params", lambda *_, **__: 1 / 0)
     response = api.post("/v1/chat/completions", CHAT)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "internal_error"
     assert "ZeroDivisionError" not in response.text
+    assert response.headers["x-request-id"], "the one who reports it needs the id"
+
+
+def test_an_unexpected_failure_in_mid_stream_is_an_event(api, monkeypatch):
+    monkeypatch.setattr(ChatReply, "chunk", lambda *_: 1 / 0)
+    *_, last = api.events("/v1/chat/completions", CHAT)
+    assert last["error"]["type"] == "internal_error"
+    assert api.engine.core.live_count == 0
 
 
 @pytest.mark.parametrize(
