@@ -44,7 +44,7 @@ def main(endpoint: str, question: str) -> int:
 
 def report(final: list) -> int:
     """Print how the answer ended."""
-    _request_id, samples, prompt_ids, _prompt_logprobs, _prompt_count, completion_count, cached_count = final
+    _request_id, samples, prompt_ids, _prompt_logprobs, _prompt_count, completion_count, cached_count, *_ = final
     ids = struct.unpack(f"<{len(prompt_ids) // 4}i", prompt_ids)
     print(
         f"\n{samples[0][3]}: {len(ids)} prompt tokens ({cached_count} cached), {completion_count} out", file=sys.stderr
