@@ -69,6 +69,8 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         host_block_count=ready.host_block_count,
         run_ahead=options.run_ahead,
         max_queued=options.max_num_queued_reqs,
+        max_queued_tokens=options.max_num_queued_tokens,
+        target_itl_s=options.target_itl_ms / 1000,
         prefix_cache=config.cache.prefix_cache,
         policy=options.policy,
         preemption=options.preemption,
