@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from common.config import EngineConfig, StepLimits, step_limits
 from common.errors import ConfigError
+from common.messages import StepPlan, StepResult
 from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, cache_specs, choose_size
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
@@ -22,11 +24,25 @@ from worker_proc.vocabulary import tokenizer_vocab_size
 logger = logging.getLogger(__name__)
 
 
+class Pending(Protocol):
+    """A step that has been issued."""
+
+    def result(self, report_us: int = 0) -> StepResult:
+        """Wait for the step and make its result; `report_us` is how long the report before this one took."""
+
+
+class StepRunner(Protocol):
+    """What the worker runs plans with: a `Runner`, or the GPU's `cuda.runner.CudaRunner`."""
+
+    def execute(self, plan: StepPlan) -> Pending:
+        """Carry out a plan, on a GPU as far as issuing it."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """A worker that can run steps."""
 
-    runner: Runner
+    runner: StepRunner
     size: CacheSize
     vocab_size: int
     device_name: str
@@ -84,7 +100,14 @@ def load_engine(config: EngineConfig) -> Engine:
             seed=config.model.seed,
         )  # fmt: skip
     specs = cache_specs(model_config, dtype, config.cache.kv_cache_dtype)
-    parts = RunnerParts(config, model, specs, step_limits(config.scheduler, name), sampled_ids, device)
+    limits = step_limits(config.scheduler, name)
+    if device.type == "cuda":
+        from worker_proc.cuda.engine import cuda_runner  # brings Triton, which a CPU worker does without
+
+        with timed("prepared the GPU"):
+            runner, size = cuda_runner(config, limits, model, specs, sampled_ids)
+        return Engine(runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
+    parts = RunnerParts(config, model, specs, limits, sampled_ids, device)
     size = choose_size(config, parts.limits, specs, parts.model_limit, _available_bytes(parts))
     with timed("allocated the KV cache"):
         runner = parts.make_runner(size.block_count, size.host_block_count, size.max_model_len)
