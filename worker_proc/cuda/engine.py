@@ -48,12 +48,12 @@ def cuda_runner(
     start = time.monotonic()
     torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    model_limit = model.config.max_position_embeddings
+    model_limit = model.config.context_limit
     max_len = min(config.model.max_model_len or model_limit, model_limit)
     device = model.model.norm.weight.device
     with torch.inference_mode():
         forward = _forward(model, limits, max_len)
-        slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, vocabulary, device)
+        slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device)
         graph_bytes = _profile(forward, slots, limits, specs, vocabulary)
     available = _available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
     size = choose_size(config, limits, specs, model_limit, available)
@@ -62,13 +62,9 @@ def cuda_runner(
         host_block_count=size.host_block_count, device=device,
     )  # fmt: skip
     runner = CudaRunner(forward, cache, slots, limits, vocabulary, eager=config.worker.enforce_eager)
-    buckets = runner.start_buckets()
-    prepared = runner.warm_up(buckets, START_SECONDS - (time.monotonic() - start))
+    prepared = runner.warm_up(START_SECONDS - (time.monotonic() - start))
     torch.cuda.synchronize()
-    logger.info(
-        "prepared %d of %d buckets with %d graphs, %.2f s after the weights were loaded",
-        prepared, len(buckets), runner.program.graph_count, time.monotonic() - start,
-    )  # fmt: skip
+    logger.info("prepared %s, %.2f s after the weights were loaded", prepared, time.monotonic() - start)
     return runner, size
 
 

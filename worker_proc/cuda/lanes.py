@@ -8,12 +8,13 @@ reporter.
 
 import queue
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from common.messages import StepResult
-from worker_proc.cuda.special_rows import HostLogprobs
+from common.messages import StepResult, TokenLogprobs
+from worker_proc.logprobs import LogprobTable
+from worker_proc.pending import PromptPiece, entries_by_slot
 from worker_proc.slots import IntArray
 
 LANE_COUNT = 6
@@ -69,33 +70,26 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class LogprobRequest:
-    """Which entry of the step's log probabilities goes to which index of the result, with how many likeliest tokens."""
-
-    index: int
-    row_index: int
-    top_count: int
-
-
-@dataclass(frozen=True)
 class PendingStep:
     """A step that has been issued.
 
     Attributes:
         sampled_rows: rows whose ids are reported.
-        logprobs: of the sampled rows that asked.
-        prompt_logprobs: (slot, log probabilities, requests) of chunks that asked.
         input_us: what preparing the step took on the host.
+        logprob_rows: for each sampled row that asked: its row of `logprobs`, its index in the result, how many of the
+            likeliest tokens it wants.
+        logprobs: of the step's rows, if one asked.
+        prompt_pieces: in the order of positions, slot by slot.
     """
 
     step_id: int
     lane: Lane
-    lanes: "Lanes"
+    lanes: Lanes
     sampled_rows: IntArray
     input_us: int
-    logprobs: HostLogprobs | None = None
-    logprob_requests: tuple[LogprobRequest, ...] = ()
-    prompt_logprobs: tuple[tuple[int, HostLogprobs, tuple[LogprobRequest, ...]], ...] = field(default=())
+    logprob_rows: tuple[tuple[int, int, int], ...] = ()
+    logprobs: LogprobTable | None = None
+    prompt_pieces: tuple[PromptPiece, ...] = ()
 
     def result(self, report_us: int = 0) -> StepResult:
         """Wait for the step and make its result; `report_us` is how long the report before this one took."""
@@ -105,13 +99,13 @@ class PendingStep:
         return StepResult(
             step_id=self.step_id,
             token_ids=token_ids,
-            logprobs=_entries(self.logprobs, self.logprob_requests),
-            prompt_logprobs=tuple((slot, _entries(found, wanted)) for slot, found, wanted in self.prompt_logprobs),
+            logprobs=self._entries(),
+            prompt_logprobs=entries_by_slot(self.prompt_pieces),
             parts_us=array("i", [0, 0, self.input_us, forward_us, 0, report_us]),
         )
 
-
-def _entries(found: HostLogprobs | None, wanted: tuple[LogprobRequest, ...]) -> tuple:
-    if found is None:
-        return ()
-    return tuple(found.entry(request.index, request.row_index, request.top_count) for request in wanted)
+    def _entries(self) -> tuple[TokenLogprobs, ...]:
+        table = self.logprobs
+        if table is None:
+            return ()
+        return tuple(table.entry(row, index, top_count) for row, index, top_count in self.logprob_rows)

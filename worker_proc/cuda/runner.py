@@ -11,7 +11,6 @@ import time
 from array import array
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from common.config import StepLimits
@@ -19,12 +18,13 @@ from common.messages import StepPlan
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import Bucket, bucket_of, chunk_buckets, decode_buckets, exact_bucket
-from worker_proc.cuda.lanes import LANE_COUNT, Lanes, LogprobRequest, PendingStep
+from worker_proc.cuda.lanes import LANE_COUNT, Lanes, PendingStep
 from worker_proc.cuda.slots import DeviceSlots, add_sampling
-from worker_proc.cuda.special_rows import HostLogprobs, SpecialRows, to_device
+from worker_proc.cuda.special_rows import SpecialRows
 from worker_proc.cuda.staging import DeviceStager, PackedStep, StagingRing
 from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
+from worker_proc.pending import PromptPiece
 from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.step_inputs import PromptRows
 
@@ -45,12 +45,12 @@ class CudaRunner:
     def __init__(
         self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
     ) -> None:
-        self._cache, self.slots, self._limits, self._vocabulary = cache, slots, limits, vocabulary
+        self._cache, self.slots, self._limits = cache, slots, limits
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
-        self._stager = DeviceStager(slots, self.mirror, layout)
-        self._special = SpecialRows(slots, self.mirror, vocabulary)
+        self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
+        self._special = SpecialRows(slots, vocabulary)
         self.program = StepProgram(
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
@@ -74,20 +74,21 @@ class CudaRunner:
         return step
 
     @torch.inference_mode()
-    def warm_up(self, buckets: list[Bucket], seconds: float) -> int:
-        """Compile, and capture, what these buckets need, on empty plans: nothing is computed, nothing stored.
+    def warm_up(self, seconds: float = float("inf")) -> str:
+        """Compile, and capture, what the buckets of start-up need, on empty plans: nothing is computed or stored.
 
-        Stops after that many seconds; what is left is prepared when it is first used. Returns how many were prepared.
+        Stops after that many seconds; what is left is prepared when it is first used. Returns what was done, in words.
         """
+        buckets = self.start_buckets()
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
         self._ring.device_buffer[:4].zero_()
         deadline = time.monotonic() + seconds
-        for count, bucket in enumerate(buckets):
-            if time.monotonic() > deadline:
-                return count
-            self.program.run(bucket)
-        return len(buckets)
+        prepared = 0
+        while prepared < len(buckets) and time.monotonic() < deadline:
+            self.program.run(buckets[prepared])
+            prepared += 1
+        return f"{prepared} of {len(buckets)} buckets, with {self.program.graph_count} graphs"
 
     def start_buckets(self) -> list[Bucket]:
         """What is to be ready before the first request: one prompt and its decoding, then every decode batch and the
@@ -113,7 +114,7 @@ class CudaRunner:
         for init in plan.new_slots:
             self.mirror.start(init)
             writes.add_slot(init)
-            add_sampling(writes, init, self._vocabulary)
+            add_sampling(writes, init, self.slots.vocab_size)
         packed = self._stager.pack(plan, self._ring.next_buffer())
         addresses, values = self._ring.copy(packed.size, writes)
         scatter_words(self.slots.memory, addresses, values)
@@ -125,8 +126,7 @@ class CudaRunner:
         if plan.swap_out_block_ids:
             self._cache.swap_out(_pairs(plan.swap_out_block_ids))
         if plan.copy_block_ids:
-            pairs = torch.from_numpy(np.array(plan.copy_block_ids, dtype=np.int64).reshape(-1, 2))
-            self._cache.copy_blocks(to_device(pairs, self.slots.device))
+            self._cache.copy_blocks(_pairs(plan.copy_block_ids))
         if plan.swap_in_block_ids:
             self._cache.swap_in(_pairs(plan.swap_in_block_ids))
 
@@ -135,38 +135,40 @@ class CudaRunner:
             self.program.run(bucket)
             return step
         logits = self.program.run(bucket, sampling=False)
-        prompt_logprobs = tuple(self._prompt_logprobs(rows) for rows in packed.prompt_rows)
-        requests, top_count = self._logprob_requests(packed)
-        raw = logits.clone() if requests else None
+        pieces = tuple(piece for rows in packed.prompt_rows for piece in self._prompt_pieces(rows))
+        wanted = self._logprob_rows(packed)
+        raw = logits.clone() if wanted else None
         self._special.apply_rules(logits, packed.sampled_rows.tolist(), packed.sampled_slots.tolist())
         self.program.sample(bucket, logits)
-        ids = self.program.sampled.ids[: bucket.rows]
-        found = None if raw is None else HostLogprobs.begin([self._special.logprobs(raw, ids, top_count)])
-        return replace(step, logprobs=found, logprob_requests=requests, prompt_logprobs=prompt_logprobs)
+        table = None
+        if raw is not None:
+            ids = self.program.sampled.ids[: bucket.rows]
+            table = self._special.logprobs(raw, ids, max(top_count for _, _, top_count in wanted))
+        return replace(step, logprob_rows=wanted, logprobs=table, prompt_pieces=pieces)
 
-    def _logprob_requests(self, packed: PackedStep) -> tuple[tuple[LogprobRequest, ...], int]:
-        requests = []
-        for index, (row, slot) in enumerate(
-            zip(packed.sampled_rows.tolist(), packed.sampled_slots.tolist(), strict=True)
-        ):
+    def _logprob_rows(self, packed: PackedStep) -> tuple[tuple[int, int, int], ...]:
+        """See `PendingStep`."""
+        found = []
+        pairs = zip(packed.sampled_rows.tolist(), packed.sampled_slots.tolist(), strict=True)
+        for index, (row, slot) in enumerate(pairs):
             sampling = self.mirror.sampling[slot]
             if sampling is not None and sampling.logprobs >= 0:
-                requests.append(LogprobRequest(row, index, sampling.logprobs))
-        return tuple(requests), max((request.top_count for request in requests), default=0)
+                found.append((row, index, sampling.logprobs))
+        return tuple(found)
 
-    def _prompt_logprobs(self, rows: PromptRows) -> tuple[int, HostLogprobs, tuple[LogprobRequest, ...]]:
+    def _prompt_pieces(self, rows: PromptRows) -> list[PromptPiece]:
         """Of a chunk's tokens that predict a prompt token; a few rows of logits at a time."""
         sampling = self.mirror.sampling[rows.slot]
         assert sampling is not None, f"slot {rows.slot} is free"
-        first = rows.first_position + 1
-        predicted = self.slots.token_ids[rows.slot, first : first + rows.count]
-        parts = []
+        pieces = []
         for start in range(0, rows.count, PROMPT_LOGPROB_ROWS):
             count = min(PROMPT_LOGPROB_ROWS, rows.count - start)
+            position = rows.first_position + 1 + start
             logits = self.program.token_logits(rows.first_token + start, count)
-            parts.append(self._special.logprobs(logits, predicted[start : start + count], sampling.prompt_logprobs))
-        wanted = tuple(LogprobRequest(i, first + i, sampling.prompt_logprobs) for i in range(rows.count))
-        return rows.slot, HostLogprobs.begin(parts), wanted
+            predicted = self.slots.token_ids[rows.slot, position : position + count]
+            table = self._special.logprobs(logits, predicted, sampling.prompt_logprobs)
+            pieces.append(PromptPiece(rows.slot, position, sampling.prompt_logprobs, table))
+        return pieces
 
 
 def _pairs(ids: "array[int]") -> list[tuple[int, int]]:

@@ -18,14 +18,19 @@ _WORD_WIDTH = BAD_WORD_TOKENS + 1
 
 
 class DeviceSlots(SlotMemory):
-    """Device memory of all slots; `sampling` is what the sampling kernel reads of it."""
+    """Device memory of all slots; `sampling` is what the sampling kernel reads of it.
+
+    Args:
+        vocab_size: the model's, since prompts may hold any id of it.
+    """
 
     def __init__(
-        self, slot_count: int, max_model_len: int, block_size: int, vocabulary: int, device: torch.device
+        self, slot_count: int, max_model_len: int, block_size: int, vocab_size: int, device: torch.device
     ) -> None:
+        self.vocab_size = vocab_size
         tables = {
             "numbers": NUMBER_COUNT, "choices": CHOICE_COUNT, "bias_ids": MAX_BIASES, "bias_values": MAX_BIASES,
-            "banned_ids": MAX_BANNED, "allowed": div_ceil(vocabulary, 32), "bad_words": MAX_BAD_WORDS * _WORD_WIDTH,
+            "banned_ids": MAX_BANNED, "allowed": div_ceil(vocab_size, 32), "bad_words": MAX_BAD_WORDS * _WORD_WIDTH,
         }  # fmt: skip
         super().__init__(slot_count, max_model_len, block_size, device, tables)
         self.sampling = SamplingState(
@@ -34,7 +39,7 @@ class DeviceSlots(SlotMemory):
             bias_ids=self.tables["bias_ids"],
             bias_values=self.tables["bias_values"].view(torch.float32),
             banned_ids=self.tables["banned_ids"],
-            counts=torch.zeros(slot_count + 1, vocabulary, dtype=torch.int16, device=device),
+            counts=torch.zeros(slot_count + 1, vocab_size, dtype=torch.int16, device=device),
             allowed=self.tables["allowed"],
             bad_words=self.tables["bad_words"].view(slot_count + 1, MAX_BAD_WORDS, _WORD_WIDTH),
         )
@@ -59,7 +64,7 @@ class KernelRules:
         )
 
 
-def add_sampling(writes: StateWrites, init: SlotInit, vocabulary: int) -> None:
+def add_sampling(writes: StateWrites, init: SlotInit, vocab_size: int) -> None:
     """How a new slot samples, as far as the kernel does it."""
     slot, sampling = init.slot, init.sampling
     rules = KernelRules.of(sampling)
@@ -76,7 +81,7 @@ def add_sampling(writes: StateWrites, init: SlotInit, vocabulary: int) -> None:
             line[: len(word) + 1] = len(word), *word
         writes.add("bad_words", slot, words.ravel())
     if sampling.allowed_token_ids:
-        allowed = np.zeros(div_ceil(vocabulary, 32) * 32, dtype=bool)
+        allowed = np.zeros(div_ceil(vocab_size, 32) * 32, dtype=bool)
         allowed[np.asarray(sampling.allowed_token_ids, dtype=np.int64)] = True
         writes.add("allowed", slot, np.packbits(allowed, bitorder="little").view("<i4"))
 

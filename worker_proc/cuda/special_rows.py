@@ -5,18 +5,17 @@ forward pass without sampling, then what is here, then the sampling kernel. Othe
 are applied in the order of `worker_proc.logit_rules`, before the kernel's own. Called by the GPU runner.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from common.messages import SlotInit, SlotSampling, TokenLogprobs
+from common.messages import SlotInit, SlotSampling
 from kernels.sampling_state import fill_counts
 from worker_proc.cuda.slots import DeviceSlots, KernelRules, is_penalised
-from worker_proc.logprobs import LEAST_LOGPROB
-from worker_proc.slots import SlotMirror
+from worker_proc.logprobs import LogprobTable, logprob_tensors
+from worker_proc.transfer import to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -35,36 +34,6 @@ class SlotRules:
     bad_words: tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class HostLogprobs:
-    """Log probabilities of n positions on their way to pinned host memory; to be read after the step's event.
-
-    logprobs, ranks: [n], of the chosen tokens; top_ids, top_logprobs: [n, k].
-    """
-
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-    top_ids: torch.Tensor
-    top_logprobs: torch.Tensor
-
-    @classmethod
-    def begin(cls, parts: Sequence[tuple[torch.Tensor, ...]]) -> "HostLogprobs":
-        """Begin to copy what `SpecialRows.logprobs` gave, one part after another."""
-        return cls(*(to_host(torch.cat(tensors)) for tensors in zip(*parts, strict=True)))
-
-    def entry(self, index: int, row_index: int, count: int) -> TokenLogprobs:
-        """Position `index` as it travels, with its `count` likeliest tokens."""
-        top_ids = self.top_ids[index, :count].numpy().astype(np.int32)
-        top = np.maximum(self.top_logprobs[index, :count].numpy(), np.float32(LEAST_LOGPROB))
-        return TokenLogprobs(
-            row_index,
-            max(float(self.logprobs[index]), LEAST_LOGPROB),
-            int(self.ranks[index]),
-            array("i", top_ids.tobytes()),
-            array("f", top.tobytes()),
-        )
-
-
 class SpecialRows:
     """Rules and log probabilities of one worker's slots.
 
@@ -72,8 +41,8 @@ class SpecialRows:
         vocabulary: ids from here on are never sampled.
     """
 
-    def __init__(self, slots: DeviceSlots, mirror: SlotMirror, vocabulary: int) -> None:
-        self._slots, self._mirror, self._vocabulary = slots, mirror, vocabulary
+    def __init__(self, slots: DeviceSlots, vocabulary: int) -> None:
+        self._slots, self._vocabulary = slots, vocabulary
         self._rules: dict[int, SlotRules] = {}
         self._is_special = np.zeros(slots.slot_count, dtype=bool)
 
@@ -100,19 +69,10 @@ class SpecialRows:
             if rules is not None:
                 self._apply(rules, logits[row, : self._vocabulary], slot)
 
-    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top_count: int) -> tuple[torch.Tensor, ...]:
-        """Of `token_ids` [n] under raw `logits` [n, vocab], on the device: the tensors of a `HostLogprobs`."""
-        logits = logits[:, : self._vocabulary].float()
-        logits = torch.where(logits.isfinite(), logits, float("-inf"))
-        known = (token_ids >= 0) & (token_ids < self._vocabulary)
-        chosen = logits.gather(1, torch.where(known, token_ids, 0).long()[:, None])[:, 0]
-        chosen = torch.where(known, chosen, float("-inf"))
-        normaliser = logits.logsumexp(dim=-1)
-        top = logits.topk(min(top_count, self._vocabulary), dim=-1)
-        ranks = 1 + (logits > chosen[:, None]).sum(dim=-1)
-        least = {"nan": LEAST_LOGPROB, "neginf": LEAST_LOGPROB}
-        own = (chosen - normaliser).nan_to_num(**least)
-        return own, ranks, top.indices, (top.values - normaliser[:, None]).nan_to_num(**least)
+    def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top_count: int) -> LogprobTable:
+        """Of `token_ids` [n] under raw `logits` [n, vocab]; the table is filled once the stream has come this far."""
+        columns = logprob_tensors(logits[:, : self._vocabulary], token_ids, top_count)
+        return LogprobTable(*map(to_host, columns))
 
     def _apply(self, rules: SlotRules, logits: torch.Tensor, slot: int) -> None:
         known = self._slots.known_lengths[slot]
@@ -146,21 +106,7 @@ class SpecialRows:
     def _shift(self, sampling: SlotSampling) -> torch.Tensor:
         shift = np.zeros(self._vocabulary, dtype=np.float32)
         shift[np.asarray(sampling.bias_token_ids, dtype=np.int64)] = np.asarray(sampling.bias_values, np.float32)
-        return to_device(torch.from_numpy(shift), self._slots.device)
+        return to_device(shift, self._slots.device)
 
     def _on_device(self, ids: Sequence[int]) -> torch.Tensor:
-        return to_device(torch.tensor(list(ids), dtype=torch.int64), self._slots.device)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that is only begun, in stream order."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is only begun, in stream order, to pinned memory."""
-    if tensor.device.type != "cuda":
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        return to_device(np.array(ids, dtype=np.int64), self._slots.device)

@@ -47,9 +47,9 @@ class PackedStep:
 class DeviceStager(StepStager):
     """Checks step plans against the mirror, advances it, and packs them at the places of one layout."""
 
-    def __init__(self, memory: SlotMemory, mirror: SlotMirror, layout: PlanLayout) -> None:
+    def __init__(self, memory: SlotMemory, mirror: SlotMirror, layout: PlanLayout, token_limit: int) -> None:
         super().__init__(memory, mirror)
-        self._layout = layout
+        self._layout, self._token_limit = layout, token_limit
 
     def pack(self, plan: StepPlan, target: IntArray) -> PackedStep:
         """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size].
@@ -63,12 +63,14 @@ class DeviceStager(StepStager):
         slots, counts = target[layout.row_slots][:rows], target[layout.token_counts][:rows]
         slots[:decode_rows], counts[:decode_rows] = plan.decode_slots, 1
         slots[decode_rows:], counts[decode_rows:] = plan.chunk_slots, plan.chunk_token_counts
+        assert len(set(slots.tolist())) == rows, f"step {plan.step_id}: a slot stands in two rows"
         starts = _put_sums(target[layout.query_starts], counts)
         prompt_rows = self._prompt_rows(plan, starts)
         target[layout.first_blocks][:rows], appends = self._append_blocks(plan, slots)
         _put_sums(target[layout.append_starts], appends)
         target[layout.appended_ids][:block_count] = plan.block_ids
         token_count = int(starts[-1])
+        assert token_count <= self._token_limit, f"step {plan.step_id} computes {token_count} tokens"
         target[:HEADER] = rows, decode_rows, token_count, block_count
         samples = np.ones(rows, dtype=bool)
         samples[decode_rows:] = plan.chunk_samples
