@@ -291,6 +291,7 @@ def trace_limits(args: argparse.Namespace, entries: list[dict[str, object]], cos
         max_queued=len(entries),
         prefix_cache=args.prefix_cache,
         policy=args.policy,
+        target_itl_s=args.target_itl_ms / 1000,
     )
 
 
@@ -309,6 +310,7 @@ def run_trace(args: argparse.Namespace) -> dict[str, object]:
     if args.plot:
         plot(replay, Path(args.plot))
     options = ("machine", "policy", "prefix_cache", "block_size", "max_num_batched_tokens", "max_num_seqs", "run_ahead")
+    options += ("target_itl_ms",)
     return {
         **{name: getattr(args, name) for name in options},
         "block_count": limits.block_count,
@@ -350,6 +352,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--run-ahead", type=int, default=2, choices=(0, 1, 2))
+    parser.add_argument("--target-itl-ms", type=float, default=0.0)
     parser.add_argument("--plot", help="folder for plots")
     args = parser.parse_args()
     result = {"runs": [run_fixed(run) for run in FIXED_RUNS]} if args.fixed else run_trace(args)

@@ -118,6 +118,9 @@ class SchedulerOptions:
     max_num_queued_reqs: int = option(
         4096, "requests that may wait; more are refused", "--max-num-queued-reqs", "--max-queued-requests", count=True
     )
+    max_num_queued_tokens: int = option(
+        0, "prompt tokens that may wait; a request beyond them is refused; 0 sets no limit", count=True
+    )
     run_ahead: int = option(2, "steps planned before the results of earlier ones are known (0, 1 or 2)")
     policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority", "fair"))
     preemption: str = option("recompute", "what happens to a victim's KV", choices=("recompute", "swap", "auto"))
@@ -258,6 +261,13 @@ def check(config: EngineConfig) -> None:
             f"--max-num-batched-tokens is {scheduler.max_num_batched_tokens}, less than --max-num-seqs, which is "
             f"{scheduler.max_num_seqs}: each running sequence needs one token of a step"
         )
+    if 0 < scheduler.max_num_batched_tokens < cache.block_size:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {scheduler.max_num_batched_tokens}, less than --block-size, which is "
+            f"{cache.block_size}: a step should hold at least a block"
+        )
+    if scheduler.max_num_queued_tokens < 0 or scheduler.target_itl_ms < 0:
+        raise ConfigError("--max-num-queued-tokens and --target-itl-ms cannot be negative; 0 sets no limit")
     if scheduler.max_num_queued_reqs < 1:
         raise ConfigError(f"--max-num-queued-reqs is {scheduler.max_num_queued_reqs}; wanted at least 1")
     _check_server(server)

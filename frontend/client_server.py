@@ -423,7 +423,6 @@ def prompt_of(prompt: wire.Prompt, chat: Any) -> Prompt:
         return prompt
     kinds = {
         "tools": list | None,
-        "chat_template": str | None,
         "add_generation_prompt": bool,
         "continue_final_message": bool,
         "template_kwargs": dict,

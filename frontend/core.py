@@ -12,11 +12,11 @@ ignored: an abort and the last tokens may cross on the way.
 """
 
 import dataclasses
+import logging
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import RequestError
@@ -28,15 +28,16 @@ from common.messages import (
     EngineStats,
     FlushCache,
     RequestFailed,
-    SampleFinish,
-    TokenLogprobs,
     TokensOut,
 )
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
 from frontend.request import Request, Sample
+from frontend.token_rows import Row, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Observer = Callable[[Request, str], None]
 """Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
@@ -283,7 +284,7 @@ class Core:
         if simple and not (out.logprobs or out.prompt_logprobs):
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
-            self._take_rows(out, now)
+            self._takerows_of(out, now)
         if self._abort_ids:
             self._send_aborts()
 
@@ -294,41 +295,59 @@ class Core:
             request = live.get(request_id)
             if request is None:
                 continue
-            sample = request.samples[0]
-            if sample.finish_reason is not None:
-                continue
-            text = sample.add(token_id)
-            self.token_count += 1
-            request.mark_token(now)
-            if sample.finish_reason is not None:
-                request.stopped_early = True
-            if request.stream:
-                self._emit(request, sample, text, (token_id,))
-            if sample.finish_reason is not None:
-                self._sample_ended(request)
+            try:
+                self._extend_by_one(request, request.samples[0], token_id, now)
+            except Exception as error:
+                self._break(request, error)
 
-    def _take_rows(self, out: TokensOut, now: float) -> None:
-        for row in _rows(out):
+    def _extend_by_one(self, request: Request, sample: Sample, token_id: int, now: float) -> None:
+        if sample.finish_reason is not None:
+            return
+        text = sample.add(token_id)
+        self.token_count += 1
+        request.mark_token(now)
+        if sample.finish_reason is not None:
+            request.stopped_early = True
+        if request.stream:
+            self._emit(request, sample, text, (token_id,))
+        if sample.finish_reason is not None:
+            self._sample_ended(request)
+
+    def _takerows_of(self, out: TokensOut, now: float) -> None:
+        for row in rows_of(out):
             request = self._live.get(row.request_id)
             if request is None or row.sample_index >= len(request.samples):
                 continue
-            request.cached_count = max(request.cached_count, row.cached_count)
-            if row.prompt_logprobs:
-                request.add_prompt_logprobs(row.prompt_logprobs)
-            sample = request.samples[row.sample_index]
-            if row.finish is not None and row.finish.reason == "error":
-                self._abort_ids.append(request.request_id)
-                detail = row.finish.detail or "the engine could not compute this sample"
-                self._fail(request, RequestError(detail, code="sample_failed", status=500))
-            elif sample.finish_reason is None:
-                self._extend(request, sample, row, now)
+            try:
+                self._take_row(request, row, now)
+            except Exception as error:
+                self._break(request, error)
 
-    def _extend(self, request: Request, sample: Sample, row: "_Row", now: float) -> None:
+    def _take_row(self, request: Request, row: Row, now: float) -> None:
+        request.cached_count = max(request.cached_count, row.cached_count)
+        if row.prompt_logprobs:
+            request.add_prompt_logprobs(row.prompt_logprobs)
+        sample = request.samples[row.sample_index]
+        if row.finish is not None and row.finish.reason == "error":
+            self._abort_ids.append(request.request_id)
+            detail = row.finish.detail or "the engine could not compute this sample"
+            self._fail(request, RequestError(detail, code="sample_failed", status=500))
+        elif sample.finish_reason is None:
+            self._extend(request, sample, row, now)
+
+    def _break(self, request: Request, error: Exception) -> None:
+        """Our own mistake costs the request it concerns, not those beside it."""
+        logger.exception("request %d failed in the frontend", request.request_id)
+        if request.request_id in self._live:
+            self._abort_ids.append(request.request_id)
+            self._fail(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
+
+    def _extend(self, request: Request, sample: Sample, row: Row, now: float) -> None:
         old_count, old_logprob_count = len(sample.token_ids), len(sample.logprobs)
-        silent_index = _silent_index(request, row)
+        silent = silent_index(request, row)
         text = ""
         for index, token_id in enumerate(row.token_ids):
-            text += sample.add(token_id, row.logprobs.get(index), silent=index == silent_index)
+            text += sample.add(token_id, row.logprobs.get(index), silent=index == silent)
             if sample.finish_reason is not None:
                 break
         new_count = len(sample.token_ids) - old_count
@@ -338,7 +357,7 @@ class Core:
         if sample.finish_reason is not None:
             request.stopped_early |= row.finish is None
         elif row.finish is not None:
-            text += sample.end(row.finish.reason, _stop_token(request, row))
+            text += sample.end(row.finish.reason, stop_token(request, row))
         if request.stream:
             self._emit(request, sample, text, row.token_ids[:new_count], sample.logprobs[old_logprob_count:])
         if sample.finish_reason is not None:
@@ -433,48 +452,3 @@ class Core:
         if self._abort_ids:
             self._send(AbortRequests(self._abort_ids).to_wire())
             self._abort_ids = array("i")
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of TokensOut with everything that belongs to it; `logprobs` by index into `token_ids`."""
-
-    request_id: int
-    sample_index: int
-    token_ids: Sequence[int]
-    finish: SampleFinish | None
-    cached_count: int
-    logprobs: dict[int, TokenLogprobs]
-    prompt_logprobs: tuple[TokenLogprobs, ...]
-
-
-def _rows(out: TokensOut) -> Iterator[_Row]:
-    finishes = {finish.row_index: finish for finish in out.finishes}
-    prompt_logprobs = dict(out.prompt_logprobs)
-    logprobs = {entry.row_index: entry for entry in out.logprobs}
-    start = 0
-    for index, request_id in enumerate(out.request_ids):
-        end = start + (out.token_counts[index] if out.token_counts else 1)
-        yield _Row(
-            request_id,
-            out.sample_indices[index] if out.sample_indices else 0,
-            out.token_ids[start:end],
-            finishes.get(index),
-            out.cached_counts[index] if out.cached_counts else 0,
-            {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
-            prompt_logprobs.get(index, ()),
-        )
-        start = end
-
-
-def _silent_index(request: Request, row: _Row) -> int:
-    """Which token is an end token that the text leaves out; -1 for none."""
-    if row.finish is None or row.finish.reason != "stop" or request.params.include_stop_str_in_output:
-        return -1
-    return len(row.token_ids) - 1 if row.token_ids and row.token_ids[-1] in request.end_token_ids else -1
-
-
-def _stop_token(request: Request, row: _Row) -> int | None:
-    """The stop token id that ended the sample, if it was one that the client named."""
-    ended_by = row.token_ids[-1] if row.finish and row.finish.reason == "stop" and row.token_ids else None
-    return ended_by if ended_by in request.params.stop_token_ids else None

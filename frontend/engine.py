@@ -11,6 +11,7 @@ Leaving the stream early (`aclose`, or the end of `async with stream`) aborts th
 """
 
 import asyncio
+import logging
 import math
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ INLINE_TEXT_LIMIT = 512
 TOKENIZER_THREADS = 2
 TIMEOUT_LIMIT_S = 7 * 24 * 3600.0
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -43,13 +46,11 @@ class ChatPrompt:
     Attributes:
         messages: maps with `role`, `content` and whatever else the template knows.
         tools: JSON descriptions of functions.
-        chat_template: a template to use instead of the model's.
         template_kwargs: further variables for the template.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
-    chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -187,6 +188,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.core = Core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        if config.log.enable_log_requests:
+            self.core.observers.append(log_request)
         self._defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
         try:
             SamplingParams.from_wire(dict(self._defaults))
@@ -295,7 +298,6 @@ class Engine:
             lambda: self.tokenizer.render_chat(
                 chat.messages,
                 tools=chat.tools,
-                chat_template=chat.chat_template,
                 add_generation_prompt=chat.add_generation_prompt,
                 continue_final_message=chat.continue_final_message,
                 template_kwargs=chat.template_kwargs,
@@ -330,6 +332,27 @@ class Engine:
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def log_request(request: Request, outcome: str) -> None:
+    """One line about a request that has ended: its size, its outcome and where its time went."""
+    usage, timings = request.usage(), request.timings
+    times = {
+        "encoding": timings.after_arrival(timings.submitted_s),
+        "first token": timings.after_arrival(timings.first_token_s),
+        "all": timings.after_arrival(timings.finished_s),
+    }
+    shown = ", ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in times.items() if seconds is not None)
+    logger.info(
+        "request %s (%d) ended: %s; %d tokens in (%d cached), %d out; %s",
+        request.name or "-",
+        request.request_id,
+        outcome,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        shown,
+    )
 
 
 def check_timeout(timeout_s: float | None) -> float | None:

@@ -8,8 +8,9 @@
 | table     | [V, H] | bfloat16, float16 or float32 | last axis 1 |                                                  |
 | out       | [T, H] | as table                     | last axis 1 |                                                  |
 
-A torch gather here would be the one launch of a decode step that cannot overlap its neighbours, and it wants 64-bit
-ids.
+A torch gather would be the one launch of a decode step that cannot overlap its neighbours, and it wants 64-bit ids.
+Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_embedding`: 1.5 us for one row of
+1,024 (torch 2.3); 11.1 us for 8,192 (torch 11.3).
 """
 
 from dataclasses import dataclass

@@ -1,18 +1,27 @@
 """Prefill attention for Hopper: the operation of kernels/prefill_attention.py with the warps of a program specialised.
 
-One warp moves: it draws tiles of queries, posts each in a mailbox in shared memory, and copies the keys and values of
-the tile's rows block by block with the tensor copy engine (a block of one K/V head is a contiguous box of the cache).
-Two warp groups compute, each on 64 of the tile's 128 rows: while the tensor cores multiply probabilities by values and
-the next queries by keys, the group's threads work out the next softmax [1]. Key tiles are taken from the diagonal
-backwards, so that the masked ones come first.
+Two warps move: one draws tiles of queries, posts each in a mailbox in shared memory and copies its queries and keys,
+the other copies its values, block by block with the tensor copy engine (a block of one K/V head is a contiguous box of
+the cache). Two warp groups compute, each on 64 of the tile's 128 rows: while the tensor cores multiply probabilities by
+values and the next keys by queries, the group's threads work out the next softmax [1]. Key tiles are taken from the
+diagonal backwards, so that the masked ones come first.
 
-    warp 8        mail[n % 2] -> K[i % stages], V[i % stages]            waits for *_empty, fills, signals *_full
-    warps 0-3     rows 0-63     S = Q K^T | O += P V | softmax           waits for *_full, signals *_empty
-    warps 4-7     rows 64-127   the same, on its own
+    warps 0-3     rows 0-63     S = Q K^T | O += P V | softmax   wait for *_full, signal *_empty
+    warps 4-7     rows 64-127   the same, on their own
+    warp 8        mail and queries[n % 2], keys[i % stages]      waits for *_empty, fills, signals *_full
+    warp 9        values[i % stages]                             reads the mail, waits for value_empty, fills
 
 Layouts, padding and results are those of kernels/prefill_attention.py, its only caller. Limits beside those there:
-compute capability 9, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap
-(`can_specialise` there). Its start costs more than the plain kernel's: it pays from some two thousand tokens on.
+compute capability 9, Triton 3.6, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap
+(`can_specialise` there). Its start costs more than the plain kernel's: it pays from about a thousand tokens on.
+
+The scalars of a tile are read from shared memory one by one, not summed out of a vector: only so does the compiler keep
+them in uniform registers, and addresses and descriptors leave the loop. And the copies have a warp each because one
+alone, with 32 boxes for each pair of tiles, was slower than the tensor cores (docs/log.md).
+
+Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit be3c73e, by
+`python -m benchmarks.kernels.bench_prefill_attention`, where torch's attention on contiguous tensors is measured too:
+16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553), 4x512 new of 8192 542.
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -28,225 +37,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.paged_kv import HeadShape, compile_options
+from kernels.prefill_attention_hopper_copy import (
+    MAIL_FIELDS,
+    MAIL_SLOTS,
+    produce_keys,
+    produce_values,
+    read_mail,
+    zero_unowned,
+)
 
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
-ORDERED = False
-MAIL_SLOTS = gl.constexpr(2)
-MAIL_FIELDS = gl.constexpr(8)
-
-
-@gluon.jit
-def _add(left, right):
-    return left + right
-
-
-@gluon.jit
-def _zero_unowned(
-    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
-):  # fmt: skip
-    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
-    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    places = gl.arange(0, TOKEN_TILE, layout=line)
-    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
-    for row in range(first_row + program, max_rows, programs):
-        if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
-            for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
-                token_ptr = output_ptr + token.to(gl.int64) * output_stride
-                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
-    for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
-        token_ptr = output_ptr + token.to(gl.int64) * output_stride
-        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
-
-
-@gluon.jit
-def _copy_row(
-    desc, table_ptr, head, length, key_end, copied, pages, full, empty,
-    KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys (or the values) before `key_end`, tile by tile from the end; return the stages filled so far."""
-    PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
-    BOX: gl.constexpr = 64
-    last_page = (length - 1) // BLOCK_SIZE
-    tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
-    for step in range(tile_count):
-        first_page = (tile_count - 1 - step) * PAGES
-        stage = copied % STAGES
-        box_rows = ()
-        for page in gl.static_range(PAGES):
-            # edge: blocks past the row's last one are not in the table; the last is copied again in their place
-            block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
-            box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
-        mbarrier.wait(empty.index(stage), ((copied // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), KEY_TILE * HALVES * BOX * 2)
-        for page in gl.static_range(PAGES):
-            for half in gl.static_range(HALVES):
-                box = pages.index((stage * HALVES + half) * PAGES + page)
-                tma.async_copy_global_to_shared(desc, [box_rows[page], half * BOX], full.index(stage), box)
-        copied += 1
-    return copied
-
-
-@gluon.jit
-def _produce_keys(
-    query_desc,
-    key_desc,
-    tables_ptr,
-    slots_ptr,
-    lengths_ptr,
-    starts_ptr,
-    counters_ptr,
-    first_row,
-    max_rows,
-    table_stride,
-    query_boxes,
-    key_pages,
-    key_full,
-    key_empty,
-    mail,
-    mail_full,
-    mail_empty,
-    KV_HEADS: gl.constexpr,
-    QUERY_TILE: gl.constexpr,
-    KEY_TILE: gl.constexpr,
-    HALVES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr,
-    GROUP: gl.constexpr,
-    COPY_QUERY: gl.constexpr,
-):
-    """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
-    BOX: gl.constexpr = 64
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    rows = gl.arange(0, ROWS_TILE, layout=line)
-    is_row = (rows >= first_row) & (rows < max_rows)
-    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
-    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
-    query_counts = gl.load(starts_ptr + rows + 1, mask=is_row, other=0)
-    query_counts -= gl.load(starts_ptr + rows, mask=is_row, other=0)
-    query_counts = gl.where((slots >= 0) & (lengths > 0), query_counts, 0)
-    ends = gl.associative_scan((query_counts + (QUERY_TILE - 1)) // QUERY_TILE, 0, _add)
-    total = gl.max(ends, axis=0) * KV_HEADS
-    fields = gl.arange(0, MAIL_FIELDS, layout=line)
-
-    work = program
-    letter = 0
-    copied = 0
-    while work < total:
-        before = ends * KV_HEADS <= work
-        row = gl.sum(before.to(gl.int32), axis=0)
-        row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
-        query_start = gl.load(starts_ptr + row)
-        query_count = gl.load(starts_ptr + row + 1) - query_start
-        length = gl.load(lengths_ptr + row)
-        table_row = gl.load(slots_ptr + row)
-        head = (work - row_start) % KV_HEADS
-        tile = (query_count + (QUERY_TILE - 1)) // QUERY_TILE - 1 - (work - row_start) // KV_HEADS
-        first_token = tile * QUERY_TILE
-        key_end = length - query_count + gl.minimum(first_token + QUERY_TILE, query_count)
-
-        content = gl.where(fields == 1, query_start, 1)
-        content = gl.where(fields == 2, query_count, content)
-        content = gl.where(fields == 3, first_token, content)
-        content = gl.where(fields == 4, length, content)
-        content = gl.where(fields == 5, head, content)
-        content = gl.where(fields == 6, key_end, content)
-        content = gl.where(fields == 7, table_row, content)
-        slot = letter % MAIL_SLOTS
-        mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
-        if COPY_QUERY:
-            # Tokens past the row's end are other rows' or zeros; what comes of them is not stored.
-            mbarrier.expect(mail_full.index(slot), 2 * 64 * HALVES * BOX * 2)
-            for part in gl.static_range(2):
-                for half in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
-                        query_desc,
-                        [query_start + first_token + part * (64 // GROUP), head * GROUP, half * BOX],
-                        mail_full.index(slot),
-                        query_boxes.index((slot * 2 + part) * HALVES + half),
-                    )
-        mail.index(slot).store(content)
-        mbarrier.arrive(mail_full.index(slot), count=1)
-        letter += 1
-
-        copied = _copy_row(
-            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
-            key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
-        )  # fmt: skip
-        work = total
-        if total > programs:
-            work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-
-    slot = letter % MAIL_SLOTS
-    mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
-    if COPY_QUERY:
-        mbarrier.arrive(mail_full.index(slot), count=1)
-    mail.index(slot).store(gl.zeros([MAIL_FIELDS], gl.int32, line))
-    mbarrier.arrive(mail_full.index(slot), count=1)
-    if total > programs:
-        finished = gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
-        if finished == programs - 1:
-            gl.store(counters_ptr, 0)
-            gl.store(counters_ptr + 1, 0)
-
-
-@gluon.jit
-def _field(letter, index: gl.constexpr):
-    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.sum(letter.slice(index, 1).load(line), axis=0)
-
-
-@gluon.jit
-def _read_mail(mail, mail_full, letter):
-    """Wait for a letter; return its eight fields, the first of them 0 if it is the last."""
-    slot = letter % MAIL_SLOTS
-    mbarrier.wait(mail_full.index(slot), (letter // MAIL_SLOTS) & 1)
-    content = mail.index(slot)
-    return (
-        _field(content, 0),
-        _field(content, 1),
-        _field(content, 2),
-        _field(content, 3),
-        _field(content, 4),
-        _field(content, 5),
-        _field(content, 6),
-        _field(content, 7),
-    )
-
-
-@gluon.jit
-def _produce_values(
-    value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, mail, mail_full, mail_empty,
-    KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """Read the letters and copy their values, until the last letter."""
-    letter = 0
-    copied = 0
-    is_work, _, _, _, length, head, key_end, table_row = _read_mail(mail, mail_full, letter)
-    while is_work != 0:
-        mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
-        copied = _copy_row(
-            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
-            value_pages, value_full, value_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
-        )  # fmt: skip
-        letter += 1
-        is_work, _, _, _, length, head, key_end, table_row = _read_mail(mail, mail_full, letter)
 
 
 @gluon.jit
@@ -268,31 +76,10 @@ def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASK
 
 @gluon.jit
 def _steps(
-    begin,
-    end,
-    read,
-    turn,
-    turns,
-    probabilities,
-    accumulator,
-    maximum,
-    normaliser,
-    query,
-    positions,
-    keys,
-    values,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
-    scale_log2,
-    MASKED: gl.constexpr,
-    STAGES: gl.constexpr,
-    score_layout: gl.constexpr,
-    value_layout: gl.constexpr,
-    GROUP_INDEX: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
+    begin, end, read, probabilities, accumulator, maximum, normaliser, query, positions, keys, values, key_full,
+    key_empty, value_full, value_empty, scale_log2,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, score_layout: gl.constexpr, value_layout: gl.constexpr,
+):  # fmt: skip
     """Tiles `begin` - 1 down to `end`: scores of each beside the values of the one before it."""
     TILE: gl.constexpr = keys.shape[1]
     ROWS: gl.constexpr = query.shape[0]
@@ -303,16 +90,11 @@ def _steps(
         stage = read % STAGES
         next_stage = (read + 1) % STAGES
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
-        if ORDERED:
-            mbarrier.wait(turns.index(GROUP_INDEX), turn & 1)
         scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
         operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-        if ORDERED:
-            mbarrier.arrive(turns.index(1 - GROUP_INDEX), count=1)
-            turn += 1
         mbarrier.arrive(key_empty.index(next_stage), count=1)
         probabilities, maximum, normaliser, shrink = _softmax(
             scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
@@ -322,34 +104,16 @@ def _steps(
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
         accumulator = accumulator * shrink[:, None]
         read += 1
-    return read, turn, probabilities, accumulator, maximum, normaliser
+    return read, probabilities, accumulator, maximum, normaliser
 
 
 @gluon.jit
 def _consume(
-    output_ptr,
-    query_ptr,
-    output_stride,
-    query_stride,
-    scale_log2,
-    turns,
-    queries,
-    keys,
-    values,
-    key_full,
-    key_empty,
-    value_full,
-    value_empty,
-    mail,
-    mail_full,
-    mail_empty,
-    GROUP_INDEX: gl.constexpr,
-    GROUP: gl.constexpr,
-    QUERY_TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, key_full, key_empty,
+    value_full, value_empty, mail, mail_full, mail_empty,
+    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
     COPY_QUERY: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
+):  # fmt: skip
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
     TILE: gl.constexpr = keys.shape[1]
@@ -369,9 +133,8 @@ def _consume(
     empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
 
     read = 0
-    turn = 0
     letter = 0
-    is_work, query_start, query_count, first_token, length, head, key_end, _ = _read_mail(mail, mail_full, letter)
+    is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
     while is_work != 0:
         query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
         if not COPY_QUERY:
@@ -407,15 +170,15 @@ def _consume(
             scores, maximum, normaliser, positions, last_tile * TILE, scale_log2, True, score_layout
         )
 
-        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
-            last_tile, full_count, read, turn, turns, probabilities, accumulator, maximum, normaliser, query, positions,
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            True, STAGES, score_layout, value_layout, GROUP_INDEX, ORDERED,
+            True, STAGES, score_layout, value_layout,
         )  # fmt: skip
-        read, turn, probabilities, accumulator, maximum, normaliser = _steps(
-            full_count, 0, read, turn, turns, probabilities, accumulator, maximum, normaliser, query, positions,
+        read, probabilities, accumulator, maximum, normaliser = _steps(
+            full_count, 0, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            False, STAGES, score_layout, value_layout, GROUP_INDEX, ORDERED,
+            False, STAGES, score_layout, value_layout,
         )  # fmt: skip
 
         stage = read % STAGES
@@ -437,44 +200,18 @@ def _consume(
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
 
         letter += 1
-        is_work, query_start, query_count, first_token, length, head, key_end, _ = _read_mail(mail, mail_full, letter)
+        is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
 
 
 @gluon.jit
 def _hopper_kernel(
-    output_ptr,
-    query_ptr,
-    query_desc,
-    key_desc,
-    value_desc,
-    tables_ptr,
-    slots_ptr,
-    lengths_ptr,
-    starts_ptr,
-    decode_rows_ptr,
-    counters_ptr,
-    max_rows,
-    token_count,
-    output_stride,
-    query_stride,
-    table_stride,
-    scale_log2,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    HAS_DECODE_ROWS: gl.constexpr,
-    QUERY_TILE: gl.constexpr,
-    KEY_TILE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr,
-    TOKEN_TILE: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
-    COPY_QUERY: gl.constexpr,
-    PDL: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
+    output_ptr, query_ptr, query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr,
+    decode_rows_ptr, counters_ptr, max_rows, token_count, output_stride, query_stride, table_stride, scale_log2,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
+    ROWS_TILE: gl.constexpr, TOKEN_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(
@@ -498,7 +235,6 @@ def _hopper_kernel(
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     mail_full = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     mail_empty = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
@@ -508,9 +244,6 @@ def _hopper_kernel(
     for slot in gl.static_range(MAIL_SLOTS):
         mbarrier.init(mail_full.index(slot), count=2 if COPY_QUERY else 1)
         mbarrier.init(mail_empty.index(slot), count=3)
-        mbarrier.init(turns.index(slot), count=1)
-    if ORDERED:
-        mbarrier.arrive(turns.index(0), count=1)
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
     key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
     query_boxes = key_pages
@@ -524,21 +257,21 @@ def _hopper_kernel(
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, turns, queries, keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
+                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
                 _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, turns, queries, keys, values,
+                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                     key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, ORDERED,
+                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
                 ),
             ),
             (
-                _produce_keys,
+                produce_keys,
                 (
                     query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr,
                     first_row, max_rows, table_stride, query_boxes, key_pages, key_full, key_empty,
@@ -547,7 +280,7 @@ def _hopper_kernel(
                 ),
             ),
             (
-                _produce_values,
+                produce_values,
                 (
                     value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty,
                     mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
@@ -557,7 +290,7 @@ def _hopper_kernel(
         [4, 1, 1],
         [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
-    _zero_unowned(
+    zero_unowned(
         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
         KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
     )  # fmt: skip
@@ -634,7 +367,6 @@ def launch(
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
         PDL=pdl,
-        ORDERED=ORDERED,
         num_warps=4,
         **compile_options(None, pdl),
     )

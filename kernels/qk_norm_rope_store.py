@@ -21,6 +21,9 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 
 "Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
 even and at most d; r = 0 applies no rotation.
+
+Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_qk_norm_rope_store`: for 16 + 2 x 8
+heads of 128: 1.6 us for one token, 3.1 for 64, 5.5 for 256; 1.94 TB/s for 8,192, 42 % of the read limit of that run.
 """
 
 from dataclasses import dataclass

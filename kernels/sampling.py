@@ -35,6 +35,11 @@ of a row to finish makes the choice.
 | out_logprobs  | [R]    | float32        | of the chosen id; NaN where not asked for                          |
 | out_ranks     | [R]    | int32          | of the chosen id among the raw logits, 1: the largest; where asked |
 | top_ids, top_logprobs | [R, n] | int32, float32 | the n largest where asked for, else untouched              |
+
+Measured on an H200 at commit a3503ac by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
+for 1 / 64 / 256 rows: greedy 4.4 / 20 / 58 us (2.7 TB/s at 256 rows, 60 % of the read limit of that run; torch's
+argmax alone 10 / 26 / 55), plain temperature 8.7 / 46 / 155, min-p 0.1 11 / 57 / 183, greedy with 5 logprobs 11 / 29 /
+91.
 """
 
 from dataclasses import dataclass
@@ -82,7 +87,6 @@ from kernels.truncation import (
     pivot_of,
     truncated_choice,
 )
-
 
 SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
 
@@ -177,7 +181,7 @@ def _scan_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, settings, work, VOCABULARY,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # 1. Locate and load one chunk of one row. A NaN counts as infinity: reductions would lose it, and both fail the row.
+    # 1. Locate and load one chunk of one row. A NaN counts as infinity: reductions lose NaNs, and both fail the row.
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -224,8 +228,8 @@ def _store_pieces(x, piece_maxima, chunk_sums, at, CHUNK: tl.constexpr, PIECE: t
 
 @triton.jit
 def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
-                    top_logprobs, top_stride, VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-                    CHUNK_TILE: tl.constexpr, PIECE_TILE: tl.constexpr):  # fmt: skip
+                    top_logprobs, top_stride, VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+                    PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr, PIECE_TILE: tl.constexpr):  # fmt: skip
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
     PIECES: tl.constexpr = CHUNK // PIECE
     piece = tl.arange(0, PIECE_TILE)
@@ -318,7 +322,8 @@ def _choose_kernel(
             top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
             if valid & (top_count >= 0):
                 _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
-                                top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE, PIECE_TILE)  # fmt: skip
+                                top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE,
+                                PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
             count_row = tl.load(settings[1] + slot * 16 + 2)

@@ -33,7 +33,7 @@ class SamplingState:
 
     numbers     [slots, 8] float32        columns TEMPERATURE .. FREQUENCY
     choices     [slots, 16] int32         columns TOP_K (0: all) .. BAD_WORD_COUNT; LOGPROB_COUNT -1: none, 0: the
-                                          chosen id's; COUNT_ROW, ALLOWED_ROW: the slot's row of `counts`, `allowed`; -1: none
+                                          chosen id's; COUNT_ROW, ALLOWED_ROW: its row of `counts`, `allowed`; -1: none
     bias_ids    [slots, b] int32, bias_values [slots, b] float32        the first BIAS_COUNT hold
     banned_ids  [slots, c] int32          the first BANNED_COUNT hold, while known length < BANNED_UNTIL
     counts      [rows, V] int16           2 x occurrences in the output + (1 if in the prompt)

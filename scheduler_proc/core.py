@@ -52,6 +52,7 @@ class SchedulerCore:
         self._deadlines: list[tuple[float, int]] = []
         self._finish_interval_s = 1.0  # running mean of the time between two requests that end
         self._finished_at_s: float | None = None
+        self._result_at_s = 0.0
 
     # ---- messages from the frontend
 
@@ -123,17 +124,16 @@ class SchedulerCore:
                 param="prompt",
             )
         if len(self.state.waiting) >= limits.max_queued:
-            return RequestFailed(
-                request_id=message.request_id,
-                error_code="queue_full",
-                message=f"{len(self.state.waiting)} requests wait already; the limit is {limits.max_queued}",
-                status=429,
-                retry_after_ms=self._retry_after_ms(),
-            )
+            return self._queue_full(message, f"{len(self.state.waiting)} sequences", limits.max_queued)
+        waiting_tokens = self.state.waiting.token_count
+        if limits.max_queued_tokens and waiting_tokens and waiting_tokens + prompt_count > limits.max_queued_tokens:
+            return self._queue_full(message, f"{waiting_tokens} prompt tokens", limits.max_queued_tokens)
         return None
 
-    def _retry_after_ms(self) -> int:
-        return int(min(max(self._finish_interval_s * 1000, RETRY_MIN_MS), RETRY_MAX_MS))
+    def _queue_full(self, message: AddRequest, what_waits: str, limit: int) -> RequestFailed:
+        text = f"{what_waits} wait already; the limit is {limit}"
+        retry_after_ms = int(min(max(self._finish_interval_s * 1000, RETRY_MIN_MS), RETRY_MAX_MS))
+        return RequestFailed(message.request_id, "queue_full", text, status=429, retry_after_ms=retry_after_ms)
 
     # ---- time
 
@@ -159,7 +159,10 @@ class SchedulerCore:
         """The next step, to be sent before anything else happens; None when none may or can be planned now."""
         if len(self.state.in_flight) > self.limits.run_ahead:
             return None
-        return self._planner.plan_step()
+        plan = self._planner.plan_step()
+        if plan is not None:
+            self.state.in_flight[-1].planned_at_s = self._clock()
+        return plan
 
     def handle_result(self, result: StepResult) -> list[ForFrontend]:
         """Take in the oldest step's result; what the frontend must hear.
@@ -167,7 +170,12 @@ class SchedulerCore:
         Raises:
             ResultError: the result does not fit the plans that were sent.
         """
+        now_s = self._clock()
+        flight = self.state.in_flight[0] if self.state.in_flight else None
         out = self._collector.apply(result)
+        if flight is not None:
+            self.state.step_time.note(now_s - max(flight.planned_at_s, self._result_at_s), flight.chunk_tokens)
+        self._result_at_s = now_s
         if out is None:
             return []
         if out.finishes:

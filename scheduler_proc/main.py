@@ -69,6 +69,8 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         host_block_count=ready.host_block_count,
         run_ahead=options.run_ahead,
         max_queued=options.max_num_queued_reqs,
+        max_queued_tokens=options.max_num_queued_tokens,
+        target_itl_s=options.target_itl_ms / 1000,
         prefix_cache=config.cache.prefix_cache,
         policy=options.policy,
         preemption=options.preemption,
@@ -175,6 +177,7 @@ class Loop:
     def _take_results(self) -> None:
         for message in self._transport.results():
             if isinstance(message, StepResult):
+                self._changed = True
                 self._parts.add_result(message.parts_us)
                 for out in self._core.handle_result(message):
                     self._send(out)

@@ -60,6 +60,8 @@ class Planner:
         """The next step, which the caller sends before anything else happens; None when nothing can run now."""
         draft = Draft(self._state.planned_step + 1, self._state.limits.max_num_batched_tokens)
         self._place_decodes(draft)
+        if draft.decode_rows:
+            draft.budget = self._state.step_time.chunk_budget(draft.budget)
         self._place_chunks(draft)
         self._admit(draft)
         if draft.is_empty:
@@ -176,6 +178,8 @@ class Planner:
     def _admit(self, draft: Draft) -> None:
         """Give out slots: to preempted sequences first, then in the policy's order."""
         state = self._state
+        if draft.decode_rows and not state.step_time.admits():
+            return
         promised = sum(self._missing_blocks(sequence) for sequence in state.prefilling)
         passed_over = 0
         admitted: list[ChunkRow] = []
@@ -332,7 +336,7 @@ class Planner:
         counters = state.counters
         counters.steps += 1
         counters.last_decode_rows = flight.decode_count
-        counters.last_chunk_tokens = sum(row.count for row in draft.chunks)
+        counters.last_chunk_tokens = flight.chunk_tokens = sum(row.count for row in draft.chunks)
         return plan
 
     def _commit_chunks(self, draft: Draft, flight: Flight) -> None:

@@ -13,6 +13,7 @@ from scheduler_proc.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCa
 from scheduler_proc.queues import WaitingQueue, insert_by_rank
 from scheduler_proc.radix_cache import RadixPrefixCache
 from scheduler_proc.sequence import Request, Sequence, Status
+from scheduler_proc.step_time import StepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Limits:
         block_size, block_count, host_block_count: the KV cache.
         run_ahead: plans that may be in flight beside the one being computed.
         max_queued: sequences that may wait.
+        max_queued_tokens: prompt tokens that may wait; 0 sets no limit.
+        target_itl_s: time between tokens to aim for by limiting what a step holds; 0 does not.
         prefix_cache, policy, preemption: as the options of these names.
         namespace: model and adapter: prefixes are shared within one namespace.
     """
@@ -38,6 +41,8 @@ class Limits:
     host_block_count: int = 0
     run_ahead: int = 2
     max_queued: int = 4096
+    max_queued_tokens: int = 0
+    target_itl_s: float = 0.0
     prefix_cache: str = "hash"
     policy: str = "fcfs"
     preemption: str = "recompute"
@@ -53,6 +58,8 @@ class Flight:
         decode_count: how many of them are decode rows; each of the others samples for the first time since it got
             its slot.
         chunk_sequences: slot -> sequence of the chunk rows.
+        chunk_tokens: tokens of the chunk rows.
+        planned_at_s: when it was planned.
         released: block tables given up while this was the last plan to use them.
     """
 
@@ -60,6 +67,8 @@ class Flight:
     sampled: list[Sequence]
     decode_count: int
     chunk_sequences: dict[int, Sequence]
+    chunk_tokens: int = 0
+    planned_at_s: float = 0.0
     released: list[list[int]] = field(default_factory=list)
 
 
@@ -90,6 +99,8 @@ class State:
         in_flight: plans without result, oldest first.
         pending_count: references to blocks that come back with plans in flight.
         planned_step, completed_step: the last step planned, the last whose result came.
+        several_samples_count: live requests with more than one sample.
+        step_time: what steps take.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -108,6 +119,7 @@ class State:
         self.planned_step = 0
         self.completed_step = 0
         self.several_samples_count = 0
+        self.step_time = StepTime(limits.target_itl_s)
         self.counters = Counters()
 
     @property

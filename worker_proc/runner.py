@@ -15,6 +15,7 @@ import torch
 from common.config import StepLimits
 from common.messages import SlotInit, SlotSampling, StepPlan
 from kernels.step_layout import StepInputs
+from worker_proc.cpu_threads import StepThreads
 from worker_proc.forward_context import ForwardContext
 from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import logprob_table
@@ -190,9 +191,14 @@ class CpuRunner(Runner):
         super().__init__(model, cache, limits, memory, mirror)
         self._vocab_size = tokenizer_vocab_size
         self._sampler = Sampler(memory, mirror, tokenizer_vocab_size)
+        self._threads = StepThreads(model.config)
 
     def _start_slot(self, init: SlotInit, writes: StateWrites) -> None:
         self._sampler.start(init)
+
+    def _compute(self, inputs: StepInputs, staged: StagedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:
+        with self._threads.step(staged.token_count):
+            return super()._compute(inputs, staged)
 
     def _fill(self, staged: StagedStep) -> StepInputs:
         if staged.write_count:

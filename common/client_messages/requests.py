@@ -52,8 +52,8 @@ class Generate:
         cache_salt: cached prefixes are shared only under the same salt.
         timeout_ms: milliseconds after which the request ends with an error; nil for never.
         add_special_tokens: put BOS before the prompt as the tokenizer does; nil does so for texts, not for chats.
-        chat: for chats: `tools`, `chat_template`, `add_generation_prompt`, `continue_final_message`,
-            `template_kwargs`; each may be missing.
+        chat: for chats: `tools`, `add_generation_prompt`, `continue_final_message`, `template_kwargs`; each may be
+            missing. The template itself is the operator's to choose: a foreign one could run for ever.
     """
 
     CODE: ClassVar[int] = 61

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from benchmarks.fake_scheduler import LIMITS, FakeScheduler
 from common import messages as m
-from common.config import EngineConfig, ServerOptions
+from common.config import EngineConfig, LogOptions, ServerOptions
 from frontend.engine import Engine
 from frontend.tokenizer import Tokenizer
 from tests.support import tiny
@@ -78,9 +78,9 @@ class MemoryEngine:
         sent: decoded messages, in order.
     """
 
-    def __init__(self, tokenizer: Tokenizer, **server: object) -> None:
+    def __init__(self, tokenizer: Tokenizer, log: LogOptions = LogOptions(), **server: object) -> None:  # noqa: B008
         self.sent: list = []
-        config = EngineConfig(server=ServerOptions(**server))
+        config = EngineConfig(server=ServerOptions(**server), log=log)
         self.engine = Engine(config, tokenizer, lambda data: self.sent.append(m.decode_for_scheduler(data)))
         self.core = self.engine.core
         self.core.handle(LIMITS)

@@ -107,7 +107,7 @@ def test_every_plan_of_the_table_is_well_formed():
             for operation, buckets in operations.items():
                 for bucket, entry in buckets.items():
                     plan = LinearPlan(**entry["plan"])
-                    assert plan.kernel in ("matvec", "small_m", "library"), (card, operation, bucket)
+                    assert plan.kernel in ("matvec", "staged", "small_m", "library"), (card, operation, bucket)
                     assert plan.kernel == "library" or (plan.block_n > 0 and plan.block_k > 0)
 
 
@@ -120,6 +120,19 @@ def test_prefetching_the_next_weight_changes_nothing():
         run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace_for(torch.float32), upcoming)
         assert_as_exact(out, want)
     assert prefetch_share(upcoming, 10) == (27 * 1024, 3 * 1024) and prefetch_share(None, 10) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 80, 1024), (3, 34, 3072)])
+def test_staged_kernel_matches_float32(rows, outputs, inputs, fusion):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the staged kernel is for Hopper")
+    plan = LinearPlan("staged", block_n=8, block_k=512, num_warps=4)
+    x, weight, out, norm_weight, residual, silu = make_case(rows, outputs, inputs, torch.bfloat16, fusion)
+    want = skinny_linear_reference(x, weight, norm_weight=norm_weight, residual=residual, silu_mul=silu)
+    run_plan(plan, x, weight, out, norm_weight, 1e-6, residual, silu, workspace_for(torch.bfloat16))
+    assert_as_exact(out, want)
 
 
 @pytest.mark.gpu

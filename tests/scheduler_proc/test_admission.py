@@ -125,3 +125,16 @@ def test_figures_add_up():
     assert stats.prefix_hit_tokens == sum(run.cached_counts.values()) > 0
     assert stats.prefix_query_tokens == 63
     assert stats.free_block_count + stats.cached_block_count == stats.total_block_count == 100
+
+
+def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything():
+    run = engine(max_queued_tokens=50, max_model_len=200)
+    messages = [simple_request(i, range(i, i + 40)) for i in range(3)]
+    big = simple_request(9, range(100))
+    run.send(big)
+    for message in messages:
+        run.send(message)
+    assert set(run.failures) == {0, 1, 2}
+    assert "100 prompt tokens" in run.failures[0].message and "50" in run.failures[0].message
+    run.run()
+    assert run.outputs == expected_outputs([big])

@@ -1,0 +1,56 @@
+"""The rows of TokensOut one by one, and what a row's end means for the text.
+
+Pure functions; `core.Core` calls them for every step that is not the plain one-token-each.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from common.messages import SampleFinish, TokenLogprobs, TokensOut
+from frontend.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of TokensOut with everything that belongs to it; `logprobs` by index into `token_ids`."""
+
+    request_id: int
+    sample_index: int
+    token_ids: Sequence[int]
+    finish: SampleFinish | None
+    cached_count: int
+    logprobs: dict[int, TokenLogprobs]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
+def rows_of(out: TokensOut) -> Iterator[Row]:
+    """The rows of a message, in order."""
+    finishes = {finish.row_index: finish for finish in out.finishes}
+    prompt_logprobs = dict(out.prompt_logprobs)
+    logprobs = {entry.row_index: entry for entry in out.logprobs}
+    start = 0
+    for index, request_id in enumerate(out.request_ids):
+        end = start + (out.token_counts[index] if out.token_counts else 1)
+        yield Row(
+            request_id,
+            out.sample_indices[index] if out.sample_indices else 0,
+            out.token_ids[start:end],
+            finishes.get(index),
+            out.cached_counts[index] if out.cached_counts else 0,
+            {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
+            prompt_logprobs.get(index, ()),
+        )
+        start = end
+
+
+def silent_index(request: Request, row: Row) -> int:
+    """Which token is an end token that the text leaves out; -1 for none."""
+    if row.finish is None or row.finish.reason != "stop" or request.params.include_stop_str_in_output:
+        return -1
+    return len(row.token_ids) - 1 if row.token_ids and row.token_ids[-1] in request.end_token_ids else -1
+
+
+def stop_token(request: Request, row: Row) -> int | None:
+    """The stop token id that ended the sample, if it was one that the client named."""
+    ended_by = row.token_ids[-1] if row.finish and row.finish.reason == "stop" and row.token_ids else None
+    return ended_by if ended_by in request.params.stop_token_ids else None

@@ -1,0 +1,203 @@
+"""The moving side of kernels/prefill_attention_hopper.py: the mailbox, and the warps that copy what it computes on.
+
+A letter holds, as int32: 1 (0 in the last letter), the row's first query token, its number of query tokens, the tile's
+first token within them, the row's context length, the K/V head, the end of the keys that the tile sees, and the row's
+line in the block tables. The warp that copies keys draws the tiles and writes the letters; the warp that copies values
+and both computing groups read them. A letter's slot, and the queries that lie beside it, are free again when all three
+have said so.
+
+Called by kernels/prefill_attention_hopper.py alone.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+MAIL_SLOTS = gl.constexpr(2)
+MAIL_FIELDS = gl.constexpr(8)
+
+
+@gluon.jit
+def _add(left, right):
+    return left + right
+
+
+@gluon.jit
+def zero_unowned(
+    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
+):  # fmt: skip
+    """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    places = gl.arange(0, TOKEN_TILE, layout=line)
+    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
+    for row in range(first_row + program, max_rows, programs):
+        if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
+            for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
+                token_ptr = output_ptr + token.to(gl.int64) * output_stride
+                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+    for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
+        token_ptr = output_ptr + token.to(gl.int64) * output_stride
+        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+
+
+@gluon.jit
+def _copy_row(
+    desc, table_ptr, head, length, key_end, copied, pages, full, empty,
+    KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys (or the values) before `key_end`, tile by tile from the end; return the stages filled so far."""
+    PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
+    BOX: gl.constexpr = 64
+    last_page = (length - 1) // BLOCK_SIZE
+    tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+    for step in range(tile_count):
+        first_page = (tile_count - 1 - step) * PAGES
+        stage = copied % STAGES
+        box_rows = ()
+        for page in gl.static_range(PAGES):
+            # edge: blocks past the row's last one are not in the table; the last is copied again in their place
+            block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
+            box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
+        mbarrier.wait(empty.index(stage), ((copied // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), KEY_TILE * HALVES * BOX * 2)
+        for page in gl.static_range(PAGES):
+            for half in gl.static_range(HALVES):
+                box = pages.index((stage * HALVES + half) * PAGES + page)
+                tma.async_copy_global_to_shared(desc, [box_rows[page], half * BOX], full.index(stage), box)
+        copied += 1
+    return copied
+
+
+@gluon.jit
+def produce_keys(
+    query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows,
+    table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty,
+    KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, GROUP: gl.constexpr,
+    COPY_QUERY: gl.constexpr,
+):  # fmt: skip
+    """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
+    BOX: gl.constexpr = 64
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    rows = gl.arange(0, ROWS_TILE, layout=line)
+    is_row = (rows >= first_row) & (rows < max_rows)
+    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
+    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
+    query_counts = gl.load(starts_ptr + rows + 1, mask=is_row, other=0)
+    query_counts -= gl.load(starts_ptr + rows, mask=is_row, other=0)
+    query_counts = gl.where((slots >= 0) & (lengths > 0), query_counts, 0)
+    ends = gl.associative_scan((query_counts + (QUERY_TILE - 1)) // QUERY_TILE, 0, _add)
+    total = gl.max(ends, axis=0) * KV_HEADS
+    fields = gl.arange(0, MAIL_FIELDS, layout=line)
+
+    work = program
+    letter = 0
+    copied = 0
+    while work < total:
+        before = ends * KV_HEADS <= work
+        row = gl.sum(before.to(gl.int32), axis=0)
+        row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
+        query_start = gl.load(starts_ptr + row)
+        query_count = gl.load(starts_ptr + row + 1) - query_start
+        length = gl.load(lengths_ptr + row)
+        table_row = gl.load(slots_ptr + row)
+        head = (work - row_start) % KV_HEADS
+        tile = (query_count + (QUERY_TILE - 1)) // QUERY_TILE - 1 - (work - row_start) // KV_HEADS
+        first_token = tile * QUERY_TILE
+        key_end = length - query_count + gl.minimum(first_token + QUERY_TILE, query_count)
+
+        content = gl.where(fields == 1, query_start, 1)
+        content = gl.where(fields == 2, query_count, content)
+        content = gl.where(fields == 3, first_token, content)
+        content = gl.where(fields == 4, length, content)
+        content = gl.where(fields == 5, head, content)
+        content = gl.where(fields == 6, key_end, content)
+        content = gl.where(fields == 7, table_row, content)
+        slot = letter % MAIL_SLOTS
+        mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
+        if COPY_QUERY:
+            # Tokens past the row's end are other rows' or zeros; what comes of them is not stored.
+            mbarrier.expect(mail_full.index(slot), 2 * 64 * HALVES * BOX * 2)
+            for part in gl.static_range(2):
+                for half in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        query_desc,
+                        [query_start + first_token + part * (64 // GROUP), head * GROUP, half * BOX],
+                        mail_full.index(slot),
+                        query_boxes.index((slot * 2 + part) * HALVES + half),
+                    )
+        mail.index(slot).store(content)
+        mbarrier.arrive(mail_full.index(slot), count=1)
+        letter += 1
+
+        copied = _copy_row(
+            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
+            key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
+        work = total
+        if total > programs:
+            work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+
+    slot = letter % MAIL_SLOTS
+    mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
+    if COPY_QUERY:
+        mbarrier.arrive(mail_full.index(slot), count=1)
+    mail.index(slot).store(gl.zeros([MAIL_FIELDS], gl.int32, line))
+    mbarrier.arrive(mail_full.index(slot), count=1)
+    if total > programs:
+        finished = gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
+        if finished == programs - 1:
+            gl.store(counters_ptr, 0)
+            gl.store(counters_ptr + 1, 0)
+
+
+@gluon.jit
+def _field(letter, index: gl.constexpr):
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.sum(letter.slice(index, 1).load(line), axis=0)
+
+
+@gluon.jit
+def read_mail(mail, mail_full, letter):
+    """Wait for a letter; return its eight fields, the first of them 0 if it is the last."""
+    slot = letter % MAIL_SLOTS
+    mbarrier.wait(mail_full.index(slot), (letter // MAIL_SLOTS) & 1)
+    content = mail.index(slot)
+    return (
+        _field(content, 0),
+        _field(content, 1),
+        _field(content, 2),
+        _field(content, 3),
+        _field(content, 4),
+        _field(content, 5),
+        _field(content, 6),
+        _field(content, 7),
+    )
+
+
+@gluon.jit
+def produce_values(
+    value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, mail, mail_full, mail_empty,
+    KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Read the letters and copy their values, until the last letter."""
+    letter = 0
+    copied = 0
+    is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+    while is_work != 0:
+        mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
+        copied = _copy_row(
+            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
+            value_pages, value_full, value_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
+        letter += 1
+        is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)

@@ -1,0 +1,47 @@
+"""How long steps take, learnt as they come back, and how many prompt tokens fit under a target for time between tokens.
+
+    step time = decode time + chunk tokens * token time
+
+Both are running means: the decode time from steps without chunks, the token time from what is left of the others. Knows
+no clock. Called by the core (what a step took) and the planner (what the next one may hold).
+"""
+
+WEIGHT = 0.2
+"""Share of the newest step in the running means."""
+LEAST_CHUNK = 16
+"""Prompt tokens that a step may always hold, so that prompts go on however tight the target is."""
+
+
+class StepTime:
+    """A running model of step time.
+
+    Args:
+        target_s: time between tokens to aim for; 0 for none.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self.target_s = target_s
+        self.decode_s: float | None = None
+        self.token_s: float | None = None
+
+    def note(self, step_s: float, chunk_tokens: int) -> None:
+        """A step with so many prompt tokens took so long."""
+        if chunk_tokens == 0:
+            self.decode_s = _mean(self.decode_s, step_s)
+        else:
+            self.token_s = _mean(self.token_s, max(step_s - (self.decode_s or 0.0), 0.0) / chunk_tokens)
+
+    def chunk_budget(self, most: int) -> int:
+        """Prompt tokens, at most `most`, with which a step that also decodes meets the target."""
+        if not self.target_s or not self.token_s:
+            return most
+        spare_s = self.target_s - (self.decode_s or 0.0)
+        return max(min(most, int(spare_s / self.token_s)), min(most, LEAST_CHUNK))
+
+    def admits(self) -> bool:
+        """Whether another sequence may join those that decode: not once they alone miss the target."""
+        return not self.target_s or self.decode_s is None or self.decode_s <= self.target_s
+
+
+def _mean(before: float | None, value: float) -> float:
+    return value if before is None else before + WEIGHT * (value - before)

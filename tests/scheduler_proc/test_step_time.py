@@ -1,0 +1,83 @@
+"""The cost model of a step, and what a target for time between tokens makes of it."""
+
+import pytest
+
+from benchmarks.step_cost import H200
+from common.messages import StepPlan
+from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
+from scheduler_proc.state import Limits
+from scheduler_proc.step_time import LEAST_CHUNK, StepTime
+
+
+def test_without_a_target_nothing_is_limited():
+    times = StepTime(0.0)
+    times.note(1.0, 100)
+    assert times.chunk_budget(8192) == 8192 and times.admits()
+
+
+def test_before_anything_is_known_nothing_is_limited():
+    assert StepTime(0.01).chunk_budget(8192) == 8192 and StepTime(0.01).admits()
+
+
+def test_learns_the_two_times_and_divides_the_target():
+    times = StepTime(0.010)
+    for _ in range(50):
+        times.note(0.004, 0)
+        times.note(0.004 + 512 * 10e-6, 512)
+    assert times.decode_s == pytest.approx(0.004) and times.token_s == pytest.approx(10e-6)
+    assert times.chunk_budget(8192) == pytest.approx(600, abs=2)
+    assert times.chunk_budget(100) == 100
+
+
+def test_a_missed_target_leaves_the_least_chunk_and_admits_nobody():
+    times = StepTime(0.001)
+    times.note(0.002, 0)
+    times.note(0.003, 100)
+    assert times.chunk_budget(8192) == LEAST_CHUNK and times.chunk_budget(5) == 5
+    assert not times.admits()
+
+
+class TimedRun:
+    """A simulated engine whose steps take the time that a machine would need."""
+
+    def __init__(self, target_itl_s: float) -> None:
+        self.now_s = 0.0
+        limits = Limits(
+            max_model_len=20_000, max_num_seqs=64, max_num_batched_tokens=4096, block_size=16, block_count=5000,
+            run_ahead=0, target_itl_s=target_itl_s, prefix_cache="off",
+        )  # fmt: skip
+        self.engine = SimulatedEngine(limits, lambda: self.now_s)
+
+    def step(self) -> StepPlan | None:
+        plan = self.engine.plan()
+        if plan is not None:
+            self.now_s += H200.of_plan(self.engine.core, plan)
+            self.engine.deliver()
+        return plan
+
+
+def longest_decode_step(target_itl_s):
+    """Seconds of the longest step with decode rows, once the first long prompt has been seen."""
+    run = TimedRun(target_itl_s)
+    messages = [simple_request(0, range(40), max_tokens=100)]
+    messages += [simple_request(i, range(i, 3000 + i), max_tokens=2) for i in range(1, 5)]
+    run.engine.send(messages[0])
+    for _ in range(10):
+        run.step()
+    longest = 0.0
+    for number, message in enumerate(messages[1:]):
+        run.engine.send(message)
+        while run.engine.core.state.waiting or run.engine.core.state.prefilling:
+            before_s = run.now_s
+            plan = run.step()
+            if number > 0 and plan.decode_slots:
+                longest = max(longest, run.now_s - before_s)
+    run.engine.run()
+    assert run.engine.outputs == expected_outputs(messages)
+    return longest
+
+
+def test_the_target_bounds_the_time_between_tokens():
+    unlimited, limited = longest_decode_step(0.0), longest_decode_step(0.002)
+    assert unlimited > 0.008
+    assert limited < 0.003
