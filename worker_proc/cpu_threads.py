@@ -1,7 +1,7 @@
 """How many threads a step computes with on the CPU. Used by the CPU's runner.
 
-Threads sleep while they wait for one another (see `main.py`), and waking one takes tens of microseconds. A small step, a
-few tokens through a small model, is hundreds of operations of that length: one thread is faster, and leaves the other
+Threads sleep while they wait for one another (see `main.py`), and waking one takes tens of microseconds. A small step,
+a few tokens through a small model, is hundreds of operations of that length: one thread is faster, and leaves the other
 cores to the other processes. Measured on two cores with the default model, milliseconds a decode step:
 
 | threads | batch 1 | batch 16 |
