@@ -11,6 +11,7 @@ requests is sent a Pong, which fails for the one that is not there.
 
 import asyncio
 import logging
+import struct
 from array import array
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -33,6 +34,7 @@ ROWS_LIMIT = 256
 GONE_DELAYS_S = (0.02, 0.5)
 """When to look who is gone after a connection has ended: the socket learns of it a little later than its monitor."""
 
+_INT32 = struct.Struct("<i")
 _FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
 _LAST_FRAME = int(zmq.NOBLOCK)
 
@@ -56,6 +58,11 @@ class ClientSink:
         self.sample_count = sample_count
         self.request: Request | None = None  # None while the prompt is being encoded
         self.aborted = False
+
+    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+        """Put one more token into the client's next message."""
+        self.client.rows.append([self.request_id, sample_index, text, _INT32.pack(token_id), (), None, None])
+        self.client.touch()
 
     def on_delta(self, delta: Delta) -> None:
         """Put new output into the client's next message."""
