@@ -224,19 +224,19 @@ class ClientServer:
             self._socket.send(client.identity, _FIRST_FRAME)
             self._socket.send(message, _LAST_FRAME)
         except zmq.Again:
-            self._drop(client, "it does not read what it is sent")
+            self._drop(client, "it does not read what it is sent", logging.WARNING)
             return False
         except zmq.ZMQError as error:
             self._drop(client, "it is gone" if error.errno == zmq.EHOSTUNREACH else str(error))
             return False
         return True
 
-    def _drop(self, client: ClientRecord, why: str) -> None:
+    def _drop(self, client: ClientRecord, why: str, level: int = logging.INFO) -> None:
         """End all requests of a client that cannot be reached."""
         client.gone = True
         self._clients.pop(client.identity, None)
         if client.live:
-            logger.warning("client %s: aborting its %d requests: %s", client.key[:16], len(client.live), why)
+            logger.log(level, "client %s: aborting its requests (%d): %s", client.key, len(client.live), why)
         for sink in list(client.live.values()):
             sink.aborted = True
             if sink.request is not None:
