@@ -19,7 +19,7 @@ from frontend.client import Client
 
 ANSWER_TOKENS = 512
 STATUS_TIMEOUT_S = 3.0
-ONCE_PARAMS = {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": 160}
+ONCE_PARAMS = {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": ANSWER_TOKENS}
 
 Messages = list[dict[str, str]]
 
