@@ -348,14 +348,13 @@ class Planner:
         state, sequence = self._state, row.sequence
         if sequence.status is Status.WAITING:
             state.waiting.start(sequence)
-            # what a sample has from another one of its request is no hit
-            sequence.cached_count = row.cached_count if sequence.sample_index == 0 else 0
-            state.counters.prompt_tokens += sequence.prompt_count
+            if sequence.sample_index == 0:  # what the others have from this one is no hit
+                sequence.cached_count = row.cached_count
+                state.counters.prompt_tokens += sequence.prompt_count
+                state.counters.prefix_query_tokens += sequence.prompt_count
+                state.counters.prefix_hit_tokens += row.cached_count
         else:
             state.preempted.remove(sequence)
-        if sequence.sample_index == 0:
-            state.counters.prefix_query_tokens += len(sequence.tokens)
-            state.counters.prefix_hit_tokens += row.cached_count
         sequence.status = Status.RUNNING
         state.prefilling.append(sequence)
 
