@@ -181,6 +181,7 @@ class Loop:
         for message in self._transport.results():
             if isinstance(message, StepResult):
                 self._changed = True
+                self._changed = True
                 self._parts.add_result(message.parts_us)
                 self._outbox += self._core.handle_result(message)
 
