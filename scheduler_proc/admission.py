@@ -8,6 +8,7 @@ At most two prompts stay unfinished after a step; others enter only if they fini
 by the planner.
 """
 
+from array import array
 from collections.abc import Iterator
 from enum import Enum, auto
 
@@ -20,6 +21,8 @@ UNFINISHED_LIMIT = 2
 """Prompts that may stay unfinished after a step."""
 LOOKAHEAD = 64
 """Waiting sequences that are passed over at most in a step, because they cannot enter now but others behind can."""
+LOOKUP_LIMIT = 1 << 18
+"""Tokens looked up in a step, about: finding prefixes takes some 30 ns a token, and the step waits for it."""
 WATERMARK_DIVISOR = 100
 """One block in this many stays available to running sequences when another is let in."""
 
@@ -44,6 +47,7 @@ class Admission:
         self._pool = state.pool
         self._block_size = state.limits.block_size
         self._watermark = state.limits.block_count // WATERMARK_DIVISOR
+        self._looked_up = 0  # tokens looked up in this step
         self._refused: tuple[Sequence, int] | None = None  # who found no room, with how many blocks available
 
     def admit(self, draft: Draft) -> None:
@@ -53,9 +57,10 @@ class Admission:
             return
         promised = sum(self._missing_blocks(sequence) for sequence in state.prefilling)
         passed_over = 0
+        self._looked_up = 0
         admitted: list[ChunkRow] = []
         for sequence in self._candidates():
-            if not draft.budget or not state.free_slots or passed_over > LOOKAHEAD:
+            if not draft.budget or not state.free_slots or passed_over > LOOKAHEAD or self._looked_up > LOOKUP_LIMIT:
                 break
             outcome = self._try_admit(sequence, draft, promised)
             if outcome is Outcome.NO_ROOM:
@@ -81,13 +86,14 @@ class Admission:
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int) -> Outcome:
         length = len(sequence.tokens)
         must_finish = self._unfinished_count(draft) >= UNFINISHED_LIMIT
-        if must_finish and length > draft.budget:
+        if (must_finish and length > draft.budget) or _is_ahead(sequence.leader):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
         if self._refused == (sequence, self._pool.available_count) and not alone:
             return Outcome.NO_ROOM
         match = self._lookup(sequence, draft)
-        if match is None or self._under_way(draft, sequence, match.token_count):
+        sequence.leader = None if match is None else self._leader(draft, sequence, match.token_count)
+        if match is None or sequence.leader is not None:
             return Outcome.LATER
         fitting = self._fitting(sequence, match, promised, alone)
         if fitting is None:
@@ -108,6 +114,7 @@ class Admission:
 
     def _lookup(self, sequence: Sequence, draft: Draft) -> Match | None:
         """What need not be computed: found in the cache or with another sample; None if it soon will be there."""
+        self._looked_up += len(sequence.tokens)
         if sequence.status is Status.SWAPPED:
             return self._whole_blocks(sequence)
         if sequence.prompt_logprobs is not None:  # every prompt position must be computed to have its logits
@@ -133,26 +140,29 @@ class Admission:
         count = match.token_count // self._block_size
         return Match(match.blocks[:count], count * self._block_size)
 
-    def _under_way(self, draft: Draft, sequence: Sequence, matched: int) -> bool:
-        """Whether another prompt computes the block after the match in this step or later; then it can be shared."""
+    def _leader(self, draft: Draft, sequence: Sequence, matched: int) -> tuple[Sequence, int] | None:
+        """Another prompt that computes the block after the match in this step or later, and how many tokens they share.
+
+        When it has, the block can be had from there.
+        """
         start = matched - matched % self._block_size
         end = start + self._block_size
         if (
             end > len(sequence.tokens)
+            or matched == len(sequence.tokens) - 1  # all is there but what must be computed anyway
             or self._state.limits.prefix_cache == "off"
             or sequence.status is Status.SWAPPED
             or sequence.prompt_logprobs is not None
         ):
-            return False
+            return None
         others = [(row.sequence, row.first) for row in draft.chunks]
         others += [(s, s.computed_count) for s in self._state.prefilling if s.last_step != draft.step_id]
-        return any(
-            first < end <= len(other.tokens)
-            and other.chain.root == sequence.chain.root
-            and other.tokens[start:end] == sequence.tokens[start:end]
-            and other.tokens[:start] == sequence.tokens[:start]
-            for other, first in others
-        )
+        for other, first in others:
+            if first < end <= len(other.tokens) and other.chain.root == sequence.chain.root:
+                shared = _common_length(other.tokens, sequence.tokens, start, end)
+                if shared >= end:
+                    return other, shared
+        return None
 
     def _fitting(self, sequence: Sequence, match: Match, promised: int, alone: bool) -> Match | None:
         """The match, or less of it, with which all known tokens find blocks beside what is promised to others."""
@@ -207,3 +217,22 @@ class Admission:
             state.preempted.remove(sequence)
         sequence.status = Status.RUNNING
         state.prefilling.append(sequence)
+
+
+def _is_ahead(leader: tuple[Sequence, int] | None) -> bool:
+    """Whether the leader still computes what is shared with it."""
+    return leader is not None and leader[0].status is Status.RUNNING and leader[0].computed_count < leader[1]
+
+
+def _common_length(first: "array[int]", second: "array[int]", start: int, end: int) -> int:
+    """How many tokens the two have in common from the beginning; 0 if they differ before `end` (`start` is a hint)."""
+    if first[start:end] != second[start:end] or first[:start] != second[:start]:
+        return 0
+    low, high = end, min(len(first), len(second)) + 1  # in common: at least low, less than high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -163,3 +163,32 @@ def test_run_ahead_bounds_the_plans_in_flight():
     assert [run.plan() is not None for _ in range(4)] == [True, True, True, False]
     run.deliver()
     assert run.plan() is not None and run.plan() is None
+
+
+def test_a_prompt_that_waits_for_a_shared_start_is_looked_up_once():
+    """Many equal long prompts behind one under way must not be looked up in every step."""
+    run = engine(max_num_batched_tokens=64)
+    lookups = []
+    cache = run.core.state.cache
+    original = cache.lookup
+    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    messages = [simple_request(i, prompt_of(1000), max_tokens=2) for i in range(10)]
+    for message in messages:
+        run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+    assert run.worker.computed_tokens == 1000 + 9 * 1 + 10 * 1
+    assert len(lookups) <= 3 * 10
+    assert run.plans <= -(-1000 // 64) + 3
+
+
+def test_a_prompt_waits_only_for_the_part_it_shares():
+    run = engine(max_num_batched_tokens=64)
+    run.send(simple_request(0, prompt_of(1000), max_tokens=1))
+    run.send(simple_request(1, prompt_of(1000)[:20] + prompt_of(30, 1), max_tokens=1))
+    steps = 0
+    while (1, 0) not in run.outputs:
+        run.step()
+        steps += 1
+    assert steps <= 4 and run.cached_counts[1, 0] == 20
+    run.run()
