@@ -10,6 +10,7 @@ by the planner.
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from scheduler_proc.draft import ChunkRow, Draft, share_of
@@ -23,6 +24,8 @@ LOOKAHEAD = 64
 """Waiting sequences that are passed over at most in a step, because they cannot enter now but others behind can."""
 LOOKUP_LIMIT = 1 << 18
 """Tokens looked up in a step, about: finding prefixes takes some 30 ns a token, and the step waits for it."""
+RETRY_STEPS = 32
+"""Steps after which a sequence that found no room is looked up again although there is no more of it."""
 WATERMARK_DIVISOR = 100
 """One block in this many stays available to running sequences when another is let in."""
 
@@ -33,6 +36,25 @@ class Outcome(Enum):
     PLACED = auto()
     LATER = auto()  # not in this step, for its own reasons; those behind it may go ahead
     NO_ROOM = auto()  # the blocks do not suffice; those behind it wait too
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Who found too few blocks: not looked up again until there are more, or for a while.
+
+    Attributes:
+        sequence: None for nobody.
+        needed: blocks that it wants.
+        until_step: when it is worth another look, since others may have computed its start meanwhile.
+    """
+
+    sequence: Sequence | None
+    needed: int
+    until_step: int
+
+    def holds(self, sequence: Sequence, room: int, step_id: int) -> bool:
+        """Whether looking up the sequence again would find the same."""
+        return sequence is self.sequence and room < self.needed and step_id < self.until_step
 
 
 class Admission:
@@ -48,7 +70,7 @@ class Admission:
         self._block_size = state.limits.block_size
         self._watermark = state.limits.block_count // WATERMARK_DIVISOR
         self._looked_up = 0  # tokens looked up in this step
-        self._refused: tuple[Sequence, int] | None = None  # who found no room, with how many blocks available
+        self._refused = Refusal(None, 0, 0)
 
     def admit(self, draft: Draft) -> None:
         """Give out slots: to preempted sequences first, then in the policy's order."""
@@ -89,15 +111,17 @@ class Admission:
         if (must_finish and length > draft.budget) or _is_ahead(sequence.leader):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
-        if self._refused == (sequence, self._pool.available_count) and not alone:
+        room = self._pool.available_count - promised - (0 if alone else self._watermark)
+        if self._refused.holds(sequence, room, draft.step_id) and not alone:
             return Outcome.NO_ROOM
         match = self._lookup(sequence, draft)
         sequence.leader = None if match is None else self._leader(draft, sequence, match.token_count)
         if match is None or sequence.leader is not None:
             return Outcome.LATER
-        fitting = self._fitting(sequence, match, promised, alone)
+        fitting = self._fitting(sequence, match, room)
         if fitting is None:
-            self._refused = (sequence, self._pool.available_count)
+            needed = self._needed(sequence, match) - self._copies(match)
+            self._refused = Refusal(sequence, needed, draft.step_id + RETRY_STEPS)
             return Outcome.NO_ROOM
         self._take_prefix(sequence, fitting, draft)
         if sequence.host_blocks:
@@ -164,22 +188,20 @@ class Admission:
                     return other, shared
         return None
 
-    def _fitting(self, sequence: Sequence, match: Match, promised: int, alone: bool) -> Match | None:
-        """The match, or less of it, with which all known tokens find blocks beside what is promised to others."""
-        room = self._pool.available_count - promised - (0 if alone else self._watermark)
-        total = -(-len(sequence.tokens) // self._block_size)
+    def _needed(self, sequence: Sequence, match: Match) -> int:
+        """Blocks that the sequence takes from the available ones: new ones, and matched ones that nobody holds."""
         held_by_others = sum(1 for block in match.blocks if self._pool.refs(block))
-        copies = 1 if match.token_count % self._block_size else 0
-        if total - held_by_others + copies <= room:
-            return match
-        if not copies:
-            return None
-        # without the copy, the block that would be its source can be given up
-        held_by_others -= self._pool.refs(match.blocks[-1]) > 0
-        if total - held_by_others > room:
-            return None
-        blocks = match.blocks[:-1]
-        return Match(blocks, len(blocks) * self._block_size)
+        return -(-len(sequence.tokens) // self._block_size) - held_by_others + self._copies(match)
+
+    def _copies(self, match: Match) -> int:
+        return 1 if match.token_count % self._block_size else 0
+
+    def _fitting(self, sequence: Sequence, match: Match, room: int) -> Match | None:
+        """The match if it fits into `room` blocks, or the match without the block that would be copied."""
+        if self._needed(sequence, match) > room and self._copies(match):
+            blocks = match.blocks[:-1]
+            match = Match(blocks, len(blocks) * self._block_size)
+        return match if self._needed(sequence, match) <= room else None
 
     def _take_prefix(self, sequence: Sequence, match: Match, draft: Draft) -> None:
         """Share the matched blocks; a block that is only partly matched is copied, since it will be written."""

@@ -192,3 +192,19 @@ def test_a_prompt_waits_only_for_the_part_it_shares():
         steps += 1
     assert steps <= 4 and run.cached_counts[1, 0] == 20
     run.run()
+
+
+def test_a_prompt_without_room_is_not_looked_up_in_every_step():
+    run = engine(block_count=40, max_num_batched_tokens=64)
+    lookups = []
+    cache = run.core.state.cache
+    original = cache.lookup
+    run.send(simple_request(0, prompt_of(40), max_tokens=100))
+    run.step()
+    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    run.send(simple_request(1, prompt_of(140, 1), max_tokens=4))
+    steps = 0
+    while run.step():
+        steps += 1
+    assert steps > 100 and len(lookups) <= 100 // 32 + 2
+    assert len(run.reasons) == 2
