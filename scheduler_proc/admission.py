@@ -4,8 +4,8 @@ A sequence enters when all its known tokens find blocks beside what is promised 
 be computed is taken from the prefix cache, from another sample of the same request, or from the host. A sequence whose
 next block another prompt is about to compute waits for it: it could only compute the same again.
 
-At most two prompts stay unfinished after a step; others enter only if they finish in it. No clock, no sockets. Called
-by the planner.
+At most two prompts stay unfinished after a step; new ones beyond them enter only if they finish in it. Nobody overtakes
+a preempted sequence. No clock, no sockets. Called by the planner.
 """
 
 from array import array
@@ -85,8 +85,8 @@ class Admission:
             if not draft.budget or not state.free_slots or passed_over > LOOKAHEAD or self._looked_up > LOOKUP_LIMIT:
                 break
             outcome = self._try_admit(sequence, draft, promised)
-            if outcome is Outcome.NO_ROOM:
-                break
+            if outcome is Outcome.NO_ROOM or (outcome is Outcome.LATER and sequence.status is not Status.WAITING):
+                break  # nobody overtakes a preempted sequence
             if outcome is Outcome.LATER:
                 passed_over += 1
                 continue
@@ -107,7 +107,8 @@ class Admission:
 
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int) -> Outcome:
         length = len(sequence.tokens)
-        must_finish = self._unfinished_count(draft) >= UNFINISHED_LIMIT
+        is_new = sequence.status is Status.WAITING
+        must_finish = is_new and self._unfinished_count(draft) >= UNFINISHED_LIMIT
         if (must_finish and length > draft.budget) or _is_ahead(sequence.leader):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)

@@ -208,3 +208,21 @@ def test_a_prompt_without_room_is_not_looked_up_in_every_step():
         steps += 1
     assert steps > 100 and len(lookups) <= 100 // 32 + 2
     assert len(run.reasons) == 2
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_no_new_sequence_enters_while_a_preempted_one_waits(run_ahead):
+    random = Random(run_ahead)
+    run = engine(block_count=40, max_num_batched_tokens=24, run_ahead=run_ahead, max_num_seqs=6)
+    for i in range(40):
+        run.send(simple_request(i, prompt_of(random.choice((3, 10, 60)), i), max_tokens=random.randrange(1, 40)))
+    state, preempted_at_all = run.core.state, False
+    while not run.core.is_idle:
+        waiting_before, preempted_before = len(state.waiting), list(state.preempted)
+        planned = run.plan() is not None
+        if preempted_before and len(state.waiting) < waiting_before:
+            assert not any(sequence in state.preempted for sequence in preempted_before)
+        preempted_at_all = preempted_at_all or bool(preempted_before)
+        if not planned:
+            run.deliver()
+    assert preempted_at_all
