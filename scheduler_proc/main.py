@@ -39,7 +39,8 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
         core = SchedulerCore(limits, time.time)
         transport.send_out(engine_ready(limits, ready))
         link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
-        gc.freeze()  # nothing made so far is garbage; the collector need not look at it again
+        gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
+        gc.set_threshold(100_000, 50, 100)
         Loop(core, transport, link).run()
         return 0
     finally:
