@@ -213,20 +213,17 @@ def gpu_runner(model, cache: KVCache, limits: StepLimits, max_model_len: int, vo
 def make_driver():
     """make(folder or model, ...) -> a PlanDriver over a fresh runner whose cache holds NaN where nothing was written.
 
-    With `kernels` it is the GPU's runner, on the CPU in Triton's interpreter.
+    With `kernels` it is the GPU's runner, without a GPU in Triton's interpreter.
     """
 
     def make(
         folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
         kernels=False,
     ):  # fmt: skip
-        model = (
-            load_model(folder, device=torch.device("cpu"), dtype=torch.float32) if isinstance(folder, Path) else folder
-        )
+        device = torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu")
+        model = load_model(folder, device=device, dtype=torch.float32) if isinstance(folder, Path) else folder
         specs = cache_specs(model.config, torch.float32, "auto")
-        cache = KVCache(
-            specs, block_size=block_size, block_count=block_count, host_block_count=4, device=torch.device("cpu")
-        )
+        cache = KVCache(specs, block_size=block_size, block_count=block_count, host_block_count=4, device=device)
         poison(cache)
         limits = StepLimits(slot_count, token_limit)
         if kernels:
