@@ -53,6 +53,7 @@ __all__ = [
     "EngineStats",
     "Failed",
     "FlushCache",
+    "ForChild",
     "Heartbeat",
     "PeerFailed",
     "Ready",
