@@ -51,12 +51,14 @@ class Draft:
         decode_block_rows: for each of them, its row.
         chunks: the chunk rows.
         copies: pairs of source and destination block; each source is held until the result comes.
+        swap_outs, swap_ins: pairs of device and host block, of host and device block.
+        released, released_host: blocks given up with this step: they are free when its result has come.
         ending: decode rows whose last token this is.
     """
 
     __slots__ = (
         "budget", "chunks", "copies", "decode_block_rows", "decode_blocks", "decode_rows", "decode_slots", "ending",
-        "step_id",
+        "released", "released_host", "step_id", "swap_ins", "swap_outs",
     )  # fmt: skip
 
     def __init__(self, step_id: int, budget: int) -> None:
@@ -68,12 +70,16 @@ class Draft:
         self.decode_block_rows: list[int] = []
         self.chunks: list[ChunkRow] = []
         self.copies: list[tuple[int, int]] = []
+        self.swap_outs: list[tuple[int, int]] = []
+        self.swap_ins: list[tuple[int, int]] = []
+        self.released: list[list[int]] = []
+        self.released_host: list[list[int]] = []
         self.ending: list[Sequence] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row has been placed."""
-        return not self.decode_rows and not self.chunks
+        """Whether there is nothing to do: a step may also swap only, when nobody can run before it has."""
+        return not (self.decode_rows or self.chunks or self.swap_outs)
 
     def to_plan(self, cleared_slots: list[int]) -> StepPlan:
         """The message; `Sequence.planned_len` must not have been raised for the chunks yet."""
@@ -89,7 +95,9 @@ class Draft:
             block_ids=array("i", block_ids),
             new_slots=tuple(_slot_init(row) for row in self.chunks if row.is_new),
             cleared_slots=array("H", cleared_slots),
-            copy_block_ids=array("i", [block for pair in self.copies for block in pair]),
+            copy_block_ids=_flat(self.copies),
+            swap_out_block_ids=_flat(self.swap_outs),
+            swap_in_block_ids=_flat(self.swap_ins),
         )
 
     def _decode_block_counts(self) -> "array[int]":
@@ -99,6 +107,10 @@ class Draft:
         for row_index in self.decode_block_rows:
             counts[row_index] += 1
         return counts
+
+
+def _flat(pairs: list[tuple[int, int]]) -> "array[int]":
+    return array("i", [block for pair in pairs for block in pair])
 
 
 def _slot_init(row: ChunkRow) -> SlotInit:

@@ -108,6 +108,7 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         prefix_cache=config.cache.prefix_cache,
         policy=options.policy,
         preemption=options.preemption,
+        block_bytes=ready.block_bytes,
         namespace=config.model_dir,
     )
 

@@ -121,10 +121,29 @@ class Planner:
             if len(unplaced) < 2:
                 return False  # it comes first in the next step, and finds the others unplaced
             victim = max(unplaced, key=rank_of)
-            state.preempt(victim)
+            self._preempt(victim, draft)
             if victim is sequence:
                 return False
         return True
+
+    def _preempt(self, victim: Sequence, draft: Draft) -> None:
+        if self._swaps(victim):
+            blocks, host_blocks = self._state.swap_out(victim, draft.step_id)
+            draft.swap_outs += zip(blocks, host_blocks, strict=True)
+            draft.released.append(blocks)
+        else:
+            self._state.preempt(victim)
+
+    def _swaps(self, victim: Sequence) -> bool:
+        """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it."""
+        limits, host_pool = self._state.limits, self._state.host_pool
+        if limits.preemption == "recompute" or host_pool is None or host_pool.available_count < len(victim.blocks):
+            return False
+        token_s = self._state.step_time.token_s
+        if limits.preemption == "swap" or token_s is None:
+            return True
+        swap_s = 2 * len(victim.blocks) * limits.block_bytes / limits.link_bytes_per_s
+        return swap_s < victim.computed_count * token_s
 
     def _extend(self, row: ChunkRow, count: int, draft: Draft) -> None:
         """`count` more tokens for the row, with the blocks for them."""
@@ -223,8 +242,10 @@ class Planner:
             self._refused = (sequence, self._pool.available_count)
             return Admission.NO_ROOM
         self._take_prefix(sequence, fitting, draft)
-        row = ChunkRow(sequence, fitting.token_count, 0, is_new=True)
-        self._extend(row, _share(length - fitting.token_count, draft.budget, others=True), draft)
+        if sequence.host_blocks:
+            self._swap_in(sequence, draft)
+        row = ChunkRow(sequence, sequence.computed_count, 0, is_new=True)
+        self._extend(row, _share(length - sequence.computed_count, draft.budget, others=True), draft)
         self._place(row, draft)
         sequence.slot = self._state.free_slots.popleft()
         return Admission.PLACED
@@ -235,6 +256,8 @@ class Planner:
 
     def _lookup(self, sequence: Sequence, draft: Draft) -> Match | None:
         """What need not be computed: found in the cache or with another sample; None if it soon will be there."""
+        if sequence.status is Status.SWAPPED:
+            return self._whole_blocks(sequence)
         if sequence.prompt_logprobs is not None:  # every prompt position must be computed to have its logits
             sequence.chain.rewind()
             return NO_MATCH
@@ -252,6 +275,12 @@ class Planner:
                 return Match(holder.blocks[: -(-shared_count // self._block_size)], shared_count)
         return None if holders else match
 
+    def _whole_blocks(self, sequence: Sequence) -> Match:
+        """What a swapped sequence still finds on the device, in whole blocks; the rest comes from the host."""
+        match = self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
+        count = match.token_count // self._block_size
+        return Match(match.blocks[:count], count * self._block_size)
+
     def _under_way(self, draft: Draft, sequence: Sequence, matched: int) -> bool:
         """Whether another prompt computes the block after the match in this step or later; then it can be shared."""
         start = matched - matched % self._block_size
@@ -259,6 +288,7 @@ class Planner:
         if (
             end > len(sequence.tokens)
             or self._state.limits.prefix_cache == "off"
+            or sequence.status is Status.SWAPPED
             or sequence.prompt_logprobs is not None
         ):
             return False
@@ -301,6 +331,18 @@ class Planner:
         sequence.capacity = len(sequence.blocks) * self._block_size
         sequence.computed_count = match.token_count
 
+    def _swap_in(self, sequence: Sequence, draft: Draft) -> None:
+        """Bring back from the host what is not on the device any more."""
+        host_blocks, present_count = sequence.host_blocks, len(sequence.blocks)
+        missing = host_blocks[present_count:]
+        new = self._pool.allocate_many(len(missing))
+        draft.swap_ins += zip(missing, new, strict=True)
+        sequence.blocks += new
+        sequence.capacity = len(sequence.blocks) * self._block_size
+        sequence.computed_count = max(sequence.computed_count, sequence.swapped_count)
+        draft.released_host.append(host_blocks)
+        sequence.host_blocks = []
+
     def _enter(self, row: ChunkRow) -> None:
         """Move a sequence that got its slot from its queue to the running ones."""
         state, sequence = self._state, row.sequence
@@ -325,7 +367,8 @@ class Planner:
         plan = draft.to_plan(state.cleared_slots)
         state.cleared_slots = []
         flight = Flight(draft.step_id, draft.decode_rows, len(draft.decode_rows), {})
-        flight.released = [[source] for source, _ in draft.copies]
+        flight.released = [[source] for source, _ in draft.copies] + draft.released
+        flight.released_host = draft.released_host
         state.pending_count += len(draft.copies)
         state.planned_step = draft.step_id
         state.in_flight.append(flight)

@@ -10,6 +10,9 @@ import torch
 from worker_proc.cpu_attention import cpu_attention
 from worker_proc.forward_context import ForwardContext
 
+KERNEL_HEAD_DIMS = (64, 80, 96, 128, 256)
+"""Those that the GPU's kernels take; a test holds this to `kernels.paged_kv.HEAD_DIMS`."""
+
 REFERENCE_TILE_TOKENS = 16
 """Query tokens that the reference handles at once; bounds its memory at this many whole block tables."""
 
@@ -37,6 +40,10 @@ def attention(
     """
     if query.device.type == "cpu":
         return cpu_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
+    if context.device_decode_row_count is not None and query.shape[-1] in KERNEL_HEAD_DIMS:
+        from worker_proc.cuda.attention import cuda_attention  # brings Triton, which a CPU worker does without
+
+        return cuda_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
     return reference_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
 
 

@@ -46,6 +46,8 @@ class Schedule:
             block_size=BLOCK_SIZE,
             block_count=pick((3, 6, 10, 20, 60)),
             run_ahead=pick((0, 1, 2)),
+            host_block_count=pick((0, 5, 40)),
+            preemption=pick(("recompute", "swap", "swap", "auto")),
             policy=pick(("fcfs", "priority", "fair")),
             prefix_cache=pick(("hash", "hash", "radix", "radix", "off")),
         )
