@@ -172,9 +172,7 @@ class ProfilingOptions:
     """Looking inside: recordings and traces."""
 
     record: str = option("", "keep every message of every process in this folder, for `python -m ROOM.replay FOLDER`")
-    profile: str = option(
-        "", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend")
-    )
+    profile: str = option("", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend"))
     profile_steps: int = option(50, "steps that a trace holds", count=True)
     profile_dir: str = option(
         "", "folder for traces; allows /start_profile and /stop_profile (default with --profile: profiles)"

@@ -94,7 +94,9 @@ class Recorder:
         self._file.write(MAGIC + _LENGTH.pack(len(header)) + header)
 
     def note(self, link: int, direction: int, data: bytes = b"") -> None:
-        """Write one record."""
+        """Write one record; after `close` nothing."""
+        if self._file.closed:
+            return
         # one write, so that the buffer's lock keeps records of two threads apart
         self._file.write(_RECORD.pack(time.monotonic_ns(), link, direction, len(data)) + data)
 

@@ -21,6 +21,7 @@ from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
 from common.messages import EngineReady, PeerFailed, Stop, decode_for_frontend
+from common.recording import Link, recorder_for, sending
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
 from frontend import request_log
 from frontend.client_server import ClientServer
@@ -84,7 +85,9 @@ class Frontend:
         tokenizer = Tokenizer.load(config.tokenizer_dir or config.model_dir, config.model.chat_template)
         self._tokenizer_ms = (time.monotonic() - started_s) * 1000
         self._requests = requests
-        self._engine = Engine(config, tokenizer, self._send_to_scheduler)
+        self._recorder = recorder_for(config, "frontend")
+        send = sending(self._recorder, Link.REQUESTS, self._send_to_scheduler)
+        self._engine = Engine(config, tokenizer, send, self._recorder)
         if config.log.enable_log_requests:
             request_log.attach(self._engine.core)
         self._clients = ClientServer(self._engine, router)
@@ -112,6 +115,8 @@ class Frontend:
 
     def _on_output(self, frames: list[bytes]) -> None:
         self._link.progress += 1
+        if self._recorder is not None:
+            self._recorder.received(Link.OUTPUTS, frames[0])
         try:
             message = decode_for_frontend(frames[0])
         except WireError as error:
@@ -171,6 +176,8 @@ class Frontend:
         self._requests.close(linger=1000)
         self._engine.close()
         self._context.term()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def _warm_up(tokenizer: Tokenizer) -> None:
