@@ -37,13 +37,16 @@ from common.cli import MODEL_DESTINATION, OptionParser, config_from
 from common.config import DEFAULT_MODEL, EngineConfig, with_changes
 from common.errors import ConfigError, EngineDeadError, StartupError, TriremeError, WireError
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
-from common.messages import Failed, PeerFailed, Ready, Stop, decode_for_supervisor
+from common.messages import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
 from common.processes import Child, DeathPipe, Wakeup, raise_file_limit, seconds_since_start
+from common.profiling import TRACING
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
 HEARTBEAT_TIMEOUT_S = 2.0
+TRACING_TIMEOUT_S = 60.0
+"""For a process that is traced: writing a trace leaves it no time for anything else."""
 FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
@@ -86,6 +89,7 @@ class Peer:
     last_heard_at: float
     ready_after_s: float | None = None
     last_words: str = ""
+    state: str = ""
 
 
 class Supervisor:
@@ -284,6 +288,10 @@ class Supervisor:
                 self._on_ready(peer, message)
             elif isinstance(message, Failed):
                 peer.last_words = message.message
+            elif isinstance(message, Heartbeat):
+                peer.state = message.state
+            elif isinstance(message, Profile):
+                self._order([name for name in self._peers if name.startswith(message.process)], message)
 
     def _on_ready(self, peer: Peer, message: Ready) -> None:
         peer.ready_after_s = time.monotonic() - peer.started_at
@@ -318,10 +326,10 @@ class Supervisor:
             if paused_ourselves or peer.ready_after_s is None:
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
-            if silence_s > HEARTBEAT_TIMEOUT_S:
+            if silence_s > (TRACING_TIMEOUT_S if peer.state == TRACING else HEARTBEAT_TIMEOUT_S):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
-    def _order(self, names: Sequence[str], order: Stop | PeerFailed) -> None:
+    def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile) -> None:
         for name in names:
             if name in self._peers and not self._peers[name].child.ended():
                 self._router.send_multipart([name.encode(), order.to_wire()])

@@ -21,7 +21,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from common.config import EngineConfig
+from common.config import EngineConfig, ProfilingOptions
 from common.errors import ConfigError, RecordingError, WireError
 from common.messages import PROTOCOL_VERSION
 from common.wire import FieldReader, pack, unpack
@@ -218,6 +218,9 @@ class Recording:
         found, started_ns, config, start = _read_header(path, view)
         if found != process:
             raise RecordingError(f"{path} is a recording of {found}, wanted {process}")
+        config = dataclasses.replace(
+            config, profiling=ProfilingOptions()
+        )  # a replay neither records nor is it ordered to
         return cls(path, process, started_ns, config, list(_read_records(path, view, start, partial)))
 
 

@@ -1,70 +1,68 @@
 """Traces of a process's Python code, as JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-With viztracer installed (`pip install trireme[profile]`) every call is in the trace. Without it, `Sampler` looks at the
-main thread's stack a thousand times per second of CPU time: less detail, and next to no cost. Both cover the thread
-that starts them, which must be the main one. Used by the scheduler and the frontend; the worker has torch's profiler.
+Every call of the thread that starts a trace is in it, with its time. With viztracer installed (`pip install
+trireme[profile]`) a call costs a tenth of a microsecond more than usual, and other threads are watched too; without it,
+`CallTracer` does the same at about a microsecond a call. Used by the scheduler and the frontend; the worker has torch's
+profiler.
 """
 
 import contextlib
-import gc
 import json
 import os
-import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
-SAMPLE_INTERVAL_S = 0.001
-GAP_INTERVALS = 20
-"""Calls that were on the stack before and after so long a pause are two: the process slept between them."""
+EVENT_LIMIT = 1_000_000
+"""Calls and returns in one trace at most; what comes after them is left out."""
+
+Event = tuple[int, bool, CodeType | str]
+"""Nanoseconds, whether a call begins, and what is called."""
 
 
 class Tracer(Protocol):
-    """Something that watches the main thread."""
+    """Something that watches a thread's calls."""
 
     def start(self) -> None:
-        """Watch from here on."""
+        """Watch this thread from here on."""
 
     def stop(self, path: Path) -> None:
         """Watch no more, and write what was seen."""
 
 
-class Sampler:
-    """Samples the main thread's stack on a timer of CPU time, and writes calls as slices."""
+class CallTracer:
+    """Every call, by Python's own means."""
 
     def __init__(self) -> None:
-        self._samples: list[tuple[int, list[CodeType]]] = []
-        self._handler: Any = None
+        self._events: list[Event] = []
 
     def start(self) -> None:
-        """Watch from here on."""
-        self._handler = signal.signal(signal.SIGPROF, self._sample)
-        signal.setitimer(signal.ITIMER_PROF, SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_S)
+        """Watch this thread from here on."""
+        sys.setprofile(self._note)
 
     def stop(self, path: Path) -> None:
         """Watch no more, and write what was seen."""
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, self._handler)
-        write_trace(path, slices_of(self._samples))
+        sys.setprofile(None)
+        write_trace(path, slices_of(self._events))
 
-    def _sample(self, _: int, frame: FrameType | None) -> None:
-        stack = []
-        while frame is not None:
-            stack.append(frame.f_code)
-            frame = frame.f_back
-        stack.reverse()
-        self._samples.append((time.monotonic_ns(), stack))
+    def _note(self, frame: FrameType, event: str, called: Any) -> None:
+        if len(self._events) >= EVENT_LIMIT:
+            return
+        what = getattr(called, "__qualname__", "?") if event.startswith("c_") else frame.f_code
+        self._events.append((time.perf_counter_ns(), event.endswith("call"), what))
 
 
 class EveryCall:
-    """viztracer."""
+    """Every call, by viztracer."""
 
     def __init__(self) -> None:
         from viztracer import VizTracer
 
-        self._tracer = VizTracer(verbose=0)
+        self._tracer = VizTracer(verbose=0, tracer_entries=EVENT_LIMIT // 2)
 
     def start(self) -> None:
         """Watch from here on."""
@@ -73,15 +71,16 @@ class EveryCall:
     def stop(self, path: Path) -> None:
         """Watch no more, and write what was seen."""
         self._tracer.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._tracer.save(str(path))
         self._tracer.clear()
 
 
 def new_tracer() -> Tracer:
-    """viztracer where it is installed, else the sampler."""
+    """viztracer where it is installed, else our own."""
     with contextlib.suppress(ImportError):
         return EveryCall()
-    return Sampler()
+    return CallTracer()
 
 
 @contextlib.contextmanager
@@ -91,7 +90,6 @@ def traced(path: Path | None) -> Iterator[None]:
         yield
         return
     tracer = new_tracer()
-    gc.collect()
     tracer.start()
     try:
         yield
@@ -99,43 +97,31 @@ def traced(path: Path | None) -> Iterator[None]:
         tracer.stop(path)
 
 
-def slices_of(samples: list[tuple[int, list[CodeType]]]) -> list[dict[str, Any]]:
-    """Chrome trace events of stacks sampled at nanosecond times: a slice for as long as a call stays on the stack."""
-    events: list[dict[str, Any]] = []
-    open_calls: list[tuple[CodeType, int]] = []
-    last_ns = 0
+def slices_of(events: list[Event]) -> list[dict[str, Any]]:
+    """Chrome trace events: one slice per call, in the order in which they end.
 
-    def close(depth: int, end_ns: int) -> None:
-        while len(open_calls) > depth:
-            code, start_ns = open_calls.pop()
-            events.append(_slice(code, start_ns, end_ns))
-
-    interval_ns = int(SAMPLE_INTERVAL_S * 1e9)
-    for time_ns, stack in samples:
-        slept = time_ns - last_ns > GAP_INTERVALS * interval_ns
-        shared = 0
-        if not slept:
-            while shared < min(len(stack), len(open_calls)) and stack[shared] is open_calls[shared][0]:
-                shared += 1
-        close(shared, last_ns + interval_ns if slept else time_ns)
-        open_calls += [(code, time_ns) for code in stack[shared:]]
-        last_ns = time_ns
-    close(0, last_ns + interval_ns)
-    return events
+    Calls that have not returned end with the last event; returns of calls that began before the trace are left out.
+    """
+    slices = []
+    open_calls: list[tuple[int, CodeType | str]] = []
+    for time_ns, begins, what in events:
+        if begins:
+            open_calls.append((time_ns, what))
+        elif open_calls:
+            slices.append(_slice(*open_calls.pop(), time_ns))
+    while open_calls:
+        slices.append(_slice(*open_calls.pop(), events[-1][0]))
+    return slices
 
 
-def _slice(code: CodeType, start_ns: int, end_ns: int) -> dict[str, Any]:
-    return {
-        "name": f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})",
-        "ph": "X",
-        "ts": start_ns / 1000,
-        "dur": (end_ns - start_ns) / 1000,
-        "pid": os.getpid(),
-        "tid": os.getpid(),
-    }
+def _slice(start_ns: int, what: CodeType | str, end_ns: int) -> dict[str, Any]:
+    if not isinstance(what, str):
+        what = f"{what.co_qualname} ({what.co_filename}:{what.co_firstlineno})"
+    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"name": what, "ph": "X", "pid": os.getpid(), "tid": threading.get_native_id(), **times}
 
 
 def write_trace(path: Path, events: list[dict[str, Any]]) -> None:
-    """Write events as a Chrome trace; the folder is made if need be."""
+    """Write a Chrome trace; the folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from common.config import EngineConfig
 from common.errors import ConfigError, RequestError
-from common.messages import EngineReady, EngineStats
+from common.messages import EngineReady, EngineStats, Profile
 from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend.core import Core
@@ -195,6 +195,7 @@ class Engine:
     Attributes:
         core: the requests' life cycle.
         tokenizer: the model's tokenizer.
+        order_profile: has a process of the engine traced; None where there is no supervisor.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.order_profile: Callable[[Profile], None] | None = None
         make_core = Core if recorder is None else partial(RecordedCore, recorder)
         self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")

@@ -19,6 +19,7 @@ from common import recording
 from common.child import SupervisorLink
 from common.config import EngineConfig, step_limits
 from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
+from common.profiling import StepTraces
 from common.recording import reading, recorder_for
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.state import Limits
@@ -38,6 +39,9 @@ class Link(Protocol):
 
     def ready(self, detail: str) -> None:
         """This process can serve."""
+
+    def set_state(self, state: str) -> None:
+        """This process's state has changed."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,9 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     transport.send_out(engine_ready(limits, ready))
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
     gc.freeze()  # nothing made so far is garbage; the collector need not look at it again
-    Loop(core, transport, link, clocks).run()
+    traces = StepTraces("scheduler", config.profiling, link)
+    Loop(core, transport, link, clocks, traces).run()
+    traces.stop()
 
 
 def wait_for_worker(transport: Transport, link: Link) -> WorkerReady | None:
@@ -157,13 +163,17 @@ class Loop:
         transport: the sockets.
         link: hears how far the process is.
         clocks: the process's.
+        traces: counts the plans.
     """
 
-    def __init__(self, core: SchedulerCore, transport: Transport, link: Link, clocks: Clocks) -> None:
+    def __init__(
+        self, core: SchedulerCore, transport: Transport, link: Link, clocks: Clocks, traces: StepTraces
+    ) -> None:
         self._core = core
         self._transport = transport
         self._link = link
         self._clocks = clocks
+        self._traces = traces
         self._parts = PartTimes()
         self._changed = False
         self._stats_due_s = 0.0
@@ -210,6 +220,8 @@ class Loop:
                 self._link.state = "stopping"
             elif isinstance(order, PeerFailed):
                 self._failure = order
+            else:
+                self._traces.order(order)
 
     def _take_results(self) -> None:
         for message in self._transport.results():
@@ -242,6 +254,7 @@ class Loop:
             self._parts.add_plan((planned_ns - started_ns) // 1000, (sent_ns - planned_ns) // 1000)
             self._link.progress += 1
             self._changed = True
+            self._traces.step()
 
     def _report(self) -> None:
         if not self._changed or self._clocks.monotonic() < self._stats_due_s:

@@ -135,6 +135,9 @@ class NoLink:
     def ready(self, detail: str) -> None:
         """Nobody waits for it."""
 
+    def set_state(self, state: str) -> None:
+        """Nobody wants to know."""
+
 
 def readable(link: int, data: bytes) -> object:
     """A sent message without the times that steps took."""

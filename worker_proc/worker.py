@@ -16,11 +16,13 @@ import zmq
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import PROTOCOL_VERSION, PeerFailed, StepPlan, WorkerReady, decode_for_worker
+from common.messages import PROTOCOL_VERSION, PeerFailed, Profile, StepPlan, WorkerReady, decode_for_worker
+from common.profiling import StepTraces
 from common.recording import Link, receiving, recorder_for, sending
 from common.sockets import bind_pull, connect_push, new_context
 from worker_proc.engine import Engine, load_engine
 from worker_proc.reporter import InlineReporter, ThreadReporter
+from worker_proc.tracing import TorchTracer
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class Worker:
         self._recorder = recorder_for(config, f"worker-{rank}")
         self._receive_plan = receiving(self._recorder, Link.PLANS, self._plans.recv)
         self._send_result = sending(self._recorder, Link.RESULTS, self._results.send)
+        self._traces: StepTraces | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(link.wake_fd, zmq.POLLIN)
@@ -95,9 +98,12 @@ class Worker:
 
     def _serve(self, engine: Engine, reporter: Reporter) -> None:
         try:
+            traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)
             while (plan := self._next_plan()) is not None:
                 reporter.report(engine.runner.execute(plan))
                 self._link.progress += 1
+                traces.step()
+            traces.stop()
             reporter.check()
         finally:
             reporter.close()
@@ -115,4 +121,9 @@ class Worker:
                     logger.error("dropped a message from the scheduler: %s", error)
 
     def _stop_ordered(self) -> bool:
-        return bool(self._link.take_orders())  # whatever the order, it means the end
+        """Carry out orders; whether one of them means the end, as all but those to trace do."""
+        orders = self._link.take_orders()
+        for order in orders:
+            if isinstance(order, Profile) and self._traces is not None:
+                self._traces.order(order)
+        return any(not isinstance(order, Profile) for order in orders)
