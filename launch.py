@@ -36,17 +36,15 @@ from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from
 from common.config import DEFAULT_MODEL, EngineConfig, with_changes
 from common.errors import ConfigError, EngineDeadError, StartupError, TriremeError, WireError
-from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
+from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url, is_private
 from common.messages import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
 from common.processes import Child, DeathPipe, Wakeup, raise_file_limit, seconds_since_start
-from common.profiling import TRACING
+from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
 HEARTBEAT_TIMEOUT_S = 2.0
-TRACING_TIMEOUT_S = 60.0
-"""For a process that is traced: writing a trace leaves it no time for anything else."""
 FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
@@ -373,7 +371,7 @@ def serve(arguments: argparse.Namespace) -> int:
         endpoint = config.server.client_endpoint or f"ipc://{run_dir.path}/client.sock"
         server = dataclasses.replace(config.server, client_endpoint=endpoint)
         config = with_changes(config, server=server, run_dir=str(run_dir.path))
-        if server.http and not (_is_private(server.host) or server.uds or server.api_key):
+        if server.http and not (is_private(server.host) or server.uds or server.api_key):
             logger.warning("whoever reaches %s can use this engine; --api-key protects it", server.host)
         supervisor = Supervisor(config, run_dir, wakeup, arguments.parent_pipe)
         try:
@@ -392,10 +390,6 @@ def serve(arguments: argparse.Namespace) -> int:
         finally:
             supervisor.close()
     return 0
-
-
-def _is_private(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:

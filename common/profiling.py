@@ -19,6 +19,8 @@ STEP_LIMIT = 1000
 """Steps that a trace holds at most: it is kept in memory, and nobody can look at more."""
 TRACING = "tracing"
 """The state of a process that is traced, in its heartbeats."""
+TRACING_TIMEOUT_S = 60.0
+"""How long it may miss them: writing a trace can keep the interpreter to itself for seconds."""
 
 logger = logging.getLogger(__name__)
 

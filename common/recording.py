@@ -218,9 +218,8 @@ class Recording:
         found, started_ns, config, start = _read_header(path, view)
         if found != process:
             raise RecordingError(f"{path} is a recording of {found}, wanted {process}")
-        config = dataclasses.replace(
-            config, profiling=ProfilingOptions()
-        )  # a replay neither records nor is it ordered to
+        # a replay neither records nor traces itself
+        config = dataclasses.replace(config, profiling=ProfilingOptions())
         return cls(path, process, started_ns, config, list(_read_records(path, view, start, partial)))
 
 
