@@ -80,12 +80,12 @@ class Recorder:
     """
 
     def __init__(self, path: Path, process: str, config: EngineConfig) -> None:
+        if path.exists():
+            raise ConfigError(f"--record: {path} is there already; wanted a folder without a recording")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = path.open("xb", buffering=BUFFER_BYTES)
             path.chmod(0o600)
-        except FileExistsError:
-            raise ConfigError(f"--record: {path} is there already; wanted a folder without a recording") from None
         except OSError as error:
             raise ConfigError(f"--record: cannot write {path}: {error.strerror}") from None
         server = dataclasses.replace(config.server, api_key=())
