@@ -1,11 +1,12 @@
 """A step plan under construction: rows as they are placed, and their translation into the message.
 
-Called by the planner alone. Decides nothing.
+Called by the planner and by admission. Decides nothing.
 """
 
 from array import array
 
 from common.messages import SlotInit, StepPlan
+from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.sequence import Sequence, slot_sampling
 
 
@@ -40,6 +41,13 @@ class ChunkRow:
         return self.first + self.count == self.sequence.planned_len
 
 
+def share_of(wanted: int, budget: int, others: bool) -> int:
+    """Tokens for a chunk: all that are wanted if the budget allows, else half of the budget if others want some."""
+    if wanted <= budget:
+        return wanted
+    return (budget + 1) // 2 if others else budget
+
+
 class Draft:
     """The rows of a step so far.
 
@@ -57,12 +65,25 @@ class Draft:
     """
 
     __slots__ = (
-        "budget", "chunks", "copies", "decode_block_rows", "decode_blocks", "decode_rows", "decode_slots", "ending",
-        "released", "released_host", "step_id", "swap_ins", "swap_outs",
+        "_block_size",
+        "budget",
+        "chunks",
+        "copies",
+        "decode_block_rows",
+        "decode_blocks",
+        "decode_rows",
+        "decode_slots",
+        "ending",
+        "released",
+        "released_host",
+        "step_id",
+        "swap_ins",
+        "swap_outs",
     )  # fmt: skip
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    def __init__(self, step_id: int, budget: int, block_size: int) -> None:
         self.step_id = step_id
+        self._block_size = block_size
         self.budget = budget
         self.decode_rows: list[Sequence] = []
         self.decode_slots: list[int] = []
@@ -80,6 +101,23 @@ class Draft:
     def is_empty(self) -> bool:
         """Whether there is nothing to do: a step may also swap only, when nobody can run before it has."""
         return not (self.decode_rows or self.chunks or self.swap_outs)
+
+    def place(self, row: ChunkRow) -> None:
+        """Add a chunk row; its sequence is no victim in this step any more."""
+        row.sequence.last_step = self.step_id
+        self.chunks.append(row)
+
+    def extend(self, row: ChunkRow, count: int, pool: BlockPool) -> None:
+        """`count` more tokens for a chunk row, with the blocks for them; the caller has checked both limits."""
+        sequence = row.sequence
+        row.count += count
+        sequence.computed_count = row.first + row.count
+        needed = -(-sequence.computed_count // self._block_size) - len(sequence.blocks)
+        new = pool.allocate_many(needed)
+        sequence.add_blocks(new, self._block_size)
+        if row.blocks is not None:
+            row.blocks += new
+        self.budget -= count
 
     def to_plan(self, cleared_slots: list[int]) -> StepPlan:
         """The message; `Sequence.planned_len` must not have been raised for the chunks yet."""

@@ -21,9 +21,9 @@ from common.config import EngineConfig, step_limits
 from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
 from common.profiling import StepTraces
 from common.recording import reading, recorder_for
-from scheduler_proc.core import SchedulerCore
+from scheduler_proc.core import ForFrontend, SchedulerCore
 from scheduler_proc.state import Limits
-from scheduler_proc.transport import Message, SocketTransport, Transport
+from scheduler_proc.transport import SocketTransport, Transport
 
 STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
@@ -75,6 +75,8 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     if ready is None:
         return
     limits = limits_of(config, ready)
+    if limits.preemption != "recompute" and not limits.host_block_count:
+        logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
     core = SchedulerCore(limits, clocks.wall)
     transport.send_out(engine_ready(limits, ready))
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
@@ -88,8 +90,7 @@ def wait_for_worker(transport: Transport, link: Link) -> WorkerReady | None:
     """The worker's first message; None if the supervisor ends the run before."""
     link.state = "waiting for the worker"
     while True:
-        transport.wait(None)
-        if transport.orders():
+        if transport.wait(None) and transport.orders():
             return None
         for message in transport.results():
             if isinstance(message, WorkerReady):
@@ -175,6 +176,7 @@ class Loop:
         self._clocks = clocks
         self._traces = traces
         self._parts = PartTimes()
+        self._outbox: list[ForFrontend] = []
         self._changed = False
         self._stats_due_s = 0.0
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
@@ -183,13 +185,13 @@ class Loop:
     def run(self) -> None:
         """Until an order ends it and every request has its terminal message."""
         while not self._is_over():
-            self._transport.wait(self._timeout_ms())
-            self._take_orders()
+            if self._transport.wait(self._timeout_ms()):
+                self._take_orders()
             self._take_results()
             self._take_requests()
-            for message in self._core.tick():
-                self._send(message)
+            self._outbox += self._core.tick()
             self._plan()
+            self._send_outbox()
             self._report()
         self._end_rest()
 
@@ -228,8 +230,7 @@ class Loop:
             if isinstance(message, StepResult):
                 self._changed = True
                 self._parts.add_result(message.parts_us)
-                for out in self._core.handle_result(message):
-                    self._send(out)
+                self._outbox += self._core.handle_result(message)
 
     def _take_requests(self) -> None:
         for message in self._transport.requests(REQUESTS_PER_PASS):
@@ -237,10 +238,9 @@ class Loop:
             self._changed = True
             if self._stop_at_s is not None and isinstance(message, AddRequest):
                 text = "the engine is shutting down"
-                self._send(RequestFailed(message.request_id, "shutting_down", text, status=503))
-                continue
-            for out in self._core.handle(message):
-                self._send(out)
+                self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
+            else:
+                self._outbox += self._core.handle(message)
 
     def _plan(self) -> None:
         while True:
@@ -275,13 +275,15 @@ class Loop:
     def _end_rest(self) -> None:
         """A terminal message for whoever is still waiting for one."""
         if self._failure is None:
-            failures = self._core.fail_all("shutting_down", "the engine is shutting down")
+            self._outbox += self._core.fail_all("shutting_down", "the engine is shutting down")
         else:
             text = f"{self._failure.process} failed: {self._failure.message}"
-            failures = self._core.fail_all("engine_dead", text)
-        for message in failures:
-            self._send(message)
+            self._outbox += self._core.fail_all("engine_dead", text)
+        self._send_outbox()
 
-    def _send(self, message: Message) -> None:
-        self._changed = True
-        self._transport.send_out(message)
+    def _send_outbox(self) -> None:
+        """The frontend hears after the worker has its next plan."""
+        for message in self._outbox:
+            self._changed = True
+            self._transport.send_out(message)
+        self._outbox.clear()

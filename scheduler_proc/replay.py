@@ -89,13 +89,14 @@ class RecordedTransport:
             self._last_readings[clock] = readings.popleft()
         return self._last_readings[clock]
 
-    def wait(self, timeout_ms: int | None) -> None:
+    def wait(self, timeout_ms: int | None) -> bool:
         """The next turn; raises EndOfRecording after the last."""
         self.steps.stop()
         if not self._turns:
             raise EndOfRecording
         self._turn = self._turns.popleft()
         self.steps.start()
+        return Link.ORDERS in self._turn.messages
 
     def orders(self) -> Sequence[ForChild]:
         """The turn's orders."""

@@ -118,6 +118,11 @@ class Sequence:
         """Known tokens whose K/V is not planned: 0 or 1 while decoding, more before."""
         return self.planned_len - self.computed_count
 
+    def add_blocks(self, blocks: list[int], block_size: int) -> None:
+        """Append to the block table."""
+        self.blocks += blocks
+        self.capacity = len(self.blocks) * block_size
+
     def expect_block(self, block_size: int) -> None:
         """Set `next_event_len`: a block is indexed when the token after it is known, for then it is computed."""
         next_block_end = (len(self.tokens) - 1) // block_size * block_size + block_size

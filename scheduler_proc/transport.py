@@ -39,8 +39,8 @@ class Message(Protocol):
 class Transport(Protocol):
     """The other processes, as the loop sees them."""
 
-    def wait(self, timeout_ms: int | None) -> None:
-        """Until something can be read, or the timeout; None waits for ever."""
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
 
     def orders(self) -> Sequence[ForChild]:
         """What the supervisor has ordered since the last call."""
@@ -87,11 +87,12 @@ class SocketTransport:
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
         self._dropped: dict[str, int] = {}
 
-    def wait(self, timeout_ms: int | None) -> None:
-        """Until something can be read, or the timeout; None waits for ever."""
-        self._poller.poll(timeout_ms)
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
+        ordered = any(source == self._link.wake_fd for source, _ in self._poller.poll(timeout_ms))
         if self._recorder is not None:
             self._recorder.received(Link.TURN)
+        return ordered
 
     def orders(self) -> Sequence[ForChild]:
         """What the supervisor has ordered since the last call."""

@@ -85,8 +85,12 @@ EXAMPLES = {
         ),
         m.StepResult(step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1])),
     ],
-    m.decode_for_supervisor: [m.Heartbeat("worker-0", "serving", 12), m.Ready("frontend", "x"), m.Failed("a", "b")]
-    + [m.Profile("worker", 50)],
+    m.decode_for_supervisor: [
+        m.Heartbeat("worker-0", "serving", 12),
+        m.Ready("frontend", "x"),
+        m.Failed("a", "b"),
+        m.Profile("worker", 50),
+    ],
     m.decode_for_child: [m.Stop(1000), m.PeerFailed("worker-0", "killed by signal 9"), m.Profile("worker", 50)],
 }
 CASES = [(decode, message) for decode, messages in EXAMPLES.items() for message in messages]

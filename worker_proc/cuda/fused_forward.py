@@ -169,7 +169,7 @@ class FusedForward:
         options = {
             "scale": attention.scale,
             "sliding_window": attention.sliding_window or 0,
-            "decode_row_count": None if bucket.kind in (DECODE, CHUNK) else counts[1:2],
+            "decode_row_count": counts[1:2],
             "pdl": output.device.type == "cuda",
         }
         if bucket.kind != CHUNK:
@@ -247,7 +247,8 @@ class FusedForward:
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         is_large = bucket.tokens >= prefill.SPECIALISED_TOKENS
         is_specialised = is_large and has_hopper_kernel(self.model, sliding_window)
-        return prefill.launch_plan(bucket.tokens, _row_class(bucket.rows), *sizes, specialised=is_specialised)
+        rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
+        return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised)
 
 
 def _head_norms(attention: LlamaAttention) -> dict[str, Any]:
@@ -261,7 +262,7 @@ def _head_norms(attention: LlamaAttention) -> dict[str, Any]:
 
 def _row_class(rows: int) -> int:
     """What a kernel's tile of rows is rounded up to: few sizes, since each is compiled by itself."""
-    return next(size for size in (8, 64, 256, decode.MAX_ROWS) if size >= rows)
+    return next(size for size in (64, 256, decode.MAX_ROWS) if size >= rows)
 
 
 def rope_table(model: LlamaForCausalLM, max_positions: int) -> torch.Tensor:

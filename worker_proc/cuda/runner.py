@@ -41,6 +41,9 @@ class CudaRunner:
         slots: made for `limits` and the cache's block size.
         vocabulary: ids from here on are never sampled.
         eager: run every step without a graph.
+
+    Attributes:
+        pads_steps: whether a step is padded to its bucket, as a graph needs it.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class CudaRunner:
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
         )  # fmt: skip
+        self.pads_steps = self.program.uses_graphs
         self._lanes = Lanes(limits.max_num_seqs, slots.device)
 
     @torch.inference_mode()
@@ -101,7 +105,7 @@ class CudaRunner:
         return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
 
     def _bucket(self, decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
-        if not self.program.uses_graphs:
+        if not self.pads_steps:
             return exact_bucket(decode_rows, chunk_rows, token_count)
         limits = self._limits
         return bucket_of(
