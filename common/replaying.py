@@ -40,7 +40,7 @@ class Difference:
 
 
 class Comparison:
-    """Holds outputs against the recorded ones, link by link, in order.
+    """Holds outputs against the recorded ones, link by link, in order, once all have come: it takes no step's time.
 
     Args:
         records: the recording's.
@@ -53,6 +53,7 @@ class Comparison:
             if record.direction == Direction.OUT:
                 self._wanted.setdefault(record.link, deque()).append(record.data)
         self._readable = readable
+        self._sent: list[tuple[int, bytes]] = []
         self._counts: dict[int, int] = {}
         self.equal_count = 0
         self.different_count = 0
@@ -60,6 +61,17 @@ class Comparison:
 
     def sent(self, link: int, data: bytes) -> None:
         """An output of the replay."""
+        self._sent.append((link, data))
+
+    def finish(self) -> None:
+        """Compare; what was recorded and did not come is a difference too."""
+        for link, data in self._sent:
+            self._compare(link, data)
+        for link, wanted in self._wanted.items():
+            for number, expected in enumerate(wanted, self._counts.get(link, 0) + 1):
+                self._differ(link, number, expected, None)
+
+    def _compare(self, link: int, data: bytes) -> None:
         number = self._counts[link] = self._counts.get(link, 0) + 1
         wanted = self._wanted.get(link)
         expected = wanted.popleft() if wanted else None
@@ -67,13 +79,6 @@ class Comparison:
             self.equal_count += 1
         else:
             self._differ(link, number, expected, data)
-
-    def finish(self) -> None:
-        """What was recorded and did not come."""
-        for link, wanted in self._wanted.items():
-            for number, expected in enumerate(wanted, self._counts.get(link, 0) + 1):
-                self._differ(link, number, expected, None)
-            wanted.clear()
 
     def _differ(self, link: int, number: int, wanted: bytes | None, got: bytes | None) -> None:
         self.different_count += 1
@@ -90,6 +95,7 @@ class Outcome:
 
     Attributes:
         received_count: messages that went in.
+        cpu_s: seconds of the main thread's CPU time: on a busy machine steadier than the steps' times.
         step_ns: how long each step took; a step is what the process does at once.
         step_name: what a step is, for the reader.
         figures: more for the last line.
@@ -97,6 +103,7 @@ class Outcome:
 
     comparison: Comparison
     received_count: int
+    cpu_s: float
     step_ns: Sequence[int]
     step_name: str
     figures: dict[str, Any]
@@ -111,7 +118,7 @@ class Outcome:
         if comparison.first is not None:
             print("first difference:", comparison.first)
         rate = self.received_count / seconds if seconds else 0.0
-        print(f"{seconds:.3f} s of work for {span_s:.3f} s recorded: {rate:,.0f} messages/s")
+        print(f"{seconds:.3f} s ({self.cpu_s:.3f} s of CPU) for {span_s:.3f} s recorded: {rate:,.0f} messages/s")
         print(f"{len(self.step_ns)} x {self.step_name}, us: " + ", ".join(f"{k} {v:.1f}" for k, v in quantiles.items()))
         summary = {
             "process": recording.process,
@@ -119,6 +126,7 @@ class Outcome:
             "equal": comparison.equal_count,
             "different": comparison.different_count,
             "seconds": round(seconds, 6),
+            "cpu_seconds": round(self.cpu_s, 6),
             "recorded_seconds": round(span_s, 6),
             "messages_per_s": round(rate, 1),
             "step": self.step_name,

@@ -28,7 +28,7 @@ from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend.core import Core
 from frontend.events import Delta, Final
-from frontend.recording import RecordedCore
+from frontend.recording import RecordedCore, RecorderLog
 from frontend.request import Request
 from frontend.tokenizer import Tokenizer
 
@@ -208,7 +208,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.order_profile: Callable[[Profile], None] | None = None
-        make_core = Core if recorder is None else partial(RecordedCore, recorder)
+        make_core = Core if recorder is None else partial(RecordedCore, RecorderLog(recorder))
         self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         if config.log.enable_log_requests:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from common.client_messages import Delta
 from common.errors import RequestError, WireError
-from common.recording import Link
+from common.recording import Link, Recorder
 from common.sampling_params import SamplingParams
 from common.wire import FieldReader, array_bytes, pack, unpack
 from frontend.core import Core
@@ -26,20 +26,35 @@ DELTA, FINAL, FAILED, REFUSED = range(4)
 
 
 class Log(Protocol):
-    """Takes records: a Recorder, or the replay's comparison."""
+    """Takes what the core is told and tells; the first field is the kind."""
 
-    def received(self, link: int, data: bytes) -> None:
-        """A call."""
+    def call(self, *fields: Any) -> None:
+        """The core is called."""
 
-    def sent(self, link: int, data: bytes) -> None:
-        """An event."""
+    def event(self, *fields: Any) -> None:
+        """The core has something for a client."""
+
+
+class RecorderLog:
+    """Has it recorded."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def call(self, *fields: Any) -> None:
+        """The core is called."""
+        self._recorder.received(Link.CALLS, pack(fields))
+
+    def event(self, *fields: Any) -> None:
+        """The core has something for a client."""
+        self._recorder.sent(Link.EVENTS, pack(fields))
 
 
 class RecordedSink:
     """Records a request's events on their way to who asked.
 
     Args:
-        log: takes the records.
+        log: takes what is to be recorded.
         sink: takes the events.
     """
 
@@ -78,7 +93,7 @@ class RecordedSink:
         self._sink.on_failed(error)
 
     def _record(self, kind: int, *fields: Any) -> None:
-        self._log.sent(Link.EVENTS, pack([kind, self.request_id, *fields]))
+        self._log.event(kind, self.request_id, *fields)
 
 
 def _lists(entries: Any) -> Any:
@@ -89,7 +104,7 @@ class RecordedCore(Core):
     """A core whose calls and events are recorded.
 
     Args:
-        log: takes the records.
+        log: takes what is to be recorded.
         arguments: Core's.
     """
 
@@ -109,38 +124,35 @@ class RecordedCore(Core):
         """As Core's; raises RequestError."""
         timings = timings or self.arrival()
         arrival = [timings.arrived_at_s, timings.arrived_s]
-        self._call(SUBMIT, array_bytes(prompt_token_ids), params.to_wire(), options, arrival)
+        self._log.call(SUBMIT, array_bytes(prompt_token_ids), params.to_wire(), options, arrival)
         recorded = RecordedSink(self._log, sink)
         try:
             request = super().submit(prompt_token_ids, params, recorded, timings=timings, **options)
         except RequestError as error:
-            self._log.sent(Link.EVENTS, pack([REFUSED, -1, error.code, str(error)]))
+            self._log.event(REFUSED, -1, error.code, str(error))
             raise
         recorded.request_id = request.request_id
         return request
 
     def abort(self, request_id: int) -> None:
         """As Core's."""
-        self._call(ABORT, request_id)
+        self._log.call(ABORT, request_id)
         super().abort(request_id)
 
     def drain(self) -> None:
         """As Core's."""
-        self._call(DRAIN)
+        self._log.call(DRAIN)
         super().drain()
 
     def fail_all(self, message: str, *, code: str = "engine_dead", dead: bool = True) -> None:
         """As Core's."""
-        self._call(FAIL_ALL, message, code, dead)
+        self._log.call(FAIL_ALL, message, code, dead)
         super().fail_all(message, code=code, dead=dead)
 
     def flush_cache(self) -> None:
         """As Core's."""
-        self._call(FLUSH)
+        self._log.call(FLUSH)
         super().flush_cache()
-
-    def _call(self, kind: int, *fields: Any) -> None:
-        self._log.received(Link.CALLS, pack([kind, *fields]))
 
 
 class DroppedEvents:

@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from common import replaying
 from common.config import EngineConfig
@@ -17,7 +18,7 @@ from common.messages import TokensOut, decode_for_frontend, decode_for_scheduler
 from common.recording import Direction, Link, Record, Recording
 from common.replaying import Comparison, Outcome
 from common.tracing import traced
-from common.wire import unpack
+from common.wire import pack, unpack
 from frontend.core import Core
 from frontend.recording import RecordedCore, repeat_call
 from frontend.tokenizer import Tokenizer
@@ -42,6 +43,7 @@ class Replay:
         self.token_count = 0
         self._inputs = [r for r in recording.records if r.direction == Direction.IN]
         self._now_s = 0.0
+        self._events: list[tuple[Any, ...]] = []
         self._core = self._make_core(recording.config)
 
     def _make_core(self, config: EngineConfig) -> Core:
@@ -56,12 +58,18 @@ class Replay:
             wall_clock=lambda: self._now_s,
         )
 
-    def received(self, link: int, data: bytes) -> None:
+    def call(self, *fields: Any) -> None:
         """The core has been called; it was us."""
 
-    def sent(self, link: int, data: bytes) -> None:
+    def event(self, *fields: Any) -> None:
         """The core has given an event."""
-        self.comparison.sent(link, data)
+        self._events.append(fields)
+
+    def finish(self) -> None:
+        """Compare what came out."""
+        for fields in self._events:
+            self.comparison.sent(Link.EVENTS, pack(fields))
+        self.comparison.finish()
 
     def run(self) -> None:
         """All inputs.
@@ -96,18 +104,16 @@ def replay(recording: Recording, arguments: Namespace) -> Outcome:
     """
     work = Replay(recording)
     try:
+        started_s = time.thread_time()
         with traced(arguments.profile):
             work.run()
+        cpu_s = time.thread_time() - started_s
     except WireError as error:
         raise RecordingError(f"{recording.path}: {error}") from None
-    work.comparison.finish()
-    seconds = sum(work.step_ns) / 1e9
-    figures = {
-        "tokens": work.token_count,
-        "tokens_per_s": round(work.token_count / seconds, 1) if seconds else 0.0,
-        "us_per_token": round(seconds * 1e6 / work.token_count, 2) if work.token_count else 0.0,
-    }
-    return Outcome(work.comparison, len(work.step_ns), work.step_ns, "message", figures)
+    work.finish()
+    us_per_token = cpu_s * 1e6 / work.token_count if work.token_count else 0.0
+    figures = {"tokens": work.token_count, "cpu_us_per_token": round(us_per_token, 2)}
+    return Outcome(work.comparison, len(work.step_ns), cpu_s, work.step_ns, "message", figures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

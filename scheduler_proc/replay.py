@@ -6,6 +6,7 @@ byte; in EngineStats the times that steps took are left out of the comparison.
 """
 
 import sys
+import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -157,17 +158,20 @@ def replay(recording: Recording, arguments: Namespace) -> Outcome:
     comparison = Comparison(recording.records, readable)
     transport = RecordedTransport(recording, comparison)
     clocks = Clocks(partial(transport.now, Link.WALL_CLOCK), partial(transport.now, Link.MONOTONIC_CLOCK))
+    started_s = time.thread_time()
     with traced(arguments.profile):
         try:
             serve(recording.config, transport, NoLink(), clocks)
         except EndOfRecording:
-            pass
+            pass  # the recording of a process that was killed
         except WireError as error:
             raise RecordingError(f"{recording.path}: {error}") from None
     transport.steps.stop()
+    cpu_s = time.thread_time() - started_s
     comparison.finish()
     plans = sum(record.link == Link.PLANS for record in recording.records)
-    return Outcome(comparison, transport.received_count, transport.steps.step_ns, "turn", {"plans": plans})
+    figures = {"plans": plans}
+    return Outcome(comparison, transport.received_count, cpu_s, transport.steps.step_ns, "turn", figures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -106,15 +106,17 @@ def replay(recording: Recording, arguments: Namespace) -> Outcome:
     from worker_proc.tracing import traced
 
     work = Replay(recording, arguments.rank)
+    started_s = time.thread_time()
     with traced(arguments.profile):
         work.run()
+    cpu_s = time.thread_time() - started_s
     work.comparison.finish()
     parts = {
         name: quantiles_us([part_us * 1000 for part_us in column])
         for name, column in zip(WORKER_PARTS, zip(*work.parts_us, strict=True), strict=False)
         if name != "report"
     }
-    return Outcome(work.comparison, len(work.step_ns), work.step_ns, "step", {"parts_us": parts})
+    return Outcome(work.comparison, len(work.step_ns), cpu_s, work.step_ns, "step", {"parts_us": parts})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -46,7 +46,7 @@ def test_what_does_not_come_is_a_difference():
 
 def test_the_report_ends_with_one_line_of_json(capsys):
     recording = Recording(Path("x.rec"), "scheduler", 0, EngineConfig(), RECORDS)
-    assert Outcome(compared((Link.OUTPUTS, b"b1")), 1, [1000, 3000], "turn", {"plans": 2}).report(recording) == 1
+    assert Outcome(compared((Link.OUTPUTS, b"b1")), 1, 0.5, [1000, 3000], "turn", {"plans": 2}).report(recording) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:4] == ["first difference: message 1 on plans", "  recorded: b'a'", "  replayed: None"]
     summary = json.loads(lines[-1])
@@ -55,7 +55,7 @@ def test_the_report_ends_with_one_line_of_json(capsys):
     assert summary["step_us"] == {"p50": 3.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
     assert summary["recorded_seconds"] == 0.003
     all_equal = compared((Link.OUTPUTS, b"b1"), (Link.PLANS, b"a1"), (Link.PLANS, b"c1"))
-    assert Outcome(all_equal, 1, [], "turn", {}).report(recording) == 0
+    assert Outcome(all_equal, 1, 0.5, [], "turn", {}).report(recording) == 0
 
 
 def test_quantiles():
