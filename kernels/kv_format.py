@@ -8,8 +8,8 @@ For the vector x of one token and one K/V head, in float32:
     x'      = q * scale,  zeros where the scale is 0
 
 The scale is rounded to float16 before it divides, so what is read back errs by half a step of the stored scale. A scale
-below float16's range becomes its smallest number, 2^-24, and one above becomes its largest: vectors whose largest element
-is under 1e-5 lose precision, and elements over 8e6 (int8) or 2.9e7 (fp8) are cut off there. x holds no NaN.
+below float16's range becomes its smallest number, 2^-24, and one above becomes its largest: vectors whose largest
+element is under 1e-5 lose precision, and elements over 8e6 (int8) or 2.9e7 (fp8) are cut off there. x holds no NaN.
 
 Scales lie beside the blocks: `[block, kv_head, position]` float16, for K and for V. At head_dim d a vector takes d + 2
 bytes instead of 2 d: 130/256 of bfloat16 at d = 128.

@@ -41,11 +41,9 @@ def quantised(x, FORMAT: tl.constexpr):
     return stored, scale
 
 
-def check_scales(
-    cache: torch.Tensor, key_scales: torch.Tensor | None, value_scales: torch.Tensor | None
-) -> None:
+def check_scales(cache: torch.Tensor, **named_scales: torch.Tensor | None) -> None:
     """Scales stand beside a quantised cache and beside no other; ValueError names what differs."""
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+    for name, scales in named_scales.items():
         if cache.dtype not in TOPS:
             if scales is not None:
                 raise ValueError(f"{name}: wanted None beside a cache of {cache.dtype}, got {list(scales.shape)}")

@@ -36,7 +36,7 @@ def by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def hard_vectors() -> torch.Tensor:
-    """Rows of normal values over all magnitudes, zeros, single elements, halves, and what float16 scales cannot hold."""
+    """Rows of all magnitudes, zeros, single elements, halves, and what float16 scales cannot hold."""
     generator = torch.Generator().manual_seed(4)
     rows = torch.randn(ROWS, DIM, generator=generator)
     rows *= torch.tensor([1e-9, 1e-7, 1e-6, 1e-5, 1e-3, 1, 1, 30, 1e3, 1e5, 1e7, 1e9, 1, 1, 1, 1])[:, None]
@@ -117,13 +117,13 @@ def test_bytes_of_a_vector():
 
 def test_scales_stand_beside_quantised_caches_only():
     cache, scales = torch.zeros(3, 2, 4, 8, dtype=torch.int8), torch.zeros(3, 2, 4, dtype=torch.float16)
-    check_scales(cache, scales, scales)
-    check_scales(cache.float(), None, None)
+    check_scales(cache, key_scales=scales, value_scales=scales)
+    check_scales(cache.float(), key_scales=None, value_scales=None)
     with pytest.raises(ValueError, match=r"value_scales: wanted scales beside a cache of torch\.int8, got None"):
-        check_scales(cache, scales, None)
+        check_scales(cache, key_scales=scales, value_scales=None)
     with pytest.raises(ValueError, match=r"key_scales: wanted None beside a cache of torch\.float32"):
-        check_scales(cache.float(), scales, scales)
+        check_scales(cache.float(), key_scales=scales, value_scales=scales)
     with pytest.raises(ValueError, match=r"key_scales: wanted shape \[3, 2, 4\]"):
-        check_scales(cache, scales[:1], scales)
+        check_scales(cache, key_scales=scales[:1], value_scales=scales)
     with pytest.raises(ValueError, match="contiguous"):
-        check_scales(cache, scales.transpose(0, 1).contiguous().transpose(0, 1), scales)
+        check_scales(cache, key_scales=scales.transpose(0, 1).contiguous().transpose(0, 1), value_scales=scales)
