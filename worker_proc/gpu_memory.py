@@ -54,7 +54,8 @@ def _run_largest_step(parts: "RunnerParts", wanted: int) -> tuple[int, int]:
     torch.cuda.reset_peak_memory_stats(device)
     allocated = torch.cuda.memory_allocated(device)
     runner.execute(largest_step(lengths, block_size)).result()
-    hidden = torch.zeros(limits.max_num_seqs, parts.model.config.hidden_size, dtype=parts.specs[0].dtype, device=device)
+    dtype = parts.model.model.norm.weight.dtype
+    hidden = torch.zeros(limits.max_num_seqs, parts.model.config.hidden_size, dtype=dtype, device=device)
     with torch.inference_mode():
         parts.model.compute_logits(hidden)
     peak = torch.cuda.max_memory_allocated(device)
