@@ -39,7 +39,7 @@ from common.errors import ConfigError, EngineDeadError, StartupError, TriremeErr
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
 from common.messages import Failed, PeerFailed, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
-from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
+from common.processes import Child, DeathPipe, Wakeup, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
@@ -221,6 +221,10 @@ class Supervisor:
         options = self.config.model
         revision = ("--revision", options.revision) if options.revision else ()
         model_dir = self._local_folder("--model", options.model, *revision)
+        if not os.access(Path(model_dir) / "config.json", os.R_OK):
+            raise ConfigError(
+                f"--model {options.model}: no readable config.json in {model_dir}, so it is no model folder"
+            )
         if not options.tokenizer:
             return model_dir, model_dir
         return model_dir, self._local_folder("--tokenizer", options.tokenizer, "--tokenizer-only")
@@ -356,6 +360,7 @@ def serve(arguments: argparse.Namespace) -> int:
         config = with_changes(config, server=dataclasses.replace(config.server, http=False))
     log.set_up("supervisor", config.log.log_level, config.log.log_format)
     wakeup = Wakeup()
+    raise_file_limit()
     with RunDir() as run_dir:
         endpoint = config.server.client_endpoint or f"ipc://{run_dir.path}/client.sock"
         server = dataclasses.replace(config.server, client_endpoint=endpoint)

@@ -8,15 +8,18 @@ Each part (linear layers, attention, norms, rotation, lm_head) is timed alone ov
 shapes; `other` is the rest of the step: additions, views and Python. The last line is one JSON object.
 """
 
+# ruff: noqa: E402 - one call comes before torch is imported
+
 import argparse
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the worker does, see worker_proc/main.py
+from worker_proc.main import limit_spinning
+
+limit_spinning()  # before torch is imported, as in the worker
 
 import torch
 

@@ -6,8 +6,10 @@ and its last token. An engine that is not installed raises ImportError with the 
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from benchmarks.stand_in import write_stand_in_tokenizer
 from benchmarks.workloads import Workload
 from common.messages import STEP_PARTS
 
@@ -61,6 +63,7 @@ class TriremeEngine:
         from frontend import LLM
 
         self.options = options
+        write_stand_in_tokenizer(Path(model))
         self._llm = LLM(model, prefix_cache="off", **options)
         self._figures: dict[str, int] = {}
 
@@ -69,7 +72,10 @@ class TriremeEngine:
         from frontend import SamplingParams
 
         prompts, output_lens = workload
-        params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count) for count in output_lens]
+        params = [
+            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count, detokenize=False)
+            for count in output_lens
+        ]
         submitted_s = time.time()
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
         timings = []
@@ -178,7 +184,10 @@ class VllmEngine:
         from vllm import SamplingParams
 
         prompts, output_lens = workload
-        params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count) for count in output_lens]
+        params = [
+            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count, detokenize=False)
+            for count in output_lens
+        ]
         submitted_s = time.time()
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         ended_s = time.time()

@@ -5,6 +5,7 @@ scheduler reports a step. By default a sample's output is its prompt over and ov
 """
 
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class FakeScheduler(threading.Thread):
         config: names the sockets.
         script: what each sample says.
         limits: what EngineReady announces.
+        step_interval_s: time from one step to the next; 0 steps as fast as it can.
 
     Attributes:
         gate: steps are taken only while it is set; messages are read all the time.
@@ -58,7 +60,9 @@ class FakeScheduler(threading.Thread):
         refusal: answers every request instead of running it, if set.
     """
 
-    def __init__(self, config: EngineConfig, script: Script = echo, limits: EngineReady = LIMITS) -> None:
+    def __init__(
+        self, config: EngineConfig, script: Script = echo, limits: EngineReady = LIMITS, step_interval_s: float = 0.0
+    ) -> None:
         super().__init__(name="fake-scheduler", daemon=True)
         self.gate = threading.Event()
         self.gate.set()
@@ -69,6 +73,7 @@ class FakeScheduler(threading.Thread):
         self._config = config
         self._script = script
         self._limits = limits
+        self._step_interval_s = step_interval_s
         self._live: dict[int, list[_Sample]] = {}
         self._closing = False
         self.start()
@@ -94,12 +99,15 @@ class FakeScheduler(threading.Thread):
         requests = bind_pull(context, self._config.endpoint("requests"))
         outputs = connect_push(context, self._config.endpoint("outputs"))
         outputs.send(self._limits.to_wire())
+        next_step_s = time.monotonic()
         while not self._closing:
             busy = bool(self._live) and self.gate.is_set()
-            if requests.poll(0 if busy else 10):
+            wait_s = max(0.0, next_step_s - time.monotonic()) if busy else 0.01
+            if requests.poll(wait_s * 1000):
                 self._read(requests, outputs)
-            if self._live and self.gate.is_set():
+            elif busy:
                 outputs.send(self._step().to_wire())
+                next_step_s = max(next_step_s, time.monotonic() - self._step_interval_s) + self._step_interval_s
         outputs.close()
         requests.close()
         context.term()

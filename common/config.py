@@ -266,6 +266,8 @@ def check(config: EngineConfig) -> None:
             f"--max-num-batched-tokens is {scheduler.max_num_batched_tokens}, less than --block-size, which is "
             f"{cache.block_size}: a step should hold at least a block"
         )
+    if scheduler.preemption == "swap" and not cache.swap_space_bytes:
+        raise ConfigError("--preemption is swap, but --swap-space-bytes is 0: there is nowhere to swap to")
     if scheduler.max_num_queued_tokens < 0 or scheduler.target_itl_ms < 0:
         raise ConfigError("--max-num-queued-tokens and --target-itl-ms cannot be negative; 0 sets no limit")
     if scheduler.max_num_queued_reqs < 1:

@@ -6,6 +6,7 @@ in `common.child`.
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from common.child import DEATH_PIPE_VARIABLE
 
+FILE_LIMIT = 65_536
 _TAIL_LIMIT_BYTES = 16384
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -169,6 +171,14 @@ def seconds_since_start() -> float:
     except (OSError, ValueError, IndexError):
         return time.process_time()  # no /proc: the time we computed is the best there is
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def raise_file_limit() -> None:
+    """Let this process and its children open as many files as they may: every client connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILE_LIMIT if hard == resource.RLIM_INFINITY else min(hard, FILE_LIMIT)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def last_error_line(text: str) -> str:

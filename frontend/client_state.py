@@ -82,6 +82,8 @@ class ClientState:
                 if inbox := self._live.get(request_id):
                     inbox.put(delta)
             return
+        if isinstance(message, wire.Pong) and not message.request_id:
+            return  # the engine only looks whether we are there
         request_id = HELLO_ID if isinstance(message, wire.Welcome) else message.request_id
         inbox = self._live.pop(request_id, None)
         if inbox is not None:

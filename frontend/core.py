@@ -308,10 +308,14 @@ class Core:
         request.mark_token(now)
         if sample.finish_reason is not None:
             request.stopped_early = True
-        if request.stream:
-            self._emit(request, sample, text, (token_id,))
-        if sample.finish_reason is not None:
+            if request.stream:
+                self._emit(request, sample, text, (token_id,))
             self._sample_ended(request)
+        elif request.stream:
+            if self._stream_interval == 1:
+                request.sink.on_token(sample.index, text, token_id)
+            else:
+                self._emit(request, sample, text, (token_id,))
 
     def _takerows_of(self, out: TokensOut, now: float) -> None:
         for row in rows_of(out):

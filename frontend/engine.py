@@ -143,6 +143,16 @@ class RequestStream:
 
     # -- called by the core --------------------------------------------------------------------------------------------
 
+    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+        """One more token of a sample."""
+        waiting = self._waiting.get(sample_index)
+        if waiting is None:
+            self._waiting[sample_index] = Delta(sample_index, text, array("i", (token_id,)))
+        else:
+            waiting.text += text
+            waiting.token_ids.append(token_id)
+        self._awake()
+
     def on_delta(self, delta: Delta) -> None:
         """New output of a sample."""
         waiting = self._waiting.get(delta.sample_index)

@@ -65,8 +65,12 @@ class Final:
 class Sink(Protocol):
     """Who takes a request's events. Called from the event loop; must neither block nor call back into the core.
 
-    `on_delta` comes only for requests that stream; `on_final` or `on_failed` comes exactly once, as the last call.
+    `on_token` and `on_delta` come only for requests that stream; `on_final` or `on_failed` comes exactly once, as the
+    last call.
     """
+
+    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+        """One more token and nothing else: the common case, without the cost of a Delta."""
 
     def on_delta(self, delta: Delta) -> None:
         """New output."""

@@ -26,7 +26,7 @@ from typing import Any
 from common import client_messages as wire
 from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
-from common.errors import ConfigError, StartupError
+from common.errors import ConfigError, EngineDeadError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
 from frontend.client_state import Params, chat_options
@@ -138,6 +138,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[SamplingParams] = None,
+        *,
+        use_tqdm: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
         """Continue each prompt; all of them run together.
@@ -145,6 +147,7 @@ class LLM:
         Args:
             prompts: one or many: texts, lists of token ids, or maps with `prompt_token_ids`.
             sampling_params: one for all, one for each, or None for the model's defaults.
+            use_tqdm: taken for the sake of programs written for vLLM; there is no progress bar.
             options: as `Client.submit` has them: `priority`, `timeout_s`, `cache_salt`, ...
 
         Returns:
@@ -154,6 +157,7 @@ class LLM:
             RequestError: a request was refused or failed; the others are aborted.
             EngineDeadError: the engine is gone.
         """
+        self._check_alive()
         many = _as_many(prompts)
         finals = self.client.generate_batch([_plain(prompt) for prompt in many], sampling_params, **options)
         return [_output(final, prompt, number) for number, (final, prompt) in enumerate(zip(finals, many, strict=True))]
@@ -166,6 +170,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        use_tqdm: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or many.
@@ -176,8 +181,10 @@ class LLM:
             tools: JSON descriptions of functions, for the chat template.
             chat_template_kwargs: further variables of the chat template.
             continue_final_message: go on with the last message instead of answering it.
+            use_tqdm: as in `generate`.
             options: as `Client.submit` has them.
         """
+        self._check_alive()
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
         chat = chat_options(tools, chat_template_kwargs, continue_final_message)
         finals = self.client.generate_batch(conversations, sampling_params, chat=chat, **options)
@@ -188,6 +195,11 @@ class LLM:
         if hasattr(self, "client"):
             self.client.close()
         self._finalizer()
+
+    def _check_alive(self) -> None:
+        code = self._process.poll()
+        if code is not None:
+            raise EngineDeadError(f"the engine has ended with exit code {code}; make a new LLM")
 
     def __enter__(self) -> "LLM":
         return self

@@ -56,11 +56,11 @@ def bytes_moved(token_count: int, hidden: int, element_bytes: int) -> int:
 def _embedding_kernel(
     token_ids, table, out, table_stride, out_stride, VOCABULARY, HIDDEN, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN  # the row's end
     wait_for_inputs(PDL)
+    let_next_start(PDL)  # after the wait: kernels behind this one may read the step's inputs before their own wait
     token_id = tl.load(token_ids + token).to(tl.int64)
     known = (token_id >= 0) & (token_id < VOCABULARY)  # ids outside the table
     row = tl.load(table + token_id * table_stride + column, mask=inside & known, other=0.0)

@@ -100,6 +100,8 @@ class BlockPool:
 
     def allocate_many(self, count: int) -> list[int]:
         """`count` blocks as by `allocate`."""
+        if count == 1:
+            return [self.allocate()]
         free, refs = self._free, self._refs
         split = max(len(free) - count, 0)
         blocks = free[split:].tolist()

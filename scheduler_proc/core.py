@@ -26,7 +26,7 @@ from common.messages import (
 )
 from scheduler_proc.collector import Collector
 from scheduler_proc.planner import Planner
-from scheduler_proc.sequence import Request, Sequence
+from scheduler_proc.sequence import Request, Sequence, Status
 from scheduler_proc.state import Limits, State
 
 ForScheduler = AddRequest | AbortRequests | FlushCache
@@ -205,9 +205,11 @@ class SchedulerCore:
     def stats(self) -> EngineStats:
         """Where the engine stands; without `parts_us`, which the process measures."""
         state, counters = self.state, self.state.counters
+        swapped_count = sum(sequence.status is Status.SWAPPED for sequence in state.preempted)
         return EngineStats(
             running_count=state.running_count,
-            waiting_count=len(state.waiting) + len(state.preempted),
+            waiting_count=len(state.waiting) + len(state.preempted) - swapped_count,
+            swapped_count=swapped_count,
             total_block_count=self.limits.block_count,
             free_block_count=state.pool.free_count,
             cached_block_count=state.pool.cached_count,

@@ -1,11 +1,12 @@
 """A step plan under construction: rows as they are placed, and their translation into the message.
 
-Called by the planner alone. Decides nothing.
+Called by the planner and by admission. Decides nothing.
 """
 
 from array import array
 
 from common.messages import SlotInit, StepPlan
+from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.sequence import Sequence, slot_sampling
 
 
@@ -40,6 +41,13 @@ class ChunkRow:
         return self.first + self.count == self.sequence.planned_len
 
 
+def share_of(wanted: int, budget: int, others: bool) -> int:
+    """Tokens for a chunk: all that are wanted if the budget allows, else half of the budget if others want some."""
+    if wanted <= budget:
+        return wanted
+    return (budget + 1) // 2 if others else budget
+
+
 class Draft:
     """The rows of a step so far.
 
@@ -51,16 +59,31 @@ class Draft:
         decode_block_rows: for each of them, its row.
         chunks: the chunk rows.
         copies: pairs of source and destination block; each source is held until the result comes.
+        swap_outs, swap_ins: pairs of device and host block, of host and device block.
+        released, released_host: blocks given up with this step: they are free when its result has come.
         ending: decode rows whose last token this is.
     """
 
     __slots__ = (
-        "budget", "chunks", "copies", "decode_block_rows", "decode_blocks", "decode_rows", "decode_slots", "ending",
+        "_block_size",
+        "budget",
+        "chunks",
+        "copies",
+        "decode_block_rows",
+        "decode_blocks",
+        "decode_rows",
+        "decode_slots",
+        "ending",
+        "released",
+        "released_host",
         "step_id",
+        "swap_ins",
+        "swap_outs",
     )  # fmt: skip
 
-    def __init__(self, step_id: int, budget: int) -> None:
+    def __init__(self, step_id: int, budget: int, block_size: int) -> None:
         self.step_id = step_id
+        self._block_size = block_size
         self.budget = budget
         self.decode_rows: list[Sequence] = []
         self.decode_slots: list[int] = []
@@ -68,12 +91,33 @@ class Draft:
         self.decode_block_rows: list[int] = []
         self.chunks: list[ChunkRow] = []
         self.copies: list[tuple[int, int]] = []
+        self.swap_outs: list[tuple[int, int]] = []
+        self.swap_ins: list[tuple[int, int]] = []
+        self.released: list[list[int]] = []
+        self.released_host: list[list[int]] = []
         self.ending: list[Sequence] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row has been placed."""
-        return not self.decode_rows and not self.chunks
+        """Whether there is nothing to do: a step may also swap only, when nobody can run before it has."""
+        return not (self.decode_rows or self.chunks or self.swap_outs)
+
+    def place(self, row: ChunkRow) -> None:
+        """Add a chunk row; its sequence is no victim in this step any more."""
+        row.sequence.last_step = self.step_id
+        self.chunks.append(row)
+
+    def extend(self, row: ChunkRow, count: int, pool: BlockPool) -> None:
+        """`count` more tokens for a chunk row, with the blocks for them; the caller has checked both limits."""
+        sequence = row.sequence
+        row.count += count
+        sequence.computed_count = row.first + row.count
+        needed = -(-sequence.computed_count // self._block_size) - len(sequence.blocks)
+        new = pool.allocate_many(needed)
+        sequence.add_blocks(new, self._block_size)
+        if row.blocks is not None:
+            row.blocks += new
+        self.budget -= count
 
     def to_plan(self, cleared_slots: list[int]) -> StepPlan:
         """The message; `Sequence.planned_len` must not have been raised for the chunks yet."""
@@ -89,7 +133,9 @@ class Draft:
             block_ids=array("i", block_ids),
             new_slots=tuple(_slot_init(row) for row in self.chunks if row.is_new),
             cleared_slots=array("H", cleared_slots),
-            copy_block_ids=array("i", [block for pair in self.copies for block in pair]),
+            copy_block_ids=_flat(self.copies),
+            swap_out_block_ids=_flat(self.swap_outs),
+            swap_in_block_ids=_flat(self.swap_ins),
         )
 
     def _decode_block_counts(self) -> "array[int]":
@@ -99,6 +145,10 @@ class Draft:
         for row_index in self.decode_block_rows:
             counts[row_index] += 1
         return counts
+
+
+def _flat(pairs: list[tuple[int, int]]) -> "array[int]":
+    return array("i", [block for pair in pairs for block in pair])
 
 
 def _slot_init(row: ChunkRow) -> SlotInit:

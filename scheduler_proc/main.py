@@ -16,9 +16,9 @@ from dataclasses import replace
 from common.child import SupervisorLink
 from common.config import EngineConfig, step_limits
 from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
-from scheduler_proc.core import SchedulerCore
+from scheduler_proc.core import ForFrontend, SchedulerCore
 from scheduler_proc.state import Limits
-from scheduler_proc.transport import Message, Transport
+from scheduler_proc.transport import Transport
 
 STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
@@ -34,6 +34,8 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
         if ready is None:
             return 0
         limits = limits_of(config, ready)
+        if limits.preemption != "recompute" and not limits.host_block_count:
+            logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
         core = SchedulerCore(limits, time.time)
         transport.send_out(engine_ready(limits, ready))
         link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
@@ -48,8 +50,7 @@ def wait_for_worker(transport: Transport, link: SupervisorLink) -> WorkerReady |
     """The worker's first message; None if the supervisor ends the run before."""
     link.state = "waiting for the worker"
     while True:
-        transport.wait(None)
-        if link.take_orders():
+        if transport.wait(None) and link.take_orders():
             return None
         for message in transport.results():
             if isinstance(message, WorkerReady):
@@ -74,6 +75,7 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         prefix_cache=config.cache.prefix_cache,
         policy=options.policy,
         preemption=options.preemption,
+        block_bytes=ready.block_bytes,
         namespace=config.model_dir,
     )
 
@@ -128,6 +130,7 @@ class Loop:
         self._transport = transport
         self._link = link
         self._parts = PartTimes()
+        self._outbox: list[ForFrontend] = []
         self._changed = False
         self._stats_due_s = 0.0
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
@@ -136,13 +139,13 @@ class Loop:
     def run(self) -> None:
         """Until an order ends it and every request has its terminal message."""
         while not self._is_over():
-            self._transport.wait(self._timeout_ms())
-            self._take_orders()
+            if self._transport.wait(self._timeout_ms()):
+                self._take_orders()
             self._take_results()
             self._take_requests()
-            for message in self._core.tick():
-                self._send(message)
+            self._outbox += self._core.tick()
             self._plan()
+            self._send_outbox()
             self._report()
         self._end_rest()
 
@@ -178,9 +181,9 @@ class Loop:
         for message in self._transport.results():
             if isinstance(message, StepResult):
                 self._changed = True
+                self._changed = True
                 self._parts.add_result(message.parts_us)
-                for out in self._core.handle_result(message):
-                    self._send(out)
+                self._outbox += self._core.handle_result(message)
 
     def _take_requests(self) -> None:
         for message in self._transport.requests(REQUESTS_PER_PASS):
@@ -188,10 +191,9 @@ class Loop:
             self._changed = True
             if self._stop_at_s is not None and isinstance(message, AddRequest):
                 text = "the engine is shutting down"
-                self._send(RequestFailed(message.request_id, "shutting_down", text, status=503))
-                continue
-            for out in self._core.handle(message):
-                self._send(out)
+                self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
+            else:
+                self._outbox += self._core.handle(message)
 
     def _plan(self) -> None:
         while True:
@@ -225,13 +227,15 @@ class Loop:
     def _end_rest(self) -> None:
         """A terminal message for whoever is still waiting for one."""
         if self._failure is None:
-            failures = self._core.fail_all("shutting_down", "the engine is shutting down")
+            self._outbox += self._core.fail_all("shutting_down", "the engine is shutting down")
         else:
             text = f"{self._failure.process} failed: {self._failure.message}"
-            failures = self._core.fail_all("engine_dead", text)
-        for message in failures:
-            self._send(message)
+            self._outbox += self._core.fail_all("engine_dead", text)
+        self._send_outbox()
 
-    def _send(self, message: Message) -> None:
-        self._changed = True
-        self._transport.send_out(message)
+    def _send_outbox(self) -> None:
+        """The frontend hears after the worker has its next plan."""
+        for message in self._outbox:
+            self._changed = True
+            self._transport.send_out(message)
+        self._outbox.clear()

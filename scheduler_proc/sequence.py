@@ -18,11 +18,13 @@ Rank = tuple[float, int]
 class Status(IntEnum):
     """Where a sequence stands.
 
-    WAITING -> RUNNING -> DRAINING -> DONE, with PREEMPTED between two times of RUNNING; DONE can follow any of them.
+    WAITING -> RUNNING -> DRAINING -> DONE, with PREEMPTED or SWAPPED between two times of RUNNING; DONE can follow any
+    of them.
 
         WAITING    never had a slot
         RUNNING    has a slot; steps are planned for it
         PREEMPTED  lost its slot and its blocks; keeps its tokens, resumes before new ones
+        SWAPPED    the same, but its K/V is in the host's blocks
         DRAINING   its last token is planned; only results are missing
         DONE       its finish has been reported, or nobody wants it any more
     """
@@ -30,8 +32,9 @@ class Status(IntEnum):
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
-    DRAINING = 3
-    DONE = 4
+    SWAPPED = 3
+    DRAINING = 4
+    DONE = 5
 
 
 class Request:
@@ -69,6 +72,7 @@ class Sequence:
         max_len: the length at which it ends.
         blocks: its block table.
         capacity: tokens that its blocks hold.
+        host_blocks: while SWAPPED, the host's blocks with its K/V; swapped_count: tokens in them.
         slot: on the worker; -1 for none.
         last_step: the last step planned for it.
         chain: its place in the prefix cache.
@@ -79,9 +83,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "last_step", "max_len",
-        "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank", "request", "request_id",
-        "sample_index", "slot", "status", "tokens",
+        "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "host_blocks", "last_step",
+        "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank", "request", "request_id",
+        "sample_index", "slot", "status", "swapped_count", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
@@ -98,6 +102,8 @@ class Sequence:
         self.planned_len = self.prompt_count
         self.blocks: list[int] = []
         self.capacity = 0
+        self.host_blocks: list[int] = []
+        self.swapped_count = 0
         self.slot = -1
         self.last_step = 0
         self.chain = chain
@@ -111,6 +117,11 @@ class Sequence:
     def unplanned_count(self) -> int:
         """Known tokens whose K/V is not planned: 0 or 1 while decoding, more before."""
         return self.planned_len - self.computed_count
+
+    def add_blocks(self, blocks: list[int], block_size: int) -> None:
+        """Append to the block table."""
+        self.blocks += blocks
+        self.capacity = len(self.blocks) * block_size
 
     def expect_block(self, block_size: int) -> None:
         """Set `next_event_len`: a block is indexed when the token after it is known, for then it is computed."""

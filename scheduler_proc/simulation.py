@@ -106,6 +106,7 @@ class SimulatedWorker:
         self.slots: dict[int, Slot] = {}
         self.computed_tokens = 0
         self.copied_blocks = 0
+        self.swapped_out_blocks = 0
         self._blocks = [[(-1, -1)] * block_size for _ in range(block_count)]
         self._host_blocks = [[(-1, -1)] * block_size for _ in range(host_block_count)]
         self._last_step = 0
@@ -118,6 +119,7 @@ class SimulatedWorker:
             del self.slots[slot]
         for device, host in _pairs(plan.swap_out_block_ids):
             self._host_blocks[host] = self._blocks[device].copy()
+        self.swapped_out_blocks += len(plan.swap_out_block_ids) // 2
         self._copy(plan)
         for host, device in _pairs(plan.swap_in_block_ids):
             self._blocks[device] = self._host_blocks[host].copy()
@@ -126,7 +128,7 @@ class SimulatedWorker:
             self.slots[init.slot] = Slot(init)
         rows = [*plan.decode_slots, *plan.chunk_slots]
         assert len(set(rows)) == len(rows), "a slot stands in two rows"
-        assert plan.token_count > 0, "an empty step"
+        assert plan.token_count > 0 or plan.swap_out_block_ids, "an empty step"
         self._append_blocks(plan)
         prompt_logprobs = self._compute(plan)
         return self._sample(plan, prompt_logprobs)
@@ -268,14 +270,18 @@ class SimulatedEngine:
         assert not taken & set().union(*self._used_blocks), "a block is taken while a plan in flight uses it"
         self.results.append(self.worker.run(decode_for_worker(data)))
         rows = [*plan.decode_slots, *plan.chunk_slots]
-        self._used_blocks.append({block for slot in rows for block in self.worker.slots[slot].blocks})
+        used = {block for slot in rows for block in self.worker.slots[slot].blocks}
+        used |= {*plan.copy_block_ids, *plan.swap_out_block_ids[::2], *plan.swap_in_block_ids[1::2]}
+        used |= {-1 - host for host in (*plan.swap_out_block_ids[1::2], *plan.swap_in_block_ids[::2])}
+        self._used_blocks.append(used)
         return plan
 
     def _taken_blocks(self, plan: StepPlan) -> set[int]:
-        """Blocks that the plan gives a new content."""
+        """Blocks that the plan gives a new content; the host's are counted from -1 downwards."""
         size = self.worker.block_size
         starts = [block for init in plan.new_slots for block in init.block_ids[-(-init.computed_count // size) :]]
-        return {*starts, *plan.block_ids, *plan.copy_block_ids[1::2]}
+        host = [-1 - block for block in plan.swap_out_block_ids[1::2]]
+        return {*starts, *plan.block_ids, *plan.copy_block_ids[1::2], *plan.swap_in_block_ids[1::2], *host}
 
     def deliver(self, change: Callable[[StepResult], StepResult] = lambda result: result) -> bool:
         """Hand the oldest result to the core, changed if the test wants to; False if there is none."""

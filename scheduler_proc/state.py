@@ -30,6 +30,7 @@ class Limits:
         max_queued_tokens: prompt tokens that may wait; 0 sets no limit.
         target_itl_s: time between tokens to aim for by limiting what a step holds; 0 does not.
         prefix_cache, policy, preemption: as the options of these names.
+        block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way. For preemption `auto`.
         namespace: model and adapter: prefixes are shared within one namespace.
     """
 
@@ -46,6 +47,8 @@ class Limits:
     prefix_cache: str = "hash"
     policy: str = "fcfs"
     preemption: str = "recompute"
+    block_bytes: int = 0
+    link_bytes_per_s: float = 50e9
     namespace: str = ""
 
 
@@ -60,7 +63,7 @@ class Flight:
         chunk_sequences: slot -> sequence of the chunk rows.
         chunk_tokens: tokens of the chunk rows.
         planned_at_s: when it was planned.
-        released: block tables given up while this was the last plan to use them.
+        released, released_host: block tables given up while this was the last plan to use them.
     """
 
     step_id: int
@@ -70,6 +73,7 @@ class Flight:
     chunk_tokens: int = 0
     planned_at_s: float = 0.0
     released: list[list[int]] = field(default_factory=list)
+    released_host: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -91,7 +95,8 @@ class State:
 
     Attributes:
         requests: live requests by id.
-        waiting: sequences that never ran; preempted: those that lost their blocks, lowest rank first.
+        host_pool: the host's blocks for swapped sequences; None if there are none.
+        waiting: sequences that never ran; preempted: PREEMPTED and SWAPPED ones, lowest rank first.
         prefilling, decoding: RUNNING sequences, with and without unplanned prompt tokens; `decoding` in the order in
             which they are served next.
         free_slots: slots that a plan may give out, longest unused first.
@@ -107,6 +112,7 @@ class State:
         self.limits = limits
         self.pool = BlockPool(limits.block_count)
         self.cache = make_prefix_cache(limits.prefix_cache, self.pool, limits.block_size)
+        self.host_pool = BlockPool(limits.host_block_count) if limits.host_block_count else None
         self.requests: dict[int, Request] = {}
         self.waiting = WaitingQueue(limits.policy)
         self.preempted: list[Sequence] = []
@@ -142,13 +148,32 @@ class State:
         insert_by_rank(self.preempted, sequence)
         self.counters.preemptions += 1
 
+    def swap_out(self, sequence: Sequence, step_id: int) -> tuple[list[int], list[int]]:
+        """Take a running sequence's slot and move its K/V to the host with the step being planned.
+
+        Returns:
+            Its blocks, which are free when that step's result has come, and the host's blocks, aligned.
+        """
+        assert self.host_pool is not None
+        self._leave_running(sequence)
+        self._index_computed(sequence)
+        blocks, sequence.blocks, sequence.capacity = sequence.blocks, [], 0
+        sequence.host_blocks = self.host_pool.allocate_many(len(blocks))
+        sequence.swapped_count, sequence.computed_count = sequence.computed_count, 0
+        sequence.status = Status.SWAPPED
+        sequence.last_step = step_id
+        self.pending_count += len(blocks)
+        insert_by_rank(self.preempted, sequence)
+        self.counters.preemptions += 1
+        return blocks, sequence.host_blocks
+
     def end(self, sequence: Sequence) -> None:
         """The sequence is over, wherever it stands; its request goes with its last one."""
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._leave_running(sequence)
-        elif sequence.status is Status.PREEMPTED:
+        elif sequence.status in (Status.PREEMPTED, Status.SWAPPED):
             self.preempted.remove(sequence)
         self._index_computed(sequence)
         self.give_back_blocks(sequence)
@@ -158,6 +183,7 @@ class State:
         if request.live_count == 0:
             del self.requests[sequence.request_id]
             self.several_samples_count -= len(request.sequences) > 1
+            request.sequences = []  # no cycle is left: prompts and outputs are freed at once
 
     def end_request(self, request: Request) -> None:
         """All of the request's sequences are over."""
@@ -174,12 +200,15 @@ class State:
     def give_back_blocks(self, sequence: Sequence) -> None:
         """Give up the block table: now, or when the last plan in flight that uses it has come back."""
         blocks, sequence.blocks, sequence.capacity = sequence.blocks, [], 0
-        if not blocks:
-            return
+        host_blocks, sequence.host_blocks = sequence.host_blocks, []
         if sequence.last_step <= self.completed_step:
             self.pool.release_chain(blocks)
+            if self.host_pool is not None:
+                self.host_pool.release_chain(host_blocks)
             return
-        self.in_flight[sequence.last_step - self.in_flight[0].step_id].released.append(blocks)
+        flight = self.in_flight[sequence.last_step - self.in_flight[0].step_id]
+        flight.released.append(blocks)
+        flight.released_host.append(host_blocks)
         self.pending_count += len(blocks)
 
     def land(self, flight: Flight) -> None:
@@ -188,6 +217,9 @@ class State:
         for blocks in flight.released:
             self.pool.release_chain(blocks)
             self.pending_count -= len(blocks)
+        if self.host_pool is not None:
+            for host_blocks in flight.released_host:
+                self.host_pool.release_chain(host_blocks)
 
     def _leave_running(self, sequence: Sequence) -> None:
         (self.decoding if sequence in self.decoding else self.prefilling).remove(sequence)
@@ -212,6 +244,10 @@ class State:
         assert len(pending) == self.pending_count, f"{len(pending)} blocks are pending, counted {self.pending_count}"
         self.pool.check(dict(Counter(tables + pending)))
         self.cache.check()
+        if self.host_pool is not None:
+            host = [block for s in live for block in s.host_blocks]
+            host += [block for flight in self.in_flight for blocks in flight.released_host for block in blocks]
+            self.host_pool.check(dict(Counter(host)))
         slots = [s.slot for s in self.prefilling + self.decoding]
         assert sorted([*slots, *self.free_slots]) == list(range(self.limits.max_num_seqs)), "a slot is lost or doubled"
         if self.is_idle:
@@ -226,19 +262,21 @@ class State:
         left = len(self.waiting) + len(self.preempted) + self.running_count + self.several_samples_count
         assert left == 0, f"{left} sequences are left in the queues of an idle scheduler"
         assert len(self.free_slots) == self.limits.max_num_seqs, f"only {len(self.free_slots)} slots are free when idle"
-        held = self.pool.held_count
+        held = self.pool.held_count + (self.host_pool.held_count if self.host_pool is not None else 0)
         assert held == 0 and self.pending_count == 0, f"{held} blocks are held when idle, {self.pending_count} pending"
 
     def _check_sequences(self, live: list[Sequence]) -> None:
         by_status: Counter[Status] = Counter(s.status for s in live)
         assert by_status[Status.WAITING] == len(self.waiting), "the waiting queue is miscounted"
-        assert by_status[Status.PREEMPTED] == len(self.preempted), "the preempted list is miscounted"
+        preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
+        assert preempted == len(self.preempted), "the preempted list is miscounted"
         assert by_status[Status.RUNNING] == self.running_count, "the running lists are miscounted"
         for request in self.requests.values():
             count = sum(s.status is not Status.DONE for s in request.sequences)
             assert count == request.live_count > 0, f"request {request.message.request_id} is miscounted"
         for s in live:
             where = f"request {s.request_id} sample {s.sample_index} ({s.status.name})"
+            assert bool(s.host_blocks) <= (s.status is Status.SWAPPED), f"{where}: holds host blocks"
             assert (s.slot >= 0) == (s.status is Status.RUNNING), f"{where}: slot {s.slot}"
             assert s.computed_count <= s.capacity == len(s.blocks) * self.limits.block_size, f"{where}: block table"
             assert len(s.tokens) <= s.planned_len <= s.max_len, (

@@ -50,14 +50,15 @@ class Transport:
             connect_push(self._context, config.endpoint(f"plans-{rank}"))
             for rank in range(config.worker.tensor_parallel_size)
         ]
+        self._wake_fd = wake_fd
         self._poller = zmq.Poller()
         for readable in (self._requests, self._results, wake_fd):
             self._poller.register(readable, zmq.POLLIN)
         self._dropped: dict[str, int] = {}
 
-    def wait(self, timeout_ms: int | None) -> None:
-        """Until something can be read, or the timeout; None waits for ever."""
-        self._poller.poll(timeout_ms)
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
+        return any(source == self._wake_fd for source, _ in self._poller.poll(timeout_ms))
 
     def requests(self, limit: int) -> Iterator[ForScheduler]:
         """At most `limit` messages that have come from the frontend."""

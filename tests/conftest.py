@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in worker_proc/main.py; tests often share their cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share their cores; worker_proc/main.py says why
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices as small as the tests' gain nothing from a second thread
 
 

@@ -54,6 +54,7 @@ class Engine:
         self.wakeup = Wakeup()
         (folder / "room.py").write_text(ROOM)
         (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
         (folder / "run").mkdir()
         self.run_dir = RunDir(folder / "run")
         self.how = {"worker": "good", "frontend": "good", "scheduler": "good"}

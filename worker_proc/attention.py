@@ -41,6 +41,10 @@ def attention(
     """
     if query.device.type == "cpu":
         return cpu_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
+    if context.device_decode_row_count is not None and query.shape[-1] in KERNEL_HEAD_DIMS:
+        from worker_proc.cuda.attention import cuda_attention  # brings Triton, which a CPU worker does without
+
+        return cuda_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
     return reference_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
 
 

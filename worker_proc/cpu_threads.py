@@ -1,14 +1,9 @@
 """How many threads a step computes with on the CPU. Used by the CPU's runner.
 
-Threads sleep while they wait for one another (see `main.py`), and waking one takes tens of microseconds. A small step, a
-few tokens through a small model, is hundreds of operations of that length: one thread is faster, and leaves the other
-cores to the other processes. Measured on two cores with the default model, milliseconds a decode step:
-
-| threads | batch 1 | batch 16 |
-|---|---|---|
-| 1 | 16.9 | 38.3 |
-| 2, sleeping while they wait | 24.1 | 38.0 |
-| 2, spinning | 15.3 (1,000 on a busy machine) | 27.7 (1,050) |
+Threads sleep when they wait long for one another (see `main.py`), and waking one takes tens of microseconds. A small
+step, a few tokens through a small model, is hundreds of operations of that length: one thread is nearly as fast, and
+leaves the other cores to the other processes. A decode step of the default model at batch 1, on two cores: 16.9 ms
+with one thread, 15.3 with two that spin, 24.1 with two that sleep.
 """
 
 from collections.abc import Iterator

@@ -7,65 +7,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from common.config import EngineConfig, StepLimits, step_limits
+from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
-from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, cache_specs, check_cache_dtype, choose_size
+from common.messages import StepPlan, StepResult
+from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
-from worker_proc.models.llama import LlamaForCausalLM
-from worker_proc.runner import CpuRunner, Runner
+from worker_proc.runner import CpuRunner
 from worker_proc.vocabulary import tokenizer_vocab_size
 
 logger = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """A step that has been issued."""
+
+    def result(self, report_us: int = 0) -> StepResult:
+        """Wait for the step and make its result; `report_us` is how long the report before this one took."""
+
+
+class StepRunner(Protocol):
+    """What the worker runs plans with: `CpuRunner`, or the GPU's `cuda.runner.CudaRunner`."""
+
+    def execute(self, plan: StepPlan) -> Pending:
+        """Carry out a plan, on a GPU as far as issuing it."""
 
 
 @dataclass(frozen=True)
 class Engine:
     """A worker that can run steps."""
 
-    runner: Runner
+    runner: StepRunner
     size: CacheSize
     vocab_size: int
     device_name: str
     dtype_name: str
-
-
-@dataclass(frozen=True)
-class RunnerParts:
-    """What a runner is made of, before the cache has its size.
-
-    sampled_ids: token ids that the tokenizer has; those beyond are never sampled.
-    """
-
-    config: EngineConfig
-    model: LlamaForCausalLM
-    specs: list[LayerCacheSpec]
-    limits: StepLimits
-    sampled_ids: int
-    device: torch.device
-
-    @property
-    def model_limit(self) -> int:
-        """Tokens that the model was made for."""
-        return self.model.config.context_limit
-
-    def make_runner(self, block_count: int, host_block_count: int, max_model_len: int) -> Runner:
-        """A runner with a cache of that size, all zeros."""
-        cache = KVCache(
-            self.specs, block_size=self.config.cache.block_size, block_count=block_count,
-            host_block_count=host_block_count, device=self.device,
-        )  # fmt: skip
-        if self.device.type == "cpu":
-            return CpuRunner(self.model, cache, self.limits, max_model_len, self.sampled_ids)
-        from worker_proc.cuda_runner import CudaRunner
-
-        return CudaRunner(
-            self.model, cache, self.limits, max_model_len=max_model_len, tokenizer_vocab_size=self.sampled_ids,
-            device=self.device,
-        )  # fmt: skip
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -84,10 +64,20 @@ def load_engine(config: EngineConfig) -> Engine:
             seed=config.model.seed,
         )  # fmt: skip
     specs = cache_specs(model_config, dtype, config.cache.kv_cache_dtype)
-    parts = RunnerParts(config, model, specs, step_limits(config.scheduler, name), sampled_ids, device)
-    size = choose_size(config, parts.limits, specs, parts.model_limit, _available_bytes(parts))
+    limits = step_limits(config.scheduler, name)
+    if device.type == "cuda":
+        from worker_proc.cuda.engine import cuda_runner  # brings Triton, which a CPU worker does without
+
+        with timed("prepared the GPU"):
+            gpu_runner, size = cuda_runner(config, limits, model, specs, sampled_ids)
+        return Engine(gpu_runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
+    size = choose_size(config, limits, specs, model_config.context_limit, config.cache.cpu_kv_cache_bytes)
     with timed("allocated the KV cache"):
-        runner = parts.make_runner(size.block_count, size.host_block_count, size.max_model_len)
+        cache = KVCache(
+            specs, block_size=config.cache.block_size, block_count=size.block_count,
+            host_block_count=size.host_block_count, device=device,
+        )  # fmt: skip
+        runner = CpuRunner(model, cache, limits, size.max_model_len, sampled_ids)
     with timed("ran a first forward pass"):
         runner.warm_up()
     return Engine(runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
@@ -105,18 +95,6 @@ def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[Mod
         check_cache_dtype(config.cache.kv_cache_dtype, model_config.head_dim, device)
         tokenizer_dir = Path(config.tokenizer_dir or config.model_dir)
         return model_config, dtype, tokenizer_vocab_size(tokenizer_dir, model_config.vocab_size)
-
-
-def _available_bytes(parts: RunnerParts) -> int:
-    """Memory for the KV cache: an option on the CPU, what a trial step leaves free on a GPU."""
-    if parts.device.type == "cpu":
-        return parts.config.cache.cpu_kv_cache_bytes
-    if parts.config.cache.num_kv_blocks:
-        return 0
-    from worker_proc.gpu_memory import measure_free_bytes
-
-    with timed("measured the memory of the largest step"):
-        return measure_free_bytes(parts)
 
 
 def choose_device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ should not be the thread that issues steps.
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +45,14 @@ class PromptPiece:
         """As they travel."""
         count = len(self.table.logprobs)
         return [self.table.entry(index, self.first_position + index, self.top_count) for index in range(count)]
+
+
+def entries_by_slot(pieces: Sequence[PromptPiece]) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
+    """Pairs of slot and entries as a StepResult carries them."""
+    prompts: dict[int, list[TokenLogprobs]] = {}
+    for piece in pieces:
+        prompts.setdefault(piece.slot, []).extend(piece.entries())
+    return tuple((slot, tuple(entries)) for slot, entries in prompts.items())
 
 
 @dataclass(frozen=True)
@@ -86,13 +95,10 @@ class PendingStep:
         """Wait for the step and make its result; `report_us` is how long the report before this one took."""
         if self.done is not None:
             self.done.synchronize()
-        prompts: dict[int, list[TokenLogprobs]] = {}
-        for piece in self.prompt_pieces:
-            prompts.setdefault(piece.slot, []).extend(piece.entries())
         return StepResult(
             step_id=self.step_id,
             token_ids=array("i", self.sampled.token_ids.tobytes()),
             logprobs=self.sampled.entries(),
-            prompt_logprobs=tuple((slot, tuple(entries)) for slot, entries in prompts.items()),
+            prompt_logprobs=entries_by_slot(self.prompt_pieces),
             parts_us=self.times.parts_us(report_us),
         )

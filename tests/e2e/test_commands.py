@@ -104,6 +104,22 @@ def test_what_a_killed_supervisor_left_is_cleared_by_the_next_start(tiny_model_d
         assert list(server.run_dirs.iterdir()) == []
 
 
+def test_a_model_that_cannot_be_fetched_ends_the_start_in_one_line(run_dirs, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRIREME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRIREME_DEFAULT_MODEL_WHEEL", str(tmp_path / "missing.whl"))
+    run = command("--once", "Hi", run_dirs=run_dirs)
+    assert run.returncode == 2
+    assert "missing.whl, which is not a file" in run.stderr.splitlines()[-1]
+    assert "Traceback" not in run.stderr
+    assert list(run_dirs.iterdir()) == []
+
+
+def test_a_folder_without_a_model_is_refused_before_anything_starts(run_dirs, tmp_path):
+    run = command("--once", "Hi", "--model", tmp_path, run_dirs=run_dirs)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert f"no readable config.json in {tmp_path}" in run.stderr
+
+
 def test_a_client_written_from_the_protocol_document_alone(server):
     arguments = [sys.executable, ROOT / "examples" / "raw_client.py", server.ready["client_endpoint"]]
     run = subprocess.run([*arguments, "The sea"], capture_output=True, text=True, timeout=60, check=False)

@@ -297,7 +297,7 @@ def test_e11_random_mutations_of_a_good_message_never_silence_the_engine(server)
             for _ in range(rng.randint(1, 4)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
             raw.send(bytes(data[: rng.randint(1, len(data))]))
-        raw.send(generate_message({"max_tokens": 3}))
+        raw.send(generate_message({"max_tokens": 3, "ignore_eos": True}))
         while True:
             reply = raw.receive()
             if reply[0] == 82 and len(msgpack.unpackb(msgpack.packb(reply[2]))[0][2]) == 12:

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from pathlib import Path
 
 import httpx
 import openai
@@ -104,6 +105,12 @@ def test_health_version_and_metrics(url, client, model):
     text = httpx.get(url + "/metrics").text
     assert "trireme:request_success_total" in text
     assert "trireme:num_requests_running" in text
+
+
+def test_more_connections_than_the_usual_limit_on_files(server, url):
+    limits = Path(f"/proc/{server.children()['frontend']}/limits").read_text()
+    soft, hard = next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3:5]
+    assert int(soft) == min(int(hard), 65_536)
 
 
 def running_count(url) -> int:

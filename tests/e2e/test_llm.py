@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from common.errors import RequestError, TriremeError
+from common.errors import EngineDeadError, RequestError, TriremeError
 from common.sampling_params import SamplingParams
 from frontend import LLM
 from tests.support.server import wait_for_exit
@@ -56,9 +56,10 @@ def test_a_model_that_is_not_there(tmp_path):
 
 def test_close_leaves_no_process(tiny_model_dir):
     llm = LLM(str(tiny_model_dir), **OPTIONS)
-    process = llm._process
     llm.close()
-    assert process.returncode == 0
+    assert llm._process.returncode == 0
+    with pytest.raises(EngineDeadError, match="exit code 0"):
+        llm.generate("The sea", use_tqdm=False)
 
 
 def test_the_engine_ends_with_a_program_that_is_killed(tiny_model_dir):

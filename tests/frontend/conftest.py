@@ -17,6 +17,7 @@ from benchmarks.fake_scheduler import LIMITS, FakeScheduler
 from common import messages as m
 from common.config import EngineConfig, LogOptions, ServerOptions
 from frontend.engine import Engine
+from frontend.events import Delta
 from frontend.tokenizer import Tokenizer
 from tests.support import tiny
 
@@ -106,6 +107,9 @@ class Events:
     def __init__(self) -> None:
         self.deltas: list = []
         self.ends: list = []
+
+    def on_token(self, sample_index, text, token_id) -> None:
+        self.on_delta(Delta(sample_index, text, array("i", [token_id])))
 
     def on_delta(self, delta) -> None:
         assert not self.ends, "a delta came after the end"

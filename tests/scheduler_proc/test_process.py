@@ -5,6 +5,7 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
+from random import Random
 
 import pytest
 import zmq
@@ -117,6 +118,26 @@ class Harness:
                     self.stats.append(message)
         return failures
 
+    def serve_until_idle(self) -> None:
+        """Play worker and frontend until the scheduler says that nobody runs or waits and no block is held."""
+        poller = zmq.Poller()
+        poller.register(self.outputs, zmq.POLLIN)
+        poller.register(self.plans, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(TIMEOUT_MS))
+            assert ready, "the scheduler says nothing, and was not idle when it last did"
+            if self.plans in ready:
+                self.results.send(self.worker.run(decode_for_worker(self.plans.recv())).to_wire())
+            if self.outputs in ready:
+                message = self.receive_out()
+                if isinstance(message, TokensOut):
+                    self.hear_tokens(message)
+                elif isinstance(message, EngineStats):
+                    self.stats.append(message)
+                    held = message.total_block_count - message.free_block_count - message.cached_block_count
+                    if not (message.running_count or message.waiting_count or held) and message.prompt_tokens:
+                        return
+
     def hear_tokens(self, out: TokensOut) -> None:
         samples = out.sample_indices or array("B", bytes(len(out.request_ids)))
         assert not out.token_counts
@@ -148,6 +169,25 @@ def test_serves_requests_and_survives_bad_bytes(harness):
     assert not harness.serve(15)
     assert harness.tokens == expected_outputs(messages)
     assert resident_bytes(harness.child.pid) < 80 << 20
+
+
+def test_random_aborts_leave_nothing_behind(harness):
+    """Fault C5 through the real process: queued, mid-prompt, decoding, with several samples."""
+    harness.worker_ready()
+    random = Random(5)
+    kept = []
+    for i in range(150):
+        message = simple_request(i, range(i % 7, 30 + i % 5), max_tokens=12, n=1 + i % 2)
+        harness.requests.send(message.to_wire())
+        if random.random() < 0.6:
+            harness.requests.send(AbortRequests(array("i", [random.randrange(i + 1)])).to_wire())
+        elif len(kept) < 10:
+            kept.append(message)
+    harness.requests.send(AbortRequests(array("i", set(range(150)) - {m.request_id for m in kept})).to_wire())
+    harness.serve_until_idle()
+    expected = expected_outputs(kept)
+    ended = {key: tokens for key, tokens in harness.tokens.items() if key in expected and len(tokens) == 12}
+    assert all(tokens == expected[key] for key, tokens in ended.items())
 
 
 def test_stop_lets_requests_finish(harness):

@@ -191,6 +191,24 @@ def poison(cache: KVCache) -> None:
         tensor.fill_(float("nan"))
 
 
+def gpu_runner(model, cache: KVCache, limits: StepLimits, max_model_len: int, vocab: int):
+    """The GPU's runner, with the fused forward pass where that covers the model."""
+    from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
+    from worker_proc.cuda.plain_forward import PlainForward
+    from worker_proc.cuda.runner import CudaRunner
+    from worker_proc.cuda.slots import DeviceSlots
+
+    device = cache.key_caches[0].device
+    slots = DeviceSlots(limits.max_num_seqs, max_model_len, cache.block_size, model.config.vocab_size, device)
+    forward = PlainForward(model)
+    if unsupported_reason(model) is None:
+        forward = FusedForward(
+            model, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens,
+            max_positions=max_model_len + 16,
+        )  # fmt: skip
+    return CudaRunner(forward, cache, slots, limits, vocab, eager=False)
+
+
 @pytest.fixture
 def make_driver():
     """make(folder or model, ...) -> a PlanDriver over a fresh runner whose cache holds NaN where nothing was written.
@@ -212,16 +230,7 @@ def make_driver():
         poison(cache)
         limits = StepLimits(slot_count, token_limit)
         if kernels:
-            from worker_proc.cuda_runner import CudaRunner
-
-            runner = CudaRunner(
-                model,
-                cache,
-                limits,
-                max_model_len=max_model_len,
-                tokenizer_vocab_size=vocab,
-                device=torch.device("cpu"),
-            )
+            runner = gpu_runner(model, cache, limits, max_model_len, vocab)
         else:
             runner = CpuRunner(model, cache, limits, max_model_len, vocab)
         driver = PlanDriver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)

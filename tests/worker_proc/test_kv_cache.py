@@ -5,7 +5,6 @@ import torch
 
 from common.config import CacheOptions, EngineConfig, ModelOptions, StepLimits
 from common.errors import ConfigError
-from worker_proc.gpu_memory import largest_step, row_lengths
 from worker_proc.kv_cache import KVCache, LayerCacheSpec, choose_size
 
 SPECS = [LayerCacheSpec("full", 2, 8, 8, torch.float32), LayerCacheSpec("sliding", 2, 8, 8, torch.bfloat16)]
@@ -71,15 +70,3 @@ def test_blocks_move_as_told():
     cache.swap_in([(1, 0)])
     for tensor in cache.tensors():
         assert [tensor[block].unique().tolist() for block in range(4)] == [[4.0], [1.0], [2.0], [1.0]]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "max_len", "rows", "expected"),
-    [(64, 100, 4, [64]), (64, 30, 4, [30, 30, 4]), (64, 10, 4, [10] * 4), (64, 32, 4, [32, 32])],
-)
-def test_the_largest_step_fills_the_token_budget(tokens, max_len, rows, expected):
-    assert row_lengths(tokens, max_len, rows) == expected
-    plan = largest_step(expected, 16)
-    assert plan.token_count == sum(expected)
-    blocks = [block for init in plan.new_slots for block in init.block_ids]
-    assert blocks == list(range(sum(-(-length // 16) for length in expected)))

@@ -19,14 +19,18 @@ class IdleWorker:
         return 0
 
 
-@pytest.mark.parametrize(("users_choice", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_sleep_while_they_wait_unless_told_otherwise(users_choice, expected, monkeypatch):
-    monkeypatch.setenv("OMP_WAIT_POLICY", users_choice or "")
-    if users_choice is None:
-        monkeypatch.delenv("OMP_WAIT_POLICY")
+@pytest.mark.parametrize(
+    ("users_choice", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_threads_spin_briefly_unless_told_otherwise(users_choice, expected, monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that what the call sets is undone
+        monkeypatch.delenv(name)
+    for name, value in users_choice.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "Worker", IdleWorker)
     assert main.main(None, None, 0) == 0
-    assert os.environ["OMP_WAIT_POLICY"] == expected
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 def test_torch_is_not_imported_before_that():

@@ -273,6 +273,7 @@ def test_metrics_under_the_usual_names(api):
     assert float(lines['trireme:request_success_total{finished_reason="length",model_name="tiny"}']) == 1
     assert float(lines["trireme:e2e_request_latency_seconds_count" + label]) == 1
     assert float(lines["trireme:time_to_first_token_seconds_count" + label]) == 1
+    assert "_created" not in response.text
 
 
 def test_requests_are_logged_when_they_end(api, caplog):

@@ -1,0 +1,161 @@
+"""What the frontend costs: processor time per streamed token over the client socket, and how evenly tokens come.
+
+    python -m benchmarks.frontend [--streams 256] [--rate 50000] [--clients 1] [--output FILE] [--smoke]
+
+The frontend is the real process with its real sockets. Behind it a scripted scheduler gives every stream one token per
+step at the given rate; before it client processes read the streams and decode them. Processor time is that of the whole
+frontend process, its ZeroMQ thread included. A gap is the time between two pieces of one stream at its client, to be
+compared with the time of a step. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+from benchmarks import records
+from benchmarks.fake_scheduler import LIMITS, FakeScheduler
+from common import client_messages as wire
+from common.config import EngineConfig, ServerOptions
+from common.messages import AddRequest
+from common.model_cache import default_model_dir
+from frontend.client import Client
+
+TARGETS = {"frontend_us_per_token": 3.0, "tokens_per_s": 50_000}
+START_TIMEOUT_S = 20
+PROMPT = "The quick brown fox jumps over the lazy dog."
+FIRST_WORD_ID = 1000
+"""Scripted tokens are the ordinary words from this id on."""
+
+
+def script(request: AddRequest, sample_index: int) -> Iterator[int]:
+    """Words in turn, another start for each request."""
+    start = FIRST_WORD_ID + request.request_id % 100
+    return cycle(range(start, start + 200))
+
+
+class Frontend:
+    """The real frontend process behind a scripted scheduler; a context manager."""
+
+    def __init__(self, folder: Path, step_interval_s: float) -> None:
+        server = ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock")
+        config = EngineConfig(server=server, run_dir=str(folder), model_dir=str(default_model_dir()))
+        (folder / "config.json").write_text(config.to_json())
+        self.endpoint = server.client_endpoint
+        limits = {**vars(LIMITS), "vocab_size": 49_152, "max_model_len": 1 << 20}
+        self.scheduler = FakeScheduler(config, script, type(LIMITS)(**limits), step_interval_s)
+        self.process = subprocess.Popen([sys.executable, "-m", "frontend", "--config", str(folder / "config.json")])
+
+    def __enter__(self) -> "Frontend":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+        self.scheduler.close()
+
+    def wait_until_serving(self) -> None:
+        """Block until the frontend knows the engine's limits, and has loaded what chats need."""
+        with Client(self.endpoint, timeout_s=START_TIMEOUT_S) as client:
+            while client.status().state != "serving":
+                assert self.process.poll() is None, "the frontend ended"
+            client.tokenize([{"role": "user", "content": PROMPT}])
+
+    def cpu_s(self) -> float:
+        """Processor time so far, all threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(streams: int, rate: float, clients: int, token_count: int) -> dict[str, Any]:
+    """Run all streams to their end."""
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder, Frontend(Path(folder), streams / rate) as frontend:
+        frontend.wait_until_serving()
+        frontend.scheduler.gate.clear()
+        command = [sys.executable, "-m", "benchmarks.frontend", "--client", frontend.endpoint]
+        arguments = ["--streams", str(streams // clients), "--tokens", str(token_count)]
+        readers = [subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) for _ in range(clients)]
+        expected = streams // clients * clients
+        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == expected, START_TIMEOUT_S)
+        cpu_s, began_s = frontend.cpu_s(), time.monotonic()
+        frontend.scheduler.gate.set()
+        results = [json.loads(reader.communicate()[0]) for reader in readers]
+        cpu_s, wall_s = frontend.cpu_s() - cpu_s, max(result["ended_s"] for result in results) - began_s
+        total = sum(result["token_count"] for result in results)
+    gaps = sorted(gap for result in results for gap in result["gaps_ms"])
+    return {
+        "frontend_us_per_token": round(cpu_s / total * 1e6, 2),
+        "tokens_per_s": round(total / wall_s),
+        "frontend_cpu_share": round(cpu_s / wall_s, 3),
+        "gap_ms_p50": round(gaps[len(gaps) // 2], 2),
+        "gap_ms_p99": round(gaps[len(gaps) * 99 // 100], 2),
+        "step_ms": round(streams / rate * 1000, 2),
+        "token_count": total,
+    }
+
+
+def read_streams(endpoint: str, streams: int, token_count: int) -> dict[str, Any]:
+    """The client's side: start the streams, read them to their end."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.RCVHWM, 0)
+    socket.connect(endpoint)
+    for number in range(streams):
+        params = {"max_tokens": token_count, "ignore_eos": True}
+        socket.send(wire.Generate(request_id=f"r{number}", prompt=PROMPT, params=params).to_wire())
+    received = ended = 0
+    times_s: list[float] = []
+    while ended < streams:
+        message = msgpack.unpackb(socket.recv())
+        if message[0] == wire.Deltas.CODE:
+            received += sum(len(row[3]) // 4 for row in message[1])
+            if any(row[0] == "r0" for row in message[1]):
+                times_s.append(time.monotonic())
+        elif message[0] == wire.Final.CODE:
+            ended += 1
+        else:
+            assert message[0] == wire.Pong.CODE, message
+    ended_s = time.monotonic()
+    socket.close(linger=0)
+    context.term()
+    gaps_ms = [(later - sooner) * 1000 for sooner, later in pairwise(times_s)]
+    return {"token_count": received, "ended_s": ended_s, "gaps_ms": gaps_ms}
+
+
+def main() -> None:
+    """Parse, measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=256, help="requests that stream at once")
+    parser.add_argument("--rate", type=float, default=50_000, help="tokens per second over all streams")
+    parser.add_argument("--clients", type=int, default=1, help="client processes that share the streams")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens per stream")
+    parser.add_argument("--smoke", action="store_true", help="a second, for the test suite")
+    parser.add_argument("--output", help="file to append the result to")
+    parser.add_argument("--client", metavar="ENDPOINT", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.client:
+        print(json.dumps(read_streams(args.client, args.streams, args.tokens)))
+        return
+    if args.smoke:
+        args.streams, args.rate, args.tokens = 8, 2000, 50
+    metrics = measure(args.streams, args.rate, args.clients, args.tokens)
+    device = f"{records.processor_name()}, {os.cpu_count()} cores"
+    workload = f"{args.streams} streams, {args.clients} clients, {args.rate:g} tokens/s"
+    entry = records.record(benchmark="frontend", workload=workload, metrics=metrics, device=device, limit=TARGETS)
+    if args.output:
+        records.save([entry], args.output)
+    print(json.dumps(entry))
+
+
+if __name__ == "__main__":
+    main()

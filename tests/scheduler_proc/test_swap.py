@@ -1,0 +1,128 @@
+"""Preemption by swap: what is moved to the host comes back instead of being computed again."""
+
+from array import array
+
+import pytest
+
+from common.messages import AbortRequests
+from scheduler_proc.sequence import Status
+from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
+from scheduler_proc.state import Limits
+
+RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
+
+
+def engine(**changes):
+    values = {
+        "max_model_len": 200,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": 4,
+        "block_count": 9,
+        "host_block_count": 40,
+        "preemption": "swap",
+        "prefix_cache": "off",
+    }
+    return SimulatedEngine(Limits(**{**values, **changes}))
+
+
+def requests(count=3):
+    return [simple_request(i, range(i, i + 10), max_tokens=16) for i in range(count)]
+
+
+def run_until(run, status):
+    """Step until a sequence has the status; that sequence."""
+    while True:
+        for sequence in run.core.state.preempted:
+            if sequence.status is status:
+                return sequence
+        assert run.step(), f"nobody was ever {status.name}"
+
+
+@RUN_AHEAD
+def test_nothing_is_computed_twice(run_ahead):
+    run = engine(run_ahead=run_ahead)
+    messages = requests()
+    for message in messages:
+        run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+    assert run.core.stats().preemptions > 0 and run.worker.swapped_out_blocks > 0
+    assert run.worker.computed_tokens == 3 * (10 + 15)
+
+
+@RUN_AHEAD
+def test_without_room_on_the_host_it_is_computed_again(run_ahead):
+    run = engine(run_ahead=run_ahead, host_block_count=1)
+    messages = requests()
+    for message in messages:
+        run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+    assert run.core.stats().preemptions > 0 and run.worker.swapped_out_blocks == 0
+
+
+@RUN_AHEAD
+def test_an_abort_of_a_swapped_request_frees_the_hosts_blocks(run_ahead):
+    run = engine(run_ahead=run_ahead)
+    for message in requests():
+        run.send(message)
+    swapped = run_until(run, Status.SWAPPED)
+    assert run.core.stats().swapped_count == 1 and run.core.state.host_pool.held_count > 0
+    run.send(AbortRequests(array("i", [swapped.request_id])))
+    run.core.check()
+    run.run()
+    assert run.core.state.host_pool.held_count == 0
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_blocks_that_are_still_on_the_device_are_not_brought_back(kind):
+    """A swapped prompt that another request keeps on the device comes back from there."""
+    run = engine(prefix_cache=kind, run_ahead=0, block_count=12)
+    messages = [simple_request(i, range(16), max_tokens=16) for i in range(3)]
+    for message in messages:
+        run.send(message)
+    swapped = run_until(run, Status.SWAPPED)
+    brought_back = -1
+    while swapped.status is Status.SWAPPED:
+        plan = run.plan()
+        brought_back = len(plan.swap_in_block_ids) // 2
+        held = swapped.swapped_count
+        run.deliver()
+    assert brought_back == -(-held // 4) - 4
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+
+
+def test_a_step_may_only_swap():
+    """Without run-ahead, a swapped sequence's blocks are free only after the step that swaps them has come back."""
+    run = engine(run_ahead=0, block_count=4)
+    messages = [simple_request(i, range(i, i + 7), max_tokens=8) for i in range(2)]
+    for message in messages:
+        run.send(message)
+    kinds = set()
+    while (plan := run.plan()) is not None:
+        kinds.add((plan.token_count > 0, bool(plan.swap_out_block_ids)))
+        run.deliver()
+    assert (False, True) in kinds
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+
+
+@pytest.mark.parametrize(("block_bytes", "swaps"), [(1 << 10, True), (1 << 40, False)])
+def test_auto_compares_the_link_with_the_prefill_rate(block_bytes, swaps):
+    now_s = [0.0]
+    limits = Limits(
+        max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64, block_size=4, block_count=9, host_block_count=40,
+        preemption="auto", block_bytes=block_bytes, run_ahead=0,
+    )  # fmt: skip
+    run = SimulatedEngine(limits, lambda: now_s[0])
+    messages = requests()
+    for message in messages:
+        run.send(message)
+    while (plan := run.plan()) is not None:
+        now_s[0] += 0.001 * plan.token_count
+        run.deliver()
+    assert run.core.stats().preemptions > 0
+    assert (run.worker.swapped_out_blocks > 0) == swaps
+    assert run.outputs == expected_outputs(messages)

@@ -1,0 +1,54 @@
+"""Buckets hold their steps, waste little, and are few."""
+
+from random import Random
+
+import pytest
+
+from worker_proc.cuda.buckets import (
+    CHUNK,
+    DECODE,
+    GRAPH_TOKENS,
+    MIXED,
+    bucket_of,
+    chunk_buckets,
+    decode_buckets,
+    exact_bucket,
+)
+
+
+@pytest.mark.parametrize("limits", [(1, 16), (3, 64), (256, 8192), (100, 1000), (1024, 2048)])
+def test_a_bucket_holds_its_step(limits):
+    max_rows, max_tokens = limits
+    rng = Random(1)
+    seen = set()
+    for _ in range(2000):
+        rows = rng.randint(1, max_rows)
+        chunks = rng.randint(0, rows)
+        tokens = rows if chunks == 0 else rng.randint(rows, max_tokens)
+        bucket = bucket_of(rows - chunks, chunks, tokens, max_rows=max_rows, max_tokens=max_tokens)
+        assert rows <= bucket.rows <= max_rows and tokens <= bucket.tokens <= max_tokens, (rows, chunks, tokens, bucket)
+        assert bucket.rows <= bucket.tokens, bucket
+        assert bucket.kind == (DECODE if chunks == 0 else CHUNK if chunks == rows else MIXED), (chunks, bucket)
+        seen.add(bucket)
+    graphs = [bucket for bucket in seen if bucket.tokens <= GRAPH_TOKENS]
+    assert len(graphs) <= 230, f"{len(graphs)} graphs for {limits}"
+
+
+def test_decode_buckets_are_all_that_decoding_needs():
+    prepared = decode_buckets(256)
+    assert [bucket.rows for bucket in prepared[:6]] == [1, 2, 4, 8, 16, 32]
+    assert all(bucket.rows == bucket.tokens for bucket in prepared)
+    assert {bucket_of(n, 0, n, max_rows=256, max_tokens=512) for n in range(1, 257)} == set(prepared)
+
+
+def test_one_prompt_and_small_batches_are_prepared():
+    prepared = set(chunk_buckets(256, 8192))
+    for rows, tokens in ((1, 7), (1, 128), (1, 4000), (8, 1024), (5, 600)):
+        bucket = bucket_of(0, rows, tokens, max_rows=256, max_tokens=8192)
+        assert bucket in prepared, f"{rows} prompts of {tokens} tokens need {bucket}"
+
+
+def test_exact_buckets_are_the_step():
+    assert exact_bucket(3, 0, 3).kind == DECODE
+    bucket = exact_bucket(2, 1, 40)
+    assert (bucket.kind, bucket.rows, bucket.tokens) == (MIXED, 3, 40)

@@ -1,0 +1,63 @@
+"""Attention of the plain torch modules on a GPU: the same kernels as the fused pass, with workspaces per step.
+
+Imported only where a GPU is used. Called by `worker_proc.attention`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import decode_attention as decode
+from kernels import prefill_attention as prefill
+from worker_proc.cuda.fused_forward import multiprocessor_count
+from worker_proc.forward_context import ForwardContext
+
+
+@dataclass(frozen=True)
+class AttentionPlans:
+    """Plans and workspaces that the layers of a step share."""
+
+    decode_plan: decode.DecodePlan
+    partials: torch.Tensor
+    decode_counters: torch.Tensor
+    prefill_plan: prefill.PrefillPlan
+    prefill_counters: torch.Tensor
+
+    @classmethod
+    def of(cls, token_count: int, row_count: int, head_count: int, cache: torch.Tensor) -> "AttentionPlans":
+        """For a step of that size over `cache` [block, kv_head, position, head_dim]."""
+        _, kv_head_count, _, head_dim = cache.shape
+        sizes = (row_count, head_count, kv_head_count, head_dim, multiprocessor_count(cache.device))
+        decode_plan, prefill_plan = decode.launch_plan(*sizes), prefill.launch_plan(token_count, *sizes)
+        integers = {"dtype": torch.int32, "device": cache.device}
+        return cls(
+            decode_plan,
+            torch.empty(decode_plan.workspace_floats, device=cache.device),
+            torch.zeros(decode_plan.counter_count, **integers),
+            prefill_plan,
+            torch.zeros(prefill.COUNTER_COUNT, **integers),
+        )
+
+
+def cuda_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_index: int, context: ForwardContext,
+    *, scale: float, sliding_window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """Store this step's K and V, then attend; see `worker_proc.attention.attention`."""
+    from worker_proc.attention import store_reference
+
+    key_cache, value_cache = context.key_caches[layer_index], context.value_caches[layer_index]
+    store_reference(key, key_cache, context.slot_mapping)
+    store_reference(value, value_cache, context.slot_mapping)
+    plans = context.plans.get("attention")
+    if plans is None:
+        plans = AttentionPlans.of(query.shape[0], context.row_count, query.shape[1], key_cache)
+        context.plans["attention"] = plans
+    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    shared = (output, query, key_cache, value_cache, context.block_tables, context.row_slots, context.context_lengths)
+    options = {
+        "scale": scale, "sliding_window": sliding_window or 0, "decode_row_count": context.device_decode_row_count
+    }  # fmt: skip
+    decode.decode_attention(*shared, plans.partials, plans.decode_counters, plans.decode_plan, **options)
+    prefill.prefill_attention(*shared, context.query_starts, plans.prefill_counters, plans.prefill_plan, **options)
+    return output.flatten(1)

@@ -1,0 +1,91 @@
+"""Which bucket a step runs in: the sizes that its buffers are padded to, and that its CUDA Graph is captured for.
+
+Plain integers, no torch. A graph serves every step of its bucket, whatever the contexts' lengths are, so a bucket is
+three things: which rows there are (decode, chunks, or both), how many rows, how many tokens. Sizes beyond the smallest
+are multiples of 16, for which the kernels are compiled once. Called by the GPU runner.
+"""
+
+from dataclasses import dataclass
+
+DECODE, CHUNK, MIXED = "decode", "chunk", "mixed"
+
+_TINY_BATCHES = (1, 2, 4, 8)
+_ROW_CLASSES = (1, 16, 32, 64, 128)
+_ONE_ROW_TOKENS = 768
+"""Up to this size a step with one row has a bucket of its own."""
+
+_TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+
+GRAPH_TOKENS = _TOKEN_SIZES[-1]
+"""Larger steps run without a graph: the device takes longer for them than the host does to launch them."""
+
+_LARGE_STEP = 64
+"""Tokens of such a step are padded to a multiple of this, so that one compiled kernel serves all."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sizes of a step, padding included.
+
+    Attributes:
+        kind: `decode`: every row is one token and row r is token r; `chunk`: no row is left to the decode kernel;
+            `mixed`: decode rows first, then chunks.
+        rows, tokens: at least the step's; equal for `decode`.
+    """
+
+    kind: str
+    rows: int
+    tokens: int
+
+
+def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: int, max_tokens: int) -> Bucket:
+    """The smallest bucket that holds a step of `decode_rows` single tokens and `chunk_rows` chunks."""
+    rows = decode_rows + chunk_rows
+    assert 0 < rows <= max_rows and rows <= token_count <= max_tokens, (rows, token_count, max_rows, max_tokens)
+    if chunk_rows == 0:
+        size = min(padded_batch(rows), max_rows)
+        return Bucket(DECODE, size, size)
+    padded_rows = rows if token_count <= _ONE_ROW_TOKENS else max(rows, 2)
+    row_size = min(next((size for size in _ROW_CLASSES if size >= padded_rows), max_rows), max_rows)
+    tokens = padded_tokens(max(token_count, row_size))
+    return Bucket(MIXED if decode_rows else CHUNK, min(row_size, max_tokens), min(tokens, max_tokens))
+
+
+def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
+    """The step's own sizes: for eager execution, where padding would only be work."""
+    kind = DECODE if chunk_rows == 0 else MIXED if decode_rows else CHUNK
+    return Bucket(kind, decode_rows + chunk_rows, token_count)
+
+
+def padded_batch(rows: int) -> int:
+    """Rows of a decode bucket: 1, 2, 4, 8, then multiples of 16 up to 256, of 32 above."""
+    if rows <= _TINY_BATCHES[-1]:
+        return next(size for size in _TINY_BATCHES if size >= rows)
+    step = 16 if rows <= 256 else 32
+    return -(-rows // step) * step
+
+
+def padded_tokens(token_count: int) -> int:
+    """Tokens of a chunk or mixed bucket."""
+    size = next((size for size in _TOKEN_SIZES if size >= token_count), 0)
+    return size or -(-token_count // _LARGE_STEP) * _LARGE_STEP
+
+
+def decode_buckets(max_rows: int) -> list[Bucket]:
+    """Every decode bucket, smallest first."""
+    sizes = sorted({min(padded_batch(rows), max_rows) for rows in range(1, max_rows + 1)})
+    return [Bucket(DECODE, size, size) for size in sizes]
+
+
+def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """The usual buckets with chunks: one prompt alone, and a few rows of any kind; and the largest of each kind."""
+    sizes = sorted({min(size, max_tokens) for size in _TOKEN_SIZES})
+    rows = min(_ROW_CLASSES[1], max_rows)
+    one = [Bucket(CHUNK, 1, size) for size in sizes if size <= _ONE_ROW_TOKENS]
+    few = [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for size in sizes if size >= rows]
+    return [*one, *few, *largest_buckets(max_rows, max_tokens)]
+
+
+def largest_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """What takes the most memory."""
+    return [Bucket(kind, max_rows, max_tokens) for kind in (CHUNK, MIXED)]

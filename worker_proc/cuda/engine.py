@@ -1,0 +1,112 @@
+"""Puts the GPU worker's parts together: forward pass, slots, cache sized by what is left of the card, runner.
+
+Called by `worker_proc.engine`, which has loaded the model.
+"""
+
+import logging
+import time
+
+import torch
+
+from common.config import EngineConfig, StepLimits
+from common.errors import ConfigError
+from kernels.decode_attention import MAX_ROWS
+from kernels.step_layout import PlanLayout
+from worker_proc.cuda.buckets import DECODE, Bucket, largest_buckets
+from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
+from worker_proc.cuda.plain_forward import PlainForward
+from worker_proc.cuda.runner import CudaRunner
+from worker_proc.cuda.slots import DeviceSlots
+from worker_proc.cuda.step_program import Forward, StepProgram
+from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size
+from worker_proc.models.llama import LlamaForCausalLM
+from worker_proc.slots import TOKEN_MARGIN
+
+logger = logging.getLogger(__name__)
+
+GRAPH_ALLOWANCE = 128
+"""Graphs whose memory is set aside before the cache is sized: those of start-up, and as many that come later."""
+
+START_SECONDS = 10.0
+"""After this long no further bucket is prepared at start. A first start on a machine compiles each kernel, which takes
+about 45 s for all; later ones find them on disk, and all buckets take about 4 s."""
+
+SAFETY_BYTES = 256 << 20
+"""Left alone beside the utilisation asked for: fragmentation, and what the first real steps still load."""
+
+
+def cuda_runner(
+    config: EngineConfig, limits: StepLimits, model: LlamaForCausalLM, specs: list[LayerCacheSpec], vocabulary: int
+) -> tuple[CudaRunner, CacheSize]:
+    """A runner that has run every bucket that start-up covers, and the size of its cache.
+
+    Raises:
+        ConfigError: more sequences a step than the kernels take, or no memory left for the cache.
+    """
+    if limits.max_num_seqs > MAX_ROWS:
+        raise ConfigError(f"--max-num-seqs is {limits.max_num_seqs}; at most {MAX_ROWS} are supported on a GPU")
+    start = time.monotonic()
+    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    model_limit = model.config.context_limit
+    max_len = min(config.model.max_model_len or model_limit, model_limit)
+    device = model.model.norm.weight.device
+    with torch.inference_mode():
+        forward = _forward(model, limits, max_len)
+        slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device)
+        graph_bytes = _profile(forward, slots, limits, specs, vocabulary)
+    available = _available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
+    size = choose_size(config, limits, specs, model_limit, available)
+    cache = KVCache(
+        specs, block_size=config.cache.block_size, block_count=size.block_count,
+        host_block_count=size.host_block_count, device=device,
+    )  # fmt: skip
+    runner = CudaRunner(forward, cache, slots, limits, vocabulary, eager=config.worker.enforce_eager)
+    prepared = runner.warm_up(START_SECONDS - (time.monotonic() - start))
+    torch.cuda.synchronize()
+    logger.info("prepared %s, %.2f s after the weights were loaded", prepared, time.monotonic() - start)
+    return runner, size
+
+
+def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int) -> Forward:
+    reason = unsupported_reason(model)
+    if reason is not None:
+        logger.warning("the fused forward pass does not cover this model (%s): slower, and without CUDA Graphs", reason)
+        return PlainForward(model)
+    return FusedForward(
+        model,
+        max_rows=limits.max_num_seqs,
+        max_tokens=limits.max_num_batched_tokens,
+        max_positions=max_len + 2 * TOKEN_MARGIN,
+    )
+
+
+def _profile(
+    forward: Forward, slots: DeviceSlots, limits: StepLimits, specs: list[LayerCacheSpec], vocabulary: int
+) -> int:
+    """Run the largest step over a cache of one block, so that whatever it allocates is there; returns the bytes to set
+    aside for graphs, from those of one."""
+    layout = PlanLayout(limits.max_num_seqs, 1)
+    cache = KVCache(specs, block_size=slots.block_size, block_count=1, host_block_count=0, device=slots.device)
+    plan = torch.zeros(layout.size, dtype=torch.int32, device=slots.device)
+    options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
+    program = StepProgram(forward, cache, slots, plan, layout, **options, eager=True)
+    for bucket in largest_buckets(limits.max_num_seqs, limits.max_num_batched_tokens):
+        program.run(bucket)
+    if not forward.capturable:
+        return 0
+    before = torch.cuda.mem_get_info()[0]
+    graphs = StepProgram(forward, cache, slots, plan, layout, **options, eager=False)
+    graphs.run(Bucket(DECODE, 1, 1))
+    torch.cuda.synchronize()
+    return GRAPH_ALLOWANCE * max(0, before - torch.cuda.mem_get_info()[0])
+
+
+def _available_bytes(utilization: float, graph_bytes: int) -> int:
+    """What the cache may take: the share asked for, less what is used by now and what graphs will use."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    available = int(total * utilization) - (total - free) - graph_bytes - SAFETY_BYTES
+    logger.info("GPU memory: %.1f GiB in use, %.2f GiB for graphs, %.1f GiB for the KV cache", (total - free) / 2**30,
+                graph_bytes / 2**30, available / 2**30)  # fmt: skip
+    return max(0, available)

@@ -1,0 +1,273 @@
+"""One forward pass of the Llama family on a GPU with as few launches as the kernels allow.
+
+Per layer: q/k/v product with the norm before it; q/k norm, rotation and K/V store; attention; output product with the
+residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Five launches
+at the smallest batches, nine at large ones, where the library does the products. It works in buffers that are allocated
+once, so a call can be captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
+
+Knows nothing of requests, plans or sampling. `unsupported_reason` says which models the plain modules must serve
+instead (`plain_forward`). Called by the GPU runner.
+"""
+
+from typing import Any
+
+import torch
+
+from kernels import decode_attention as decode
+from kernels import fused_decode_attention as fused
+from kernels import prefill_attention as prefill
+from kernels.embedding import embedding
+from kernels.paged_kv import HEAD_DIMS, HeadShape
+from kernels.qk_norm_rope_store import qk_norm_rope_store
+from kernels.rms_norm import rms_norm
+from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
+from kernels.skinny_linear import Workspace, skinny_linear
+from kernels.step_layout import StepInputs
+from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket
+from worker_proc.cuda.slots import DeviceSlots
+from worker_proc.kv_cache import KVCache
+from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
+from worker_proc.models.qwen3 import Qwen3Attention
+
+PREFETCH_TOKENS = 4
+"""Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
+
+
+def unsupported_reason(model: LlamaForCausalLM) -> str | None:
+    """Why this pass cannot serve the model; None if it can."""
+    config = model.config
+    if model.rotary.length_dependent:
+        return f"rope type {config.rope.rope_type} has frequencies that depend on the length"
+    if config.output_bias or config.mlp_bias:
+        return "biases on the output, gate, up or down projections"
+    if config.head_dim not in HEAD_DIMS:
+        return f"head_dim {config.head_dim} is not one of {HEAD_DIMS}"
+    return None
+
+
+def multiprocessor_count(device: torch.device) -> int:
+    """Of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int) -> bool:
+    """Whether the prefill kernel for Hopper computes this model's attention here."""
+    config, weight = model.config, model.model.norm.weight
+    if weight.device.type != "cuda":
+        return False
+    shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size=16)
+    major = torch.cuda.get_device_capability(weight.device)[0]
+    return prefill.can_specialise(shape, weight.dtype, sliding_window, capability_major=major)
+
+
+class FusedForward:
+    """The pass over one model.
+
+    Args:
+        max_rows, max_tokens: the largest bucket.
+        max_positions: positions that may occur are below this.
+
+    Attributes:
+        hidden: [max_tokens, hidden_size], after a pass the residual stream before the last norm.
+        logits: float32 [max_rows, vocab_size], after a pass those of the rows that sample.
+    """
+
+    capturable = True
+
+    def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
+        config = model.config
+        self.model, self.config = model, config
+        weight = model.model.norm.weight
+        device, dtype = weight.device, weight.dtype
+        self._multiprocessors = multiprocessor_count(device)
+        self._query_shape = (config.head_count, config.head_dim)
+        query_size, kv_size = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
+
+        def buffer(rows: int, columns: int, kind: torch.dtype = dtype) -> torch.Tensor:
+            return torch.zeros(rows, columns, dtype=kind, device=device)
+
+        self.hidden = buffer(max_tokens, config.hidden_size)
+        self._qkv = buffer(max_tokens, query_size + 2 * kv_size)
+        self._query = buffer(max_tokens, query_size).view(max_tokens, *self._query_shape)
+        self._attended = buffer(max_tokens, query_size).view(max_tokens, *self._query_shape)
+        self._activated = buffer(max_tokens, config.intermediate_size)
+        self._sampled = buffer(max_rows, config.hidden_size)
+        self.logits = buffer(max_rows, config.vocab_size, torch.float32)
+        widest = 2 * config.intermediate_size
+        self._workspace = Workspace.allocate(max_tokens, config.hidden_size, widest, dtype, device)
+        self._rope_table = rope_table(model, max_positions)
+        decode_plan = self._decode_plan(max_rows)
+        fused_floats = [self._fused_plan(rows).workspace_floats for rows in range(1, fused.MAX_ROWS + 1)]
+        self._partials = torch.empty(max(decode_plan.workspace_floats, *fused_floats), device=device)
+        self._decode_counters = torch.zeros(decode_plan.counter_count, dtype=torch.int32, device=device)
+        self._prefill_counters = torch.zeros(prefill.COUNTER_COUNT, dtype=torch.int32, device=device)
+
+    def run(
+        self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the bucket's step; returns the logits, float32 [rows, vocab_size], of `inputs.sample_rows`.
+
+        Args:
+            inputs: of the bucket's sizes.
+            counts: int32 [2], on the device: rows, decode rows.
+        """
+        hidden = self.hidden[: bucket.tokens]
+        embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
+        for index, layer in enumerate(self.model.model.layers):
+            self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
+            self._feed_forward_block(index, layer, hidden)
+        return self._head(hidden, bucket, inputs)
+
+    def token_logits(self, first_token: int, count: int) -> torch.Tensor:
+        """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
+        hidden = self.hidden[first_token : first_token + count]
+        return self.model.compute_logits(self.model.model.norm(hidden))
+
+    def _attention_block(
+        self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+    ) -> None:  # fmt: skip
+        attention, norm = layer.self_attn, layer.input_layernorm
+        tokens = hidden.shape[0]
+        qkv, query, attended = self._qkv[:tokens], self._query[:tokens], self._attended[:tokens]
+        if attention.qkv_proj.bias is None:
+            skinny_linear(
+                hidden, attention.qkv_proj.weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,
+                upcoming=self._ahead(attention.o_proj.weight, tokens),
+            )  # fmt: skip
+        else:
+            normed = self._workspace.rows("normed", tokens, hidden.shape[1])
+            rms_norm(hidden, norm.weight, norm.eps, normed)
+            torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
+        norms = _head_norms(attention)
+        key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
+        if self._is_fused(bucket, attention):
+            fused.fused_decode_attention(
+                attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
+                self._rope_table, self._partials, self._decode_counters, self._fused_plan(bucket.rows),
+                scale=attention.scale, **norms,
+            )  # fmt: skip
+        else:
+            qk_norm_rope_store(
+                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table, **norms
+            )
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
+        skinny_linear(
+            attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
+            upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
+        )  # fmt: skip
+
+    def _attend(
+        self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+    ) -> None:  # fmt: skip
+        attention = self.model.model.layers[index].self_attn
+        shared = (
+            output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
+            inputs.context_lengths,
+        )  # fmt: skip
+        options = {
+            "scale": attention.scale,
+            "sliding_window": attention.sliding_window or 0,
+            "decode_row_count": counts[1:2],
+            "pdl": output.device.type == "cuda",
+        }
+        if bucket.kind != CHUNK:
+            plan = self._decode_plan(bucket.rows)
+            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
+        if bucket.kind != DECODE:
+            plan = self._prefill_plan(bucket, options["sliding_window"])
+            prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
+
+    def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
+        norm, mlp = layer.post_attention_layernorm, layer.mlp
+        activated = self._activated[: hidden.shape[0]]
+        skinny_linear(
+            hidden, mlp.gate_up_proj.weight, activated, self._workspace,
+            norm_weight=norm.weight, eps=norm.eps, silu_mul=True,
+            upcoming=self._ahead(mlp.down_proj.weight, hidden.shape[0]),
+        )  # fmt: skip
+        skinny_linear(
+            activated, mlp.down_proj.weight, hidden, self._workspace, residual=hidden,
+            upcoming=self._ahead(self._after(index), hidden.shape[0]),
+        )  # fmt: skip
+
+    def _ahead(self, weight: torch.Tensor, tokens: int) -> torch.Tensor | None:
+        """The weight, if bringing it into the level-2 cache ahead of its use pays at this many tokens."""
+        return weight if tokens >= PREFETCH_TOKENS else None
+
+    def _after(self, index: int) -> torch.Tensor:
+        """The weight that is read after a layer's last one."""
+        layers = self.model.model.layers
+        if index + 1 < len(layers):
+            return layers[index + 1].self_attn.qkv_proj.weight
+        return self.model.lm_head.weight
+
+    def _head(self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
+        """Logits of the sampled rows; a row that does not sample gets those of a zero vector."""
+        rows = hidden
+        if bucket.kind != DECODE:
+            rows = self._sampled[: bucket.rows]
+            embedding(inputs.sample_rows, hidden, rows)
+        logits, norm, weight = self.logits[: bucket.rows], self.model.model.norm, self.model.lm_head.weight
+        if bucket.rows <= MAX_SKINNY_ROWS and self._is_skinny_head(bucket.rows):
+            skinny_linear(rows, weight, logits, self._workspace, norm_weight=norm.weight, eps=norm.eps)
+            return logits
+        normed = self._workspace.rows("normed", bucket.rows, rows.shape[1])
+        rms_norm(rows, norm.weight, norm.eps, normed)
+        if normed.dtype == torch.float32:
+            return torch.mm(normed, weight.T, out=logits)
+        return torch.mm(normed, weight.T, out_dtype=torch.float32, out=logits)
+
+    def _is_skinny_head(self, rows: int) -> bool:
+        """Whether the table names a kernel of ours for the output projection at this many rows."""
+        from kernels.tuning import find_plan
+
+        weight = self.model.lm_head.weight
+        plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
+        return plan.kernel != "library"
+
+    def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
+        """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""
+        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS:
+            return False
+        group = self.config.head_count // self.config.kv_head_count
+        return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
+
+    def _fused_plan(self, rows: int) -> fused.FusedDecodePlan:
+        return fused.launch_plan(rows, self.config.kv_head_count, self.config.head_dim)
+
+    def _decode_plan(self, rows: int) -> decode.DecodePlan:
+        config = self.config
+        sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
+        return decode.launch_plan(_row_class(rows), *sizes)
+
+    def _prefill_plan(self, bucket: Bucket, sliding_window: int) -> prefill.PrefillPlan:
+        config = self.config
+        sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
+        is_large = bucket.tokens >= prefill.SPECIALISED_TOKENS
+        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window)
+        rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
+        return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised)
+
+
+def _head_norms(attention: LlamaAttention) -> dict[str, Any]:
+    """The norms of query and key heads as the kernels take them; nothing for models without."""
+    if not isinstance(attention, Qwen3Attention):
+        return {}
+    return {
+        "q_weight": attention.q_norm.weight, "k_weight": attention.k_norm.weight, "eps": attention.q_norm.eps
+    }  # fmt: skip
+
+
+def _row_class(rows: int) -> int:
+    """What a kernel's tile of rows is rounded up to: few sizes, since each is compiled by itself."""
+    return next(size for size in (64, 256, decode.MAX_ROWS) if size >= rows)
+
+
+def rope_table(model: LlamaForCausalLM, max_positions: int) -> torch.Tensor:
+    """Cosines, then sines, of every position's angles: float32 [max_positions, head_dim], attention factor included."""
+    half = model.config.head_dim // 2
+    positions = torch.arange(max_positions, device=model.model.norm.weight.device)
+    angles = model.rotary.angles(positions)
+    return torch.cat((angles.cos[:, 0, :half], angles.signed_sin[:, 0, half:]), dim=1).contiguous()

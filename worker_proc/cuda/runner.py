@@ -1,0 +1,180 @@
+"""Runs step plans on a GPU: one copy in, one graph, one copy out, and never a wait on the main thread.
+
+`execute` packs a plan into pinned memory, issues the step and returns; a reporter's thread waits for the sampled ids.
+Steps may be issued before earlier ones are done: what a step needs of them is on the device. Rows that ask for what the
+sampling kernel lacks take `special_rows` on their step. Without a GPU the same code runs in Triton's interpreter, in
+tests. The sockets, and when a plan comes, are the worker's business (`worker.py`).
+"""
+
+import gc
+import time
+from array import array
+from dataclasses import replace
+
+import torch
+
+from common.config import StepLimits
+from common.messages import StepPlan
+from kernels.scatter_words import scatter_words
+from kernels.step_layout import PlanLayout
+from worker_proc.cuda.buckets import Bucket, bucket_of, chunk_buckets, decode_buckets, exact_bucket
+from worker_proc.cuda.lanes import LANE_COUNT, Lanes, PendingStep
+from worker_proc.cuda.slots import DeviceSlots, add_sampling
+from worker_proc.cuda.special_rows import SpecialRows
+from worker_proc.cuda.staging import DeviceStager, PackedStep, StagingRing
+from worker_proc.cuda.step_program import Forward, StepProgram
+from worker_proc.kv_cache import KVCache
+from worker_proc.pending import PromptPiece
+from worker_proc.slots import SlotMirror, StateWrites
+from worker_proc.step_inputs import PromptRows
+
+PROMPT_LOGPROB_ROWS = 64
+"""Positions whose logits are computed at once for prompt log probabilities; bounds their memory."""
+
+
+class CudaRunner:
+    """Runs steps on one GPU.
+
+    Args:
+        forward: the model's pass, on the GPU.
+        slots: made for `limits` and the cache's block size.
+        vocabulary: ids from here on are never sampled.
+        eager: run every step without a graph.
+
+    Attributes:
+        pads_steps: whether a step is padded to its bucket, as a graph needs it.
+    """
+
+    def __init__(
+        self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
+    ) -> None:
+        self._cache, self.slots, self._limits = cache, slots, limits
+        self.mirror = SlotMirror.empty(limits.max_num_seqs)
+        layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
+        self._ring = StagingRing(layout, LANE_COUNT, slots.device)
+        self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
+        self._special = SpecialRows(slots, vocabulary)
+        self.program = StepProgram(
+            forward, cache, slots, self._ring.device_buffer, layout,
+            max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
+        )  # fmt: skip
+        self.pads_steps = self.program.uses_graphs
+        self._lanes = Lanes(limits.max_num_seqs, slots.device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Carry out a plan, in the order that `StepPlan` gives, as far as issuing it."""
+        start = time.perf_counter_ns()
+        lane = self._lanes.take()
+        lane.begin()
+        packed = self._prepare(plan)
+        input_us = (time.perf_counter_ns() - start) // 1000
+        step = PendingStep(plan.step_id, lane, self._lanes, packed.sampled_rows, input_us)
+        if packed.token_count:
+            bucket = self._bucket(packed.decode_rows, packed.chunk_rows, packed.token_count)
+            step = self._run(step, packed, bucket)
+            lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
+        lane.end()
+        return step
+
+    @torch.inference_mode()
+    def warm_up(self, seconds: float = float("inf")) -> str:
+        """Compile, and capture, what the buckets of start-up need, on empty plans: nothing is computed or stored.
+
+        Stops after that many seconds; what is left is prepared when it is first used. Returns what was done, in words.
+        """
+        buckets = self.start_buckets()
+        gc.collect()
+        gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
+        self._ring.device_buffer[:4].zero_()
+        deadline = time.monotonic() + seconds
+        prepared = 0
+        while prepared < len(buckets) and time.monotonic() < deadline:
+            self.program.run(buckets[prepared])
+            prepared += 1
+        return f"{prepared} of {len(buckets)} buckets, with {self.program.graph_count} graphs"
+
+    def start_buckets(self) -> list[Bucket]:
+        """What is to be ready before the first request: one prompt and its decoding, then every decode batch and the
+        usual steps with chunks."""
+        sizes = (self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        decodes, chunks = decode_buckets(sizes[0]), chunk_buckets(*sizes)
+        return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
+
+    def _bucket(self, decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
+        if not self.pads_steps:
+            return exact_bucket(decode_rows, chunk_rows, token_count)
+        limits = self._limits
+        return bucket_of(
+            decode_rows, chunk_rows, token_count, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens
+        )
+
+    def _prepare(self, plan: StepPlan) -> PackedStep:
+        """Everything that changes before the rows run, and the copy of the plan."""
+        for slot in plan.cleared_slots:
+            self.mirror.clear(slot)
+        self._move_blocks(plan)
+        writes = StateWrites(self.slots)
+        for init in plan.new_slots:
+            self.mirror.start(init)
+            writes.add_slot(init)
+            add_sampling(writes, init, self.slots.vocab_size)
+        packed = self._stager.pack(plan, self._ring.next_buffer())
+        addresses, values = self._ring.copy(packed.size, writes)
+        scatter_words(self.slots.memory, addresses, values)
+        for init in plan.new_slots:
+            self._special.start(init)
+        return packed
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        if plan.swap_out_block_ids:
+            self._cache.swap_out(_pairs(plan.swap_out_block_ids))
+        if plan.copy_block_ids:
+            self._cache.copy_blocks(_pairs(plan.copy_block_ids))
+        if plan.swap_in_block_ids:
+            self._cache.swap_in(_pairs(plan.swap_in_block_ids))
+
+    def _run(self, step: PendingStep, packed: PackedStep, bucket: Bucket) -> PendingStep:
+        if not packed.prompt_rows and not self._special.any_of(packed.sampled_slots):
+            self.program.run(bucket)
+            return step
+        logits = self.program.run(bucket, sampling=False)
+        pieces = tuple(piece for rows in packed.prompt_rows for piece in self._prompt_pieces(rows))
+        wanted = self._logprob_rows(packed)
+        raw = logits.clone() if wanted else None
+        self._special.apply_rules(logits, packed.sampled_rows.tolist(), packed.sampled_slots.tolist())
+        self.program.sample(bucket, logits)
+        table = None
+        if raw is not None:
+            ids = self.program.sampled.ids[: bucket.rows]
+            table = self._special.logprobs(raw, ids, max(top_count for _, _, top_count in wanted))
+        return replace(step, logprob_rows=wanted, logprobs=table, prompt_pieces=pieces)
+
+    def _logprob_rows(self, packed: PackedStep) -> tuple[tuple[int, int, int], ...]:
+        """See `PendingStep`."""
+        found = []
+        pairs = zip(packed.sampled_rows.tolist(), packed.sampled_slots.tolist(), strict=True)
+        for index, (row, slot) in enumerate(pairs):
+            sampling = self.mirror.sampling[slot]
+            if sampling is not None and sampling.logprobs >= 0:
+                found.append((row, index, sampling.logprobs))
+        return tuple(found)
+
+    def _prompt_pieces(self, rows: PromptRows) -> list[PromptPiece]:
+        """Of a chunk's tokens that predict a prompt token; a few rows of logits at a time."""
+        sampling = self.mirror.sampling[rows.slot]
+        assert sampling is not None, f"slot {rows.slot} is free"
+        pieces = []
+        for start in range(0, rows.count, PROMPT_LOGPROB_ROWS):
+            count = min(PROMPT_LOGPROB_ROWS, rows.count - start)
+            position = rows.first_position + 1 + start
+            logits = self.program.token_logits(rows.first_token + start, count)
+            predicted = self.slots.token_ids[rows.slot, position : position + count]
+            table = self._special.logprobs(logits, predicted, sampling.prompt_logprobs)
+            pieces.append(PromptPiece(rows.slot, position, sampling.prompt_logprobs, table))
+        return pieces
+
+
+def _pairs(ids: "array[int]") -> list[tuple[int, int]]:
+    """Flat pairs as tuples."""
+    return list(zip(ids[::2], ids[1::2], strict=True))

@@ -1,0 +1,121 @@
+"""The device's part of a step, from the packed plan to sampled ids, in one call per bucket: run as it is or as a graph.
+
+A graph is captured when its bucket is first used (a few milliseconds, see `docs/log.md`) and replayed from then on. All
+buffers stay where they are, so a graph holds no memory of its own beyond the library's workspace. Knows no plans and no
+requests. Called by the GPU runner.
+"""
+
+from dataclasses import fields
+from typing import Protocol
+
+import torch
+
+from kernels.sampling import SampledTokens, sample
+from kernels.sampling_state import SamplingWorkspace
+from kernels.step_inputs import step_inputs
+from kernels.step_layout import PlanLayout, StepInputs
+from worker_proc.cuda.buckets import GRAPH_TOKENS, Bucket
+from worker_proc.cuda.slots import DeviceSlots
+from worker_proc.kv_cache import KVCache
+
+
+class Forward(Protocol):
+    """A forward pass in buffers of its own: `FusedForward` or `PlainForward`."""
+
+    capturable: bool
+
+    def run(
+        self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of the rows that sample, float32 [rows, vocab_size]."""
+
+    def token_logits(self, first_token: int, count: int) -> torch.Tensor:
+        """Logits of any tokens of the last pass, float32 [count, vocab_size]."""
+
+
+class StepProgram:
+    """Steps of one worker.
+
+    Args:
+        plan: int32, the device buffer that starts with the packed plan.
+        vocabulary: ids from here on are never sampled.
+        eager: run every step without a graph.
+
+    Attributes:
+        sampled: of the last step, a line per row.
+    """
+
+    def __init__(
+        self, forward: Forward, cache: KVCache, slots: DeviceSlots, plan: torch.Tensor, layout: PlanLayout,
+        *, max_tokens: int, vocabulary: int, eager: bool,
+    ) -> None:  # fmt: skip
+        self._forward, self._cache, self._slots = forward, cache, slots
+        self._plan, self._layout, self._vocabulary = plan, layout, vocabulary
+        device = plan.device
+        self._inputs = StepInputs.allocate(layout.rows, max_tokens, device)
+        self._workspace = SamplingWorkspace.allocate(layout.rows, vocabulary, device)
+        self.sampled = SampledTokens.allocate(layout.rows, 1, device)
+        self._logits = torch.empty(0)
+        self.uses_graphs = forward.capturable and not eager and device.type == "cuda"
+        self._graphs: dict[tuple[Bucket, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
+
+    @property
+    def graph_count(self) -> int:
+        """Graphs captured so far."""
+        return len(self._graphs)
+
+    def run(self, bucket: Bucket, *, sampling: bool = True) -> torch.Tensor:
+        """Run the step whose plan is in the buffer; returns its logits, float32 [rows, vocab_size].
+
+        Without `sampling` the caller changes the logits and then calls `sample`.
+        """
+        if not self.uses_graphs or bucket.tokens > GRAPH_TOKENS:
+            return self._run(bucket, sampling)
+        key = (bucket, sampling)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket, sampling)
+        graph, logits = self._graphs[key]
+        graph.replay()
+        return logits
+
+    def sample(self, bucket: Bucket, logits: torch.Tensor) -> None:
+        """Choose the rows' tokens, write them to `sampled` and to their slots."""
+        inputs, slots = self.inputs(bucket), self._slots
+        whole = self.sampled
+        out = SampledTokens(**{item.name: getattr(whole, item.name)[: bucket.rows] for item in fields(whole)})
+        sample(
+            logits, inputs.row_slots, inputs.sample_rows, slots.known_lengths, slots.token_ids, slots.sampling,
+            self._workspace, out, self._vocabulary,
+        )  # fmt: skip
+
+    def inputs(self, bucket: Bucket) -> StepInputs:
+        """The step's inputs, padded to the bucket."""
+        return self._inputs.bucket(bucket.rows, bucket.tokens)
+
+    def token_logits(self, first_token: int, count: int) -> torch.Tensor:
+        """Logits of any tokens of the last step."""
+        return self._forward.token_logits(first_token, count)
+
+    def forget_graphs(self) -> None:
+        """Drop all graphs, because something that they hold the address of is going away."""
+        self._graphs.clear()
+
+    def _run(self, bucket: Bucket, sampling: bool) -> torch.Tensor:
+        inputs = self.inputs(bucket)
+        step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)
+        logits = self._forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
+        if sampling:
+            self.sample(bucket, logits)
+        return logits
+
+    def _capture(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Record the bucket's step; a run on an empty plan before it, which does nothing, compiles the kernels."""
+        kept = self._plan[:4].clone()
+        self._plan[:4].zero_()
+        self._run(bucket, sampling)
+        self._plan[:4].copy_(kept)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._run(bucket, sampling)
+        return graph, logits
