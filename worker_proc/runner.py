@@ -147,6 +147,8 @@ class Runner(ABC):
             block_tables=self.memory.block_tables,
             key_caches=self._cache.key_caches,
             value_caches=self._cache.value_caches,
+            key_scales=self._cache.key_scales,
+            value_scales=self._cache.value_scales,
             block_size=self._cache.block_size,
             decode_row_count=decode_row_count,
             prompt_lengths=prompt_lengths,
