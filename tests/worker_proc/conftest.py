@@ -19,14 +19,10 @@ from common.messages import (
     decode_for_worker,
     decode_from_worker,
 )
-from kernels import interpreter
 from tests.support.poison import poison
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
 from worker_proc.runner import CpuRunner
-
-if not torch.cuda.is_available():
-    interpreter.enable()
 
 TINY = {
     "vocab_size": 131,
@@ -215,20 +211,10 @@ def make_driver():
         folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
         kernels=False, kv_cache_dtype="auto",
     ):  # fmt: skip
-<<<<<<< HEAD
         device = torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu")
         model = load_model(folder, device=device, dtype=torch.float32) if isinstance(folder, Path) else folder
-        specs = cache_specs(model.config, torch.float32, "auto")
-        cache = KVCache(specs, block_size=block_size, block_count=block_count, host_block_count=4, device=device)
-=======
-        model = (
-            load_model(folder, device=torch.device("cpu"), dtype=torch.float32) if isinstance(folder, Path) else folder
-        )
         specs = cache_specs(model.config, torch.float32, kv_cache_dtype)
-        cache = KVCache(
-            specs, block_size=block_size, block_count=block_count, host_block_count=4, device=torch.device("cpu")
-        )
->>>>>>> kv8
+        cache = KVCache(specs, block_size=block_size, block_count=block_count, host_block_count=4, device=device)
         poison(cache)
         limits = StepLimits(slot_count, token_limit)
         if kernels:
