@@ -12,16 +12,20 @@ import logging
 import time
 from array import array
 from dataclasses import replace
+from pathlib import Path
 
 from common.child import SupervisorLink
 from common.config import EngineConfig, step_limits
 from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
 from scheduler_proc.core import ForFrontend, SchedulerCore
+from scheduler_proc.grammar import Compilation, Grammars
 from scheduler_proc.state import Limits
 from scheduler_proc.transport import Transport
 
 STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
+COMPILATION_INTERVAL_S = 0.001
+"""How often a request that waits for its grammar is looked after."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +40,12 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
         limits = limits_of(config, ready)
         if limits.preemption != "recompute" and not limits.host_block_count:
             logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
-        core = SchedulerCore(limits, time.time)
+        grammars = Grammars(Path(config.tokenizer_dir or config.model_dir) / "tokenizer.json", ready.vocab_size)
+        core = SchedulerCore(limits, time.time, grammars)
         transport.send_out(engine_ready(limits, ready))
         link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
         gc.freeze()  # nothing made so far is garbage; the collector need not look at it again
-        Loop(core, transport, link).run()
+        Loop(core, Compilation(grammars), transport, link).run()
         return 0
     finally:
         transport.close()
@@ -121,12 +126,16 @@ class Loop:
 
     Args:
         core: decides.
+        compilation: where requests with a grammar wait for it.
         transport: the sockets.
         link: the supervisor's orders.
     """
 
-    def __init__(self, core: SchedulerCore, transport: Transport, link: SupervisorLink) -> None:
+    def __init__(
+        self, core: SchedulerCore, compilation: Compilation, transport: Transport, link: SupervisorLink
+    ) -> None:
         self._core = core
+        self._compilation = compilation
         self._transport = transport
         self._link = link
         self._parts = PartTimes()
@@ -154,11 +163,11 @@ class Loop:
             return True
         if self._stop_at_s is None:
             return False
-        return self._core.is_idle or time.monotonic() >= self._stop_at_s
+        return (self._core.is_idle and self._compilation.is_idle) or time.monotonic() >= self._stop_at_s
 
     def _timeout_ms(self) -> int | None:
         """Milliseconds until something is due without a message; None for never."""
-        waits = []
+        waits = [] if self._compilation.is_idle else [COMPILATION_INTERVAL_S]
         deadline_s = self._core.next_deadline_s()
         if deadline_s is not None:
             waits.append(deadline_s - time.time())
@@ -192,8 +201,10 @@ class Loop:
             if self._stop_at_s is not None and isinstance(message, AddRequest):
                 text = "the engine is shutting down"
                 self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
-            else:
+            elif self._compilation.pass_on(message):
                 self._outbox += self._core.handle(message)
+        for compiled in self._compilation.ready():
+            self._outbox += self._core.handle(compiled)
 
     def _plan(self) -> None:
         while True:
@@ -227,10 +238,11 @@ class Loop:
     def _end_rest(self) -> None:
         """A terminal message for whoever is still waiting for one."""
         if self._failure is None:
-            self._outbox += self._core.fail_all("shutting_down", "the engine is shutting down")
+            code, text = "shutting_down", "the engine is shutting down"
         else:
-            text = f"{self._failure.process} failed: {self._failure.message}"
-            self._outbox += self._core.fail_all("engine_dead", text)
+            code, text = "engine_dead", f"{self._failure.process} failed: {self._failure.message}"
+        self._outbox += self._core.fail_all(code, text)
+        self._outbox += self._compilation.fail_all(code, text)
         self._send_outbox()
 
     def _send_outbox(self) -> None:
