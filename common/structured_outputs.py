@@ -13,6 +13,8 @@ from common.errors import RequestError
 
 TEXT_LIMIT = 1 << 20
 CHOICE_LIMIT = 4096
+WHITESPACE = r"[ \n\r\t]{0,64}"
+"""Between the tokens of a JSON text; bounded, so that no model fills its output with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

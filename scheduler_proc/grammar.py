@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import TriremeError
 from common.messages import AbortRequests, AddRequest, FlushCache, RequestFailed
-from common.structured_outputs import StructuredOutputs
+from common.structured_outputs import WHITESPACE, StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 COMPILED_LIMIT = 128
 """Grammars kept for the next request that wants the same."""
-WHITESPACE = r"[ \n\r\t]{0,64}"
-"""Between the tokens of a JSON text; bounded, so that no model fills its output with it."""
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
