@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks import records
 from benchmarks.step_cost import MACHINES, StepCost
 from benchmarks.svg_plot import line_plot
 from common.messages import AddRequest, StepPlan, StepResult, TokensOut
@@ -353,9 +354,19 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--run-ahead", type=int, default=2, choices=(0, 1, 2))
     parser.add_argument("--target-itl-ms", type=float, default=0.0)
+    parser.add_argument("--output", help="file to append the result to")
     parser.add_argument("--plot", help="folder for plots")
     args = parser.parse_args()
     result = {"runs": [run_fixed(run) for run in FIXED_RUNS]} if args.fixed else run_trace(args)
+    if args.output:
+        workload = "fixed" if args.fixed else Path(args.trace).name
+        entry = records.record(
+            benchmark="scheduler_sim",
+            workload=workload,
+            metrics=result,
+            device=f"one core of {records.processor_name()}",
+        )
+        records.save([entry], args.output)
     print(json.dumps(result))
 
 

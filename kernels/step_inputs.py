@@ -102,7 +102,7 @@ def launch_plan(row_count: int, token_count: int) -> StepInputsPlan:
     return StepInputsPlan((row_count + triton.cdiv(token_count, block),), block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS", "TOKENS"])
 def _step_inputs_kernel(
     plan, slot_token_ids, known_lengths, computed_lengths, block_tables, token_stride, table_stride,
     token_ids, positions, slot_mapping, row_slots, query_starts, context_lengths, sample_rows, ROWS, TOKENS,

@@ -11,7 +11,7 @@ core, the collector and the process main.
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,14 +109,15 @@ class Grammars:
     """
 
     def __init__(self, tokenizer_file: Path, vocab_size: int) -> None:
-        self._file, self._vocab_size = tokenizer_file, vocab_size
+        self.tokenizer_file, self._vocab_size = tokenizer_file, vocab_size
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: dict[tuple[str, str], LLMatcher | GrammarError] = {}
 
-    def is_compiled(self, wanted: StructuredOutputs) -> bool:
-        """Whether `start` would take no time."""
-        return wanted.key in self._compiled
+    @property
+    def compiled_count(self) -> int:
+        """Grammars that are kept."""
+        return len(self._compiled)
 
     def compile(self, wanted: StructuredOutputs) -> "LLMatcher":
         """The grammar's matcher, to be copied; compiled if it is not kept from before.
@@ -152,7 +153,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         try:
-            self._tokenizer = self._tokenizer or load_tokenizer(self._file, self._vocab_size)
+            self._tokenizer = self._tokenizer or load_tokenizer(self.tokenizer_file, self._vocab_size)
             matcher = LLMatcher(self._tokenizer, grammar_text(wanted), log_level=0)
         except GrammarError as error:
             return error
@@ -203,10 +204,16 @@ class Compilation:
 
     Args:
         grammars: where the core finds them afterwards.
+        observe: wraps the count of requests that are ready, the one thing here that depends on another thread, so that
+            it can be recorded and replayed.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(
+        self, grammars: Grammars, observe: Callable[[Callable[[], float]], Callable[[], float]] = lambda count: count
+    ) -> None:
         self._grammars = grammars
+        self._ready_count = observe(self._count_ready)
+        self._released: set[tuple[str, str]] = set()
         self._threads: ThreadPoolExecutor | None = None
         self._held: dict[int, tuple[AddRequest, Future[Any]]] = {}
 
@@ -223,7 +230,7 @@ class Compilation:
         if not isinstance(message, AddRequest) or message.params.structured_outputs is None:
             return True
         wanted = message.params.structured_outputs
-        if self._grammars.is_compiled(wanted):
+        if wanted.key in self._released:
             return True
         self._threads = self._threads or ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._held[message.request_id] = message, self._threads.submit(self._grammars.compile, wanted)
@@ -231,10 +238,13 @@ class Compilation:
 
     def ready(self) -> list[AddRequest]:
         """Requests whose grammar is there, or known to be wrong, in the order of their arrival."""
-        ready = [message for message, compiling in self._held.values() if compiling.done()]
-        for message in ready:
-            del self._held[message.request_id]
-        return ready
+        if not self._held:
+            return []
+        ready = list(self._held.values())[: int(self._ready_count())]
+        for message, compiling in ready:
+            compiling.exception()  # waits, in a replay; what is wrong with a grammar the core finds out
+            self._release(message)
+        return [message for message, _ in ready]
 
     def fail_all(self, error_code: str, text: str) -> list[RequestFailed]:
         """An end for everything that is still held."""
@@ -242,6 +252,18 @@ class Compilation:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         return [RequestFailed(request_id, error_code, text, status=503) for request_id in held]
+
+    def _count_ready(self) -> int:
+        """How many of the held requests, from the first on, are ready: one thread compiles them in order."""
+        waiting = (place for place, (_, compiling) in enumerate(self._held.values()) if not compiling.done())
+        return next(waiting, len(self._held))
+
+    def _release(self, message: AddRequest) -> None:
+        del self._held[message.request_id]
+        assert message.params.structured_outputs is not None, "only requests with a grammar are held"
+        if len(self._released) >= COMPILED_LIMIT // 2:
+            self._released.clear()
+        self._released.add(message.params.structured_outputs.key)
 
 
 def _bits(token_ids: Iterable[int]) -> int:

@@ -186,6 +186,7 @@ class State:
         if request.live_count == 0:
             del self.requests[sequence.request_id]
             self.several_samples_count -= len(request.sequences) > 1
+            request.sequences = []  # no cycle is left: prompts and outputs are freed at once
 
     def end_request(self, request: Request) -> None:
         """All of the request's sequences are over."""

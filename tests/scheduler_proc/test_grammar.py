@@ -65,8 +65,7 @@ def test_samples_do_not_share_their_place(grammars):
 def test_compiled_grammars_are_bounded(grammars):
     for number in range(COMPILED_LIMIT + 5):
         grammars.compile(request(choice=[f"c{number}"]).params.structured_outputs)
-    assert grammars.is_compiled(request(choice=[f"c{COMPILED_LIMIT}"]).params.structured_outputs)
-    assert not grammars.is_compiled(request(choice=["c0"]).params.structured_outputs)
+    assert grammars.compiled_count == COMPILED_LIMIT
 
 
 def wait_for(compilation: Compilation) -> list[AddRequest]:
@@ -91,6 +90,29 @@ def test_a_wrong_grammar_comes_out_too(grammars):
     (message,) = wait_for(compilation)
     with pytest.raises(GrammarError, match="regex"):
         grammars.start(message)
+
+
+def test_what_another_thread_decides_can_be_recorded_and_replayed(grammars):
+    counts: list[float] = []
+
+    def record(count):
+        def observed() -> float:
+            counts.append(count())
+            return counts[-1]
+
+        return observed
+
+    recorded = Compilation(grammars, record)
+    for number in range(4):
+        recorded.pass_on(request(number, choice=[f"c{number}"]))
+    passes = []
+    while not recorded.is_idle:
+        passes.append([message.request_id for message in recorded.ready()])
+    script = iter(counts)
+    replayed = Compilation(Grammars(grammars.tokenizer_file, 330), lambda _: lambda: next(script))
+    for number in range(4):
+        replayed.pass_on(request(number, choice=[f"c{number}"]))
+    assert [[message.request_id for message in replayed.ready()] for _ in passes] == passes
 
 
 def test_an_aborted_request_does_not_come_out(grammars):

@@ -19,13 +19,10 @@ from common.messages import (
     decode_for_worker,
     decode_from_worker,
 )
-from kernels import interpreter
+from tests.support.poison import poison
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
 from worker_proc.runner import CpuRunner
-
-if not torch.cuda.is_available():
-    interpreter.enable()
 
 TINY = {
     "vocab_size": 131,
@@ -198,12 +195,6 @@ class PlanDriver:
         )
 
 
-def poison(cache: KVCache) -> None:
-    """NaN everywhere."""
-    for tensor in cache.tensors():
-        tensor.fill_(float("nan"))
-
-
 def gpu_runner(model, cache: KVCache, limits: StepLimits, max_model_len: int, vocab: int):
     """The GPU's runner, with the fused forward pass where that covers the model."""
     from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
@@ -226,20 +217,17 @@ def gpu_runner(model, cache: KVCache, limits: StepLimits, max_model_len: int, vo
 def make_driver():
     """make(folder or model, ...) -> a PlanDriver over a fresh runner whose cache holds NaN where nothing was written.
 
-    With `kernels` it is the GPU's runner, on the CPU in Triton's interpreter.
+    With `kernels` it is the GPU's runner, without a GPU in Triton's interpreter.
     """
 
     def make(
         folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
-        kernels=False,
+        kernels=False, kv_cache_dtype="auto",
     ):  # fmt: skip
-        model = (
-            load_model(folder, device=torch.device("cpu"), dtype=torch.float32) if isinstance(folder, Path) else folder
-        )
-        specs = cache_specs(model.config, torch.float32, "auto")
-        cache = KVCache(
-            specs, block_size=block_size, block_count=block_count, host_block_count=4, device=torch.device("cpu")
-        )
+        device = torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu")
+        model = load_model(folder, device=device, dtype=torch.float32) if isinstance(folder, Path) else folder
+        specs = cache_specs(model.config, torch.float32, kv_cache_dtype)
+        cache = KVCache(specs, block_size=block_size, block_count=block_count, host_block_count=4, device=device)
         poison(cache)
         limits = StepLimits(slot_count, token_limit)
         if kernels:

@@ -1,7 +1,8 @@
 """Which bucket a step runs in: the sizes that its buffers are padded to, and that its CUDA Graph is captured for.
 
 Plain integers, no torch. A graph serves every step of its bucket, whatever the contexts' lengths are, so a bucket is
-three things: which rows there are (decode, chunks, or both), how many rows, how many tokens. Called by the GPU runner.
+three things: which rows there are (decode, chunks, or both), how many rows, how many tokens. Sizes beyond the smallest
+are multiples of 16, for which the kernels are compiled once. Called by the GPU runner.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 DECODE, CHUNK, MIXED = "decode", "chunk", "mixed"
 
 _TINY_BATCHES = (1, 2, 4, 8)
-_ROW_CLASSES = (1, 8, 32, 64, 128)
+_ROW_CLASSES = (1, 16, 32, 64, 128)
+_ONE_ROW_TOKENS = 768
+"""Up to this size a step with one row has a bucket of its own."""
+
 _TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 GRAPH_TOKENS = _TOKEN_SIZES[-1]
@@ -41,9 +45,10 @@ def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: 
     if chunk_rows == 0:
         size = min(padded_batch(rows), max_rows)
         return Bucket(DECODE, size, size)
-    row_size = next((size for size in _ROW_CLASSES if size >= rows), max_rows)
+    padded_rows = rows if token_count <= _ONE_ROW_TOKENS else max(rows, 2)
+    row_size = min(next((size for size in _ROW_CLASSES if size >= padded_rows), max_rows), max_rows)
     tokens = padded_tokens(max(token_count, row_size))
-    return Bucket(MIXED if decode_rows else CHUNK, min(row_size, max_rows), min(tokens, max_tokens))
+    return Bucket(MIXED if decode_rows else CHUNK, min(row_size, max_tokens), min(tokens, max_tokens))
 
 
 def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
@@ -53,10 +58,10 @@ def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
 
 
 def padded_batch(rows: int) -> int:
-    """Rows of a decode bucket: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 above."""
+    """Rows of a decode bucket: 1, 2, 4, 8, then multiples of 16 up to 256, of 32 above."""
     if rows <= _TINY_BATCHES[-1]:
         return next(size for size in _TINY_BATCHES if size >= rows)
-    step = 8 if rows <= 64 else 16 if rows <= 256 else 32
+    step = 16 if rows <= 256 else 32
     return -(-rows // step) * step
 
 
@@ -75,9 +80,10 @@ def decode_buckets(max_rows: int) -> list[Bucket]:
 def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """The usual buckets with chunks: one prompt alone, and a few rows of any kind; and the largest of each kind."""
     sizes = sorted({min(size, max_tokens) for size in _TOKEN_SIZES})
-    rows = min(8, max_rows)
+    rows = min(_ROW_CLASSES[1], max_rows)
+    one = [Bucket(CHUNK, 1, size) for size in sizes if size <= _ONE_ROW_TOKENS]
     few = [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for size in sizes if size >= rows]
-    return [*(Bucket(CHUNK, 1, size) for size in sizes), *few, *largest_buckets(max_rows, max_tokens)]
+    return [*one, *few, *largest_buckets(max_rows, max_tokens)]
 
 
 def largest_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:

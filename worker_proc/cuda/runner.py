@@ -26,6 +26,7 @@ from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PromptPiece
 from worker_proc.slots import SlotMirror, StateWrites
+from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows
 
 PROMPT_LOGPROB_ROWS = 64
@@ -40,6 +41,9 @@ class CudaRunner:
         slots: made for `limits` and the cache's block size.
         vocabulary: ids from here on are never sampled.
         eager: run every step without a graph.
+
+    Attributes:
+        pads_steps: whether a step is padded to its bucket, as a graph needs it.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class CudaRunner:
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
         )  # fmt: skip
+        self.pads_steps = self.program.uses_graphs
         self._lanes = Lanes(limits.max_num_seqs, slots.device)
 
     @torch.inference_mode()
@@ -63,12 +68,14 @@ class CudaRunner:
         start = time.perf_counter_ns()
         lane = self._lanes.take()
         lane.begin()
-        packed = self._prepare(plan)
+        with span("input"):
+            packed = self._prepare(plan)
         input_us = (time.perf_counter_ns() - start) // 1000
         step = PendingStep(plan.step_id, lane, self._lanes, packed.sampled_rows, input_us)
         if packed.token_count:
             bucket = self._bucket(packed.decode_rows, packed.chunk_rows, packed.token_count)
-            step = self._run(step, packed, bucket)
+            with span("forward"):  # with the sampling, which is in the same graph
+                step = self._run(step, packed, bucket)
             lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
         lane.end()
         return step
@@ -98,7 +105,7 @@ class CudaRunner:
         return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
 
     def _bucket(self, decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
-        if not self.program.uses_graphs:
+        if not self.pads_steps:
             return exact_bucket(decode_rows, chunk_rows, token_count)
         limits = self._limits
         return bucket_of(

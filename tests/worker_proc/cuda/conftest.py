@@ -1,25 +1,19 @@
-"""Without a GPU the worker's GPU path runs in Triton's interpreter, on tiny float32 models."""
-
-from pathlib import Path
+"""Drivers of the GPU's runner: on a GPU with graphs, elsewhere in Triton's interpreter."""
 
 import pytest
 import torch
 
-from kernels import interpreter
-
-if not torch.cuda.is_available():
-    interpreter.enable()
-
 from common.config import StepLimits
-from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
-from worker_proc.cuda.plain_forward import PlainForward
+from kernels import tuning
+from worker_proc.cuda.fused_forward import FusedForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FUSED = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 2}
+BLOCK_SIZE = 4
+MAX_LEN = 96
 
 
 @pytest.fixture
@@ -29,26 +23,38 @@ def fused_sizes() -> dict[str, int]:
 
 
 @pytest.fixture
-def make_gpu_driver(plan_driver):
-    """make(folder, ...) -> a PlanDriver over a fresh CudaRunner whose cache holds NaN wherever nothing was written."""
+def library_products(monkeypatch):
+    """Leave matrix products to the library, as for large batches: the interpreter takes seconds for small ones."""
+    monkeypatch.setattr(tuning, "default_plan", lambda *_: tuning.LIBRARY)
 
-    def make(folder: Path, *, slot_count: int = 4, block_count: int = 48, vocab: int = 131, eager: bool = False):
-        model = load_model(folder, device=DEVICE, dtype=torch.float32)
-        limits, block_size, max_len = StepLimits(slot_count, 64), 4, 96
+
+@pytest.fixture
+def make_gpu_driver(plan_driver):
+    """make(folder, device, ...) -> a PlanDriver over a fresh runner; what nothing has written in its cache is NaN.
+
+    `padded` pads every step to its bucket without a GPU too; `eager` runs without graphs on one.
+    """
+
+    def make(folder, device, *, slot_count=4, block_count=48, padded=False, eager=False, dtype=torch.float32):
+        place = torch.device(device)
+        model = load_model(folder, device=place, dtype=dtype)
+        limits = StepLimits(slot_count, 64)
         cache = KVCache(
-            cache_specs(model.config, torch.float32, "auto"),
-            block_size=block_size, block_count=block_count, host_block_count=4, device=DEVICE,
+            cache_specs(model.config, dtype, "auto"),
+            block_size=BLOCK_SIZE, block_count=block_count, host_block_count=0, device=place,
         )  # fmt: skip
         for tensor in cache.tensors():
             tensor.fill_(float("nan"))
-        slots = DeviceSlots(slot_count, max_len, block_size, vocab, DEVICE)
-        if unsupported_reason(model) is None:
-            forward = FusedForward(model, max_rows=slot_count, max_tokens=64, max_positions=max_len + 8)
-        else:
-            forward = PlainForward(model)
-        runner = CudaRunner(forward, cache, slots, limits, vocab, eager=eager)
-        driver = plan_driver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
-        driver.runner, driver.cache = runner, cache
+        if device == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream())
+        slots = DeviceSlots(slot_count, MAX_LEN, BLOCK_SIZE, model.config.vocab_size, place)
+        forward = FusedForward(model, max_rows=slot_count, max_tokens=64, max_positions=MAX_LEN + 16)
+        runner = CudaRunner(forward, cache, slots, limits, model.config.vocab_size, eager=eager)
+        if padded:
+            runner.pads_steps = True
+        driver = plan_driver(lambda plan: runner.execute(plan).result(), slot_count, block_count, BLOCK_SIZE)
+        driver.runner, driver.cache, driver.model = runner, cache, model
+        driver.issue = runner.execute
         return driver
 
     return make

@@ -36,7 +36,7 @@ def test_a_bucket_holds_its_step(limits):
 
 def test_decode_buckets_are_all_that_decoding_needs():
     prepared = decode_buckets(256)
-    assert [bucket.rows for bucket in prepared[:6]] == [1, 2, 4, 8, 16, 24]
+    assert [bucket.rows for bucket in prepared[:6]] == [1, 2, 4, 8, 16, 32]
     assert all(bucket.rows == bucket.tokens for bucket in prepared)
     assert {bucket_of(n, 0, n, max_rows=256, max_tokens=512) for n in range(1, 257)} == set(prepared)
 

@@ -1,8 +1,16 @@
-"""The GPU runner gives transformers' greedy tokens, whatever the chunking, neighbours and unused memory."""
+"""The GPU's runner with the fused pass: transformers' tokens, whatever the padding, neighbours and run-ahead."""
 
 from random import Random
 
 import pytest
+import torch
+
+from common.messages import SlotSampling
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU in this process")
+devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -10,12 +18,115 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 131) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_greedy_batch_equals_transformers(family, tiny_model, make_gpu_driver, fused_sizes, reference_tokens):
-    reference, folder = tiny_model(family, **fused_sizes)
-    driver = make_gpu_driver(folder)
-    requests = [driver.add(prompt(length, seed=length)) for length in (1, 5, 17)]
-    driver.run(requests, 4, chunk=7)
-    for request in requests:
-        ids = request.tokens[: request.prompt_count]
-        assert request.output == reference_tokens(reference, ids, 4), f"prompt of {len(ids)}"
+@devices
+@pytest.mark.parametrize(("family", "extra"), [("Llama", {}), ("Qwen2", {}), ("Mistral", {"sliding_window": 6})])
+def test_greedy_batch_equals_transformers(
+    device, family, extra, tiny_model, make_gpu_driver, fused_sizes, reference_tokens, request
+):
+    if family != "Llama":
+        request.getfixturevalue("library_products")
+    reference, folder = tiny_model(family, **fused_sizes, **extra)
+    driver = make_gpu_driver(folder, device)
+    requests = [driver.add(prompt(length, seed=length)) for length in (1, 10)]
+    driver.run(requests, 3, chunk=7)
+    for sample in requests:
+        ids = sample.tokens[: sample.prompt_count]
+        assert sample.output == reference_tokens(reference, ids, 3), f"prompt of {len(ids)}"
+
+
+@devices
+def test_padded_steps_touch_nothing_else(device, library_products, tiny_model, make_gpu_driver, fused_sizes):
+    """Faults F1 and F2: a padding row's slot -1 must not reach the last slot, nor its block the last block."""
+    _, folder = tiny_model("Qwen3", **fused_sizes)
+    outputs = []
+    for padded in (False, True):
+        driver = make_gpu_driver(folder, device, padded=padded, eager=not padded)
+        slots, scratch = driver.runner.slots, driver.runner.slots.slot_count
+        requests = [driver.add(prompt(length, seed=length)) for length in (3, 9, 5)]
+        used = {request.slot for request in requests}
+        (free,) = set(range(scratch)) - used
+        before = slots.token_ids[[free, scratch]].clone(), slots.known_lengths[[free, scratch]].clone()
+        driver.run(requests[:2], 2, chunk=4)
+        driver.run(requests, 4, chunk=4)
+        outputs.append([request.output for request in requests])
+        assert torch.equal(slots.token_ids[[free, scratch]], before[0]), "padding wrote tokens"
+        assert torch.equal(slots.known_lengths[[free, scratch]], before[1]), "padding grew a slot"
+        held = {block for request in requests for block in request.blocks}
+        unheld = [block for block in range(48) if block not in held]
+        assert all(tensor[unheld].isnan().all() for tensor in driver.cache.tensors()), "a free block was written"
+    assert outputs[0] == outputs[1]
+
+
+@devices
+def test_run_ahead_gives_the_same_tokens(device, library_products, tiny_model, make_gpu_driver, fused_sizes):
+    _, folder = tiny_model("Qwen3", **fused_sizes)
+    sampling = SlotSampling(temperature=0.8, top_k=20, seed=7, repetition_penalty=1.2)
+    outputs = []
+    for depth in (0, 2):
+        driver = make_gpu_driver(folder, device)
+        requests = [driver.add(prompt(6), sampling), driver.add(prompt(3, seed=1))]
+        driver.run_ahead(requests, 4, depth)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_bfloat16_logits_are_close_to_float32(tiny_model, make_gpu_driver, fused_sizes):
+    """By relative error, against the plain modules in float32 on the CPU."""
+    from worker_proc.loader import load_model
+
+    _, folder = tiny_model("Qwen3", **fused_sizes)
+    ids = prompt(40)
+    driver = make_gpu_driver(folder, "cuda", eager=True, dtype=torch.bfloat16)
+    request = driver.add(ids)
+    plan = driver.plan([(request, len(ids))])
+    step = driver.issue(plan)
+    step.result()
+    fused = driver.runner.program.token_logits(0, len(ids)).float().cpu()
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    reference = plain_logits(model, ids)
+    error = (fused - reference).norm() / reference.norm()
+    assert error < 2e-2, f"relative error {error:.4f}"
+
+
+@pytest.mark.gpu
+def test_steps_never_wait_for_the_device(tiny_model, make_gpu_driver, fused_sizes):
+    """50 decode steps: no scalar is read, no stream is waited for on the issuing thread."""
+    from torch.profiler import ProfilerActivity, profile
+
+    _, folder = tiny_model("Qwen3", **fused_sizes)
+    driver = make_gpu_driver(folder, "cuda")
+    request = driver.add(prompt(4))
+    driver.run([request], 4)
+    plans = []
+    for _ in range(50):
+        plans.append(driver.plan([(request, 1)]))
+        request.tokens.append(0)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for plan in plans:
+            driver.issue(plan).lanes.give_back(driver.issue.__self__._lanes.take())
+    calls = {event.key: event.count for event in profiled.key_averages()}
+    for name in ("aten::_local_scalar_dense", "cudaStreamSynchronize"):
+        assert calls.get(name, 0) == 0, f"{name}: {calls[name]} calls in 50 steps"
+
+
+def plain_logits(model, ids: list[int]) -> torch.Tensor:
+    """Logits [len(ids), vocab] of a sequence by the plain modules, over a cache of its own."""
+    from worker_proc.forward_context import ForwardContext
+
+    config, count = model.config, len(ids)
+    shape = (1, config.kv_head_count, 64, config.head_dim)
+    context = ForwardContext(
+        slot_mapping=torch.arange(count),
+        row_slots=torch.zeros(1, dtype=torch.int32),
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        context_lengths=torch.tensor([count], dtype=torch.int32),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        key_caches=[torch.zeros(shape) for _ in range(config.layer_count)],
+        value_caches=[torch.zeros(shape) for _ in range(config.layer_count)],
+        block_size=64,
+        decode_row_count=0,
+    )
+    with torch.inference_mode():
+        hidden = model(torch.tensor(ids, dtype=torch.int32), torch.arange(count, dtype=torch.int32), context)
+        return model.compute_logits(hidden)

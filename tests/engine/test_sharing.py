@@ -1,0 +1,60 @@
+"""Shared, copied and swapped blocks with the real runner: the tokens are those of a run that shares nothing."""
+
+from random import Random
+
+import pytest
+import torch
+
+from tests.support import tiny
+from tests.support.memory_engine import MemoryEngine
+from worker_proc.loader import load_model
+
+OUTPUT_COUNT = 20
+WAYS = {
+    "radix": {"prefix_cache": "radix"},
+    "radix-chunked": {"prefix_cache": "radix", "run_ahead": 0, "max_num_batched_tokens": 5},
+    "radix-pressure": {"prefix_cache": "radix", "block_count": 60},
+    "hash-pressure": {"prefix_cache": "hash", "block_count": 60},
+    "swap": {"prefix_cache": "radix", "block_count": 45, "host_block_count": 100, "preemption": "swap"},
+    "swap-alone": {
+        "prefix_cache": "off", "block_count": 45, "host_block_count": 100, "preemption": "swap", "run_ahead": 0
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """A tiny model, prompts that share starts of all lengths, and their tokens without any sharing."""
+    folder = tiny.save_model(tmp_path_factory.mktemp("tiny") / "m")
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    random = Random(0)
+
+    def draw(count):
+        return [random.randrange(model.config.vocab_size) for _ in range(count)]
+
+    base = draw(70)
+    prompts = [base[:length] + draw(random.randrange(9)) for length in (1, 4, 5, 8, 13, 30, 31, 32, 33, 50)]
+    return model, prompts, MemoryEngine(model, prefix_cache="off").generate(prompts, OUTPUT_COUNT)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharing_changes_no_token(case, way):
+    model, prompts, wanted = case
+    engine = MemoryEngine(model, **WAYS[way])
+    for sample_count in (1, 3):
+        first = len({request_id for request_id, _ in engine.samples})
+        engine.generate(prompts, OUTPUT_COUNT, n=sample_count)
+        for index, tokens in enumerate(wanted):
+            found = [engine.samples[first + index, sample].token_ids for sample in range(sample_count)]
+            assert found == [tokens] * sample_count, f"prompt {index}, {sample_count} samples"
+    stats = engine.core.stats()
+    assert (stats.preemptions > 0) == ("block_count" in WAYS[way])
+
+
+def test_a_step_that_only_swaps(case):
+    model, prompts, _ = case
+    short = [prompt[:7] for prompt in prompts[5:7]]
+    wanted = MemoryEngine(model, prefix_cache="off").generate(short, 8)
+    engine = MemoryEngine(model, prefix_cache="off", run_ahead=0, block_count=4, host_block_count=10, preemption="swap")
+    assert engine.generate(short, 8) == wanted
+    assert engine.core.stats().preemptions > 0

@@ -1,0 +1,90 @@
+"""Results: what is taken, what is dropped, what is refused."""
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from common.messages import StepResult
+from scheduler_proc.collector import ResultError
+from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
+from scheduler_proc.state import Limits
+
+
+def engine(**changes):
+    values = {
+        "max_model_len": 200,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "block_size": 4,
+        "block_count": 50,
+        "run_ahead": 1,
+    }
+    return SimulatedEngine(Limits(**{**values, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (StepResult(step_id=2, token_ids=array("i", [1])), "reports step 2; the oldest in flight is 1"),
+        (StepResult(step_id=1, token_ids=array("i")), "0 tokens for step 1, which samples 1"),
+        (StepResult(step_id=1, token_ids=array("i", [1, 2])), "2 tokens for step 1"),
+        (StepResult(step_id=1, token_ids=array("i", [1]), token_counts=array("B", [1, 0])), "1 tokens for step 1"),
+    ],
+)
+def test_a_result_that_fits_no_plan_is_refused(result, message):
+    run = engine()
+    run.send(simple_request(1, range(5)))
+    run.plan()
+    with pytest.raises(ResultError, match=message):
+        run.core.handle_result(result)
+
+
+def test_a_result_without_a_plan_is_refused():
+    with pytest.raises(ResultError, match="0: none"):
+        engine().core.handle_result(StepResult(step_id=1, token_ids=array("i")))
+
+
+def test_counts_of_one_mean_the_same_as_none():
+    run = engine()
+    messages = [simple_request(i, range(i, 9)) for i in range(3)]
+    for message in messages:
+        run.send(message)
+    while not run.core.is_idle:
+        run.plan()
+        run.deliver(lambda result: replace(result, token_counts=array("B", bytes([1])) * len(result.token_ids)))
+    assert run.outputs == expected_outputs(messages)
+
+
+def test_a_sample_that_is_not_a_number_ends_alone():
+    run = engine()
+    messages = [simple_request(i, range(i, 9)) for i in range(3)]
+    for message in messages:
+        run.send(message)
+    run.plan()
+    run.deliver()
+    run.plan()
+    run.deliver(lambda result: replace(result, token_ids=array("i", [result.token_ids[0], -1, result.token_ids[2]])))
+    run.run()
+    expected = expected_outputs(messages)
+    assert run.outputs == {**expected, (1, 0): expected[1, 0][:1]}
+    assert run.reasons == {(0, 0): "length", (1, 0): "error", (2, 0): "length"}
+
+
+def test_logprobs_follow_their_tokens_when_others_are_dropped():
+    run = engine(run_ahead=2)
+    messages = [simple_request(i, range(i, 9), max_tokens=10, logprobs=0) for i in range(3)]
+    alone = []
+    for message in messages:
+        single = engine()
+        single.send(message)
+        single.run()
+        alone.append(single.logprobs[message.request_id, 0])
+    end = expected_outputs(messages)[1, 0][3]
+    for message in messages:
+        run.send(replace(message, end_token_ids=(end,)) if message.request_id == 1 else message)
+    run.run()
+    for request_id in (0, 2):
+        found = [(entry.logprob, list(entry.top_token_ids)) for entry in run.logprobs[request_id, 0]]
+        assert found == [(entry.logprob, list(entry.top_token_ids)) for entry in alone[request_id]]
+    assert len(run.logprobs[1, 0]) == len(run.outputs[1, 0]) == 4
