@@ -217,7 +217,7 @@ class CpuRunner(Runner):
         return torch.from_numpy(staged.sampled_rows)
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> Sampled:
-        return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions)
+        return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions, staged.masks)
 
     def _done(self) -> None:
         """Everything is there when `execute` returns."""

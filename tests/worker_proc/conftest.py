@@ -77,6 +77,16 @@ class DrivenRequest:
         return self.tokens[self.prompt_count :]
 
 
+def masked_ids(length: int) -> list[int]:
+    """What a masked request of that many tokens may sample next: each time another few ids."""
+    return sorted(Random(length).sample(range(TINY["vocab_size"]), 9))
+
+
+def mask_of(token_ids: list[int]) -> bytes:
+    """As `StepPlan.masks` has it."""
+    return sum(1 << token_id for token_id in token_ids).to_bytes(-(-TINY["vocab_size"] // 32) * 4, "little")
+
+
 class PlanDriver:
     """A scheduler for tests: gives requests slots and shuffled blocks, and runs the plans that a test asks for."""
 
@@ -108,6 +118,8 @@ class PlanDriver:
         decode_blocks = [self._append(request, 1) for request in decodes]
         chunk_blocks = [self._append(request, count) for request, count in chunks]
         self._step_id += 1
+        self._sampled = [*decodes, *(r for r, count in chunks if r.computed + count == len(r.tokens))]
+        masked = [request for request in self._sampled if request.sampling.masked]
         cleared, self._cleared = self._cleared, []
         plan = StepPlan(
             step_id=self._step_id,
@@ -120,8 +132,9 @@ class PlanDriver:
             block_ids=array("i", [block for blocks in decode_blocks + chunk_blocks for block in blocks]),
             new_slots=tuple(self._init(request) for request, _ in chunks if not request.started),
             cleared_slots=array("H", cleared),
+            mask_slots=array("H", [request.slot for request in masked]),
+            masks=tuple(mask_of(masked_ids(len(request.tokens))) for request in masked),
         )
-        self._sampled = [*decodes, *(r for r, count in chunks if r.computed + count == len(r.tokens))]
         for request, count in [*((request, 1) for request in decodes), *chunks]:
             request.computed += count
             request.started = True
@@ -226,6 +239,12 @@ def make_driver():
         return driver
 
     return make
+
+
+@pytest.fixture(name="masked_ids")
+def masked_ids_fixture():
+    """The function `masked_ids`."""
+    return masked_ids
 
 
 @pytest.fixture
