@@ -219,7 +219,8 @@ class Supervisor:
         """The local folder that an option names, fetched and converted first if need be."""
         if folder := ready_model_dir(name):
             return str(folder)
-        if name.startswith(("/", ".", "~")) or (name.endswith(".gguf") and not Path(name).expanduser().is_file()):
+        a_path = name.startswith(("/", ".", "~")) or name.endswith(".gguf")
+        if a_path and not (name.endswith(".gguf") and Path(name).expanduser().is_file()):
             raise ConfigError(f"{option} {name}: no such folder or .gguf file")
         logger.info("fetching %s", "the default model" if name == DEFAULT_MODEL else name)
         command = ["-m", "worker_proc.fetch_model", "--model", name, *arguments]

@@ -16,6 +16,7 @@ from common.config import EngineConfig, ServerOptions
 from common.errors import StartupError
 from common.processes import Child, DeathPipe, last_error_line
 from common.run_dir import RunDir
+from launcher import command
 from launcher import supervisor as supervision
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup
 
@@ -260,3 +261,11 @@ def test_a_missing_package_is_one_line():
     run = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr == "trireme: the package setproctitle is missing: run pip install -e . first\n"
+
+
+@pytest.mark.parametrize("word", ["default", "org/name", "./folder", "here", "missing.gguf", "--port", "status"])
+def test_a_first_word_is_a_model_or_a_verb(word: str, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert command._is_verb(word) == (word == "status")
+    assert command._is_verb("sttaus"), "a mistyped verb is told so, not looked for as a model"

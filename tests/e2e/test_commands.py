@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.server import ROOT, Server, wait_for_exit
+from tests.support.tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -128,3 +129,13 @@ def test_a_client_written_from_the_protocol_document_alone(server):
     refused = subprocess.run([*arguments, "sea " * 5000], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1
     assert "refused: the prompt has" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["./tiny.gguf", "~/tiny.gguf"])
+def test_a_gguf_file_by_its_path_alone(name, tiny_model_dir, run_dirs, tmp_path, monkeypatch):
+    write_gguf(tiny_model_dir, tmp_path / "tiny.gguf")
+    monkeypatch.setenv("TRIREME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = command(name, "--once", "Hi", run_dirs=run_dirs, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip(), "no answer"
