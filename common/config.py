@@ -315,10 +315,11 @@ def _check_server(server: ServerOptions) -> None:
     if server.stream_interval < 1:
         raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
     endpoint = server.client_endpoint
-    if endpoint and not re.fullmatch(r"ipc://.+|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)", endpoint):
+    if endpoint and not re.fullmatch(r"ipc://.+|tcp://(127(\.\d+){3}|localhost|\[::1\]):[1-9]\d{0,4}", endpoint):
         raise ConfigError(
-            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp:// with a loopback address and a port, such as "
-            "tcp://127.0.0.1:5555 (the client socket has no keys yet, so it is not opened to other machines)"
+            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp:// with a loopback address and a port other "
+            "than 0, such as tcp://127.0.0.1:5555 (the client socket has no keys yet, so it is not opened to other "
+            "machines)"
         )
 
 
