@@ -5,8 +5,7 @@
     ├── StartupError       a process failed to start or did not get ready in time: exit code 3
     ├── WireError          bytes on a socket that are not a message of that socket: costs that one message
     ├── RecordingError     a file that is no whole recording of the process that is to be run on it: exit code 2
-    ├── RequestError       a request that cannot be served as asked; `code`, `param` and `status` go to the client; exit
-    │                      code 2 where it was the only one
+    ├── RequestError       a request that cannot be served as asked; `code`, `param` and `status` go to the client
     └── EngineDeadError    a process of the engine is gone; every request in flight ends with this
 
 A message says what was wanted, what came, where, and what to do about it.
@@ -63,10 +62,12 @@ class EngineDeadError(TriremeError):
     """A process of the engine died or hangs; the message names it and shows its last error."""
 
 
-EXIT_CODES: dict[type[TriremeError], int] = {ConfigError: 2, RecordingError: 2, RequestError: 2, StartupError: 3}
-"""What a process ends with when one of these ends it; 1 for every other error."""
+EXIT_CODES: dict[type[TriremeError], int] = {ConfigError: 2, RecordingError: 2, StartupError: 3}
+"""What a process ends with when one of these ends it; 1 for every other error, and 2 for a request that is at fault."""
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code of a process that this error ends."""
+    if isinstance(error, RequestError):
+        return 2 if error.status < 500 else 1
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

@@ -19,10 +19,11 @@ from pathlib import Path
 from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from
 from common.config import with_changes
-from common.errors import TriremeError
+from common.errors import ConfigError, TriremeError
 from common.http_socket import is_private
 from common.processes import Wakeup, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
+from common.version import own_version
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor
 
 logger = logging.getLogger("launch")
@@ -30,6 +31,9 @@ logger = logging.getLogger("launch")
 
 def serve(arguments: argparse.Namespace) -> int:
     """Run an engine until it is told to stop, or for one answer."""
+    if arguments.version:
+        print(f"trireme {own_version()}")
+        return 0
     config = config_from(arguments)
     if arguments.once is not None:
         config = with_changes(config, server=dataclasses.replace(config.server, http=False))
@@ -109,6 +113,8 @@ def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
     answer.start()
     supervisor.run_until(lambda: answer.done)
     supervisor.stop(0.0)
+    if isinstance(answer.error, TriremeError):
+        raise answer.error
     if answer.error:
         raise TriremeError(f"no answer: {answer.error}")
     return 0
@@ -122,9 +128,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--once", metavar="PROMPT", help="start, stream one chat answer to stdout, stop")
+    parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--ready-file", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--parent-pipe", type=int, default=-1, help=argparse.SUPPRESS)
     parsed = parser.parse(arguments)
+    if parsed.once is not None and not parsed.once.strip():
+        raise ConfigError("--once: the prompt is empty")
     if parsed.model:
         setattr(parsed, MODEL_DESTINATION, parsed.model)
     return parsed

@@ -13,9 +13,10 @@ import pytest
 
 import launch
 from common.config import EngineConfig, ServerOptions
-from common.errors import StartupError
+from common.errors import ConfigError, EngineDeadError, RequestError, StartupError, exit_code
 from common.processes import Child, DeathPipe, last_error_line
 from common.run_dir import RunDir
+from common.version import own_version
 from launcher import command
 from launcher import supervisor as supervision
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup
@@ -239,6 +240,7 @@ def test_the_last_error_line_of_a_traceback():
     [
         (["--model", "/nowhere"], "trireme: --model /nowhere: no such folder or .gguf file"),
         (["--port", "99999"], "trireme: --port is 99999; wanted 0 to 65535"),
+        (["--once", " "], "trireme: --once: the prompt is empty"),
         (["sevre"], "trireme: unknown verb 'sevre'; wanted one of serve, status"),
     ],
 )
@@ -254,6 +256,16 @@ def test_an_interrupt_before_anything_runs_is_quiet(monkeypatch, capfd):
     monkeypatch.setattr("launcher.command.run", interrupted)
     assert launch.main([]) == 130
     assert capfd.readouterr().err == ""
+
+
+def test_the_version_is_printed_and_nothing_started(capfd):
+    assert launch.main(["--version"]) == 0
+    assert capfd.readouterr() == (f"trireme {own_version()}\n", "")
+
+
+def test_exit_codes_follow_the_error():
+    assert [exit_code(kind("x")) for kind in (ConfigError, StartupError, EngineDeadError)] == [2, 3, 1]
+    assert [exit_code(RequestError("x", status=status)) for status in (400, 404, 429, 503)] == [2, 2, 2, 1]
 
 
 def test_a_missing_package_is_one_line():

@@ -1,13 +1,12 @@
 """The small endpoints: models, health, version, tokenizing, metrics."""
 
-import functools
 import time
-from importlib import metadata
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError
+from common.version import own_version
 from frontend.chat.tools import Tools
 from frontend.engine import Engine
 from frontend.http.errors import JsonResponse
@@ -29,15 +28,6 @@ async def health(request: Request) -> Response:
 async def version(_: Request) -> Response:
     """The engine's version."""
     return JsonResponse({"version": own_version()})
-
-
-@functools.cache
-def own_version() -> str:
-    """The installed version, or `unknown` when run from a folder that is not installed."""
-    try:
-        return metadata.version("trireme")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 async def models(request: Request) -> Response:

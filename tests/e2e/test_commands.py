@@ -41,6 +41,12 @@ def test_one_answer_and_nothing_left(tiny_model_dir, run_dirs, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_answer_to_a_prompt_that_is_too_long_is_a_bad_request(tiny_model_dir, run_dirs):
+    run = command("--once", "sea " * 5000, "--model", tiny_model_dir, run_dirs=run_dirs)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.splitlines()[-1].startswith("trireme: the prompt has ")
+
+
 def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
     with Server(tiny_model_dir, "--served-model-name", "tiny") as server:
         pids = server.children()
@@ -58,9 +64,7 @@ def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
 
 
 def test_verbs_without_an_engine_say_so(run_dirs):
-    status = command("status", run_dirs=run_dirs)
-    assert (status.returncode, status.stdout) == (1, "no engine is running\n")
-    for verb in ("stop", "chat"):
+    for verb in ("status", "stop", "chat"):
         run = command(verb, run_dirs=run_dirs)
         assert (run.returncode, run.stderr) == (2, "trireme: no engine of yours is running\n")
 

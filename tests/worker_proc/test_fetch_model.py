@@ -87,7 +87,7 @@ def test_a_file_of_another_kind_is_refused(cache, tmp_path):
 def test_a_hub_id_without_network_is_one_line(cache, capsys):
     assert main(["--model", "some-org/no-such-model-here"]) == EXIT_CODES[ConfigError]
     error = capsys.readouterr().err.strip().splitlines()
-    assert error[-1].startswith("cannot fetch --model some-org/no-such-model-here: ")
+    assert error[-1].startswith("trireme: cannot fetch --model some-org/no-such-model-here: ")
     assert "give a local folder" in error[-1]
 
 
