@@ -80,7 +80,8 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     core = SchedulerCore(limits, clocks.wall)
     transport.send_out(engine_ready(limits, ready))
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
-    gc.freeze()  # nothing made so far is garbage; the collector need not look at it again
+    gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
+    gc.set_threshold(100_000, 50, 100)
     traces = StepTraces("scheduler", config.profiling, link)
     Loop(core, transport, link, clocks, traces).run()
     traces.stop()

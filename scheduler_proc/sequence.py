@@ -76,6 +76,7 @@ class Sequence:
         slot: on the worker; -1 for none.
         last_step: the last step planned for it.
         chain: its place in the prefix cache.
+        leader: a prompt that computes tokens which this one shares, and how many: it waits for them to be computed.
         cached_count: prompt tokens found in the cache when it first ran, until reported; then -1.
         rank: place in the policy's order; lower goes first.
         next_event_len: the known length at which a block of output can be indexed, or the sequence ends.
@@ -84,8 +85,8 @@ class Sequence:
 
     __slots__ = (
         "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "host_blocks", "last_step",
-        "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank", "request", "request_id",
-        "sample_index", "slot", "status", "swapped_count", "tokens",
+        "leader", "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank", "request",
+        "request_id", "sample_index", "slot", "status", "swapped_count", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
@@ -107,6 +108,7 @@ class Sequence:
         self.slot = -1
         self.last_step = 0
         self.chain = chain
+        self.leader: tuple[Sequence, int] | None = None
         self.cached_count = 0
         self.rank: Rank = (0.0, 0)
         self.next_event_len = 0

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from common.config import StepLimits
-from kernels import interpreter, tuning
-
-if not torch.cuda.is_available():
-    interpreter.enable()
-
+from kernels import tuning
 from worker_proc.cuda.fused_forward import FusedForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
