@@ -33,7 +33,8 @@ def cpu_attention(
         plan = context.plans[sliding_window] = Planner(context, key_cache, sliding_window).plan()
     _store(key, key_cache, plan)
     _store(value, value_cache, plan)
-    output = query.new_zeros(query.shape)
+    padded = plan.stored_tokens is not None
+    output = query.new_zeros(query.shape) if padded else query.new_empty(query.shape)
     for group in plan.decode_groups:
         keys, values = _gather(key_cache, value_cache, group.gather)
         output[group.tokens] = _attend_decode(query[group.tokens], keys, values, group, scale)
@@ -59,9 +60,9 @@ def _gather(key_cache: torch.Tensor, value_cache: torch.Tensor, plan: GatherPlan
     workspace = plan.workspace
     torch.index_select(key_cache.view(-1, block_size * head_dim), 0, plan.indices, out=workspace[0])
     torch.index_select(value_cache.view(-1, block_size * head_dim), 0, plan.indices, out=workspace[1])
+    if plan.unwritten is not None:
+        workspace.view(-1, head_dim).index_fill_(0, plan.unwritten, 0)
     gathered = workspace.view(2, plan.row_count, kv_head_count, plan.key_count, head_dim)
-    if plan.tail is not None:
-        gathered[:, :, :, -block_size:].masked_fill_(plan.tail, 0)
     return gathered[0], gathered[1]
 
 
