@@ -94,7 +94,9 @@ class CacheOptions:
     """The KV cache."""
 
     block_size: int = option(16, "tokens per KV block, a power of two", "--block-size", "--page-size", count=True)
-    kv_cache_dtype: str = option("auto", "element type of the KV cache", choices=("auto", "int8", "fp8"))
+    kv_cache_dtype: str = option(
+        "auto", "element type of the KV cache; int8 and fp8 take half the bytes", choices=("auto", "int8", "fp8")
+    )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that the worker may use", "--gpu-memory-utilization", "--mem-fraction-static"
     )

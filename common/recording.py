@@ -49,6 +49,7 @@ class Link(IntEnum):
     MONOTONIC_CLOCK = 8
     CALLS = 9  # what the frontend's clients want, on its way into the core
     EVENTS = 10  # what they get
+    COMPILED = 11  # how many of the grammars that requests wait for are ready, as a reading
 
 
 class Direction(IntEnum):

@@ -17,13 +17,13 @@ captured graph is right, and balanced, for every mix of lengths.
 
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|
-| query    | [token_count, query_heads, head_dim] | as the cache | row r's query is token r                         |
-| output   | as query                             | as the cache | rows with slot -1 or length 0 get zeros; rows at |
+| query    | [token_count, query_heads, head_dim] | bf16/f16/f32 | row r's query is token r                         |
+| output   | as query                             | as query     | rows with slot -1 or length 0 get zeros; rows at |
 |          |                                      |              | or past decode_row_count are left alone          |
 | partials | [workspace_floats]                   | float32      | contents never matter                            |
 | counters | [counter_count]                      | int32        | zero before the first call and after every call  |
 
-Caches, block_tables, row_slots and context_lengths: see kernels/paged_kv.py.
+Caches, their scales, block_tables, row_slots and context_lengths: see kernels/paged_kv.py.
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, cold L2, in a graph, commit 234bd89, by
 `python -m benchmarks.kernels.bench_decode_attention`: 1x1024 9.5 us, 8x512 13-15 us, 1x32768 46 us, 32x1024 37 us,
@@ -43,6 +43,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.kv_format import vector_bytes
 from kernels.paged_kv import (
     LOG2_E,
     attend_row,
@@ -71,6 +72,8 @@ def reference_decode_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Result [max_rows, query_heads, head_dim] in `dtype` throughout; zeros for padding rows. Synchronises."""
@@ -78,7 +81,10 @@ def reference_decode_attention(
     for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
         if slot < 0 or length == 0:
             continue
-        key, value = (gather_row(cache, block_tables[slot], length, dtype) for cache in (key_cache, value_cache))
+        key, value = (
+            gather_row(cache, block_tables[slot], length, dtype, scales)
+            for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
+        )
         result[row] = attend_row(
             query[row : row + 1], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
         )[0]
@@ -109,6 +115,7 @@ def launch_plan(
     head_dim: int,
     multiprocessor_count: int,
     *,
+    quantised: bool = False,
     tile_tokens: int | None = None,
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
@@ -116,11 +123,15 @@ def launch_plan(
     num_stages: int = 3,
     max_registers: int | None = None,
 ) -> DecodePlan:
-    """The launch for a bucket of `max_rows` rows. The keyword arguments override the measured choice."""
+    """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
+
+    The other keyword arguments override the measured choice.
+    """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
-    tile_tokens = tile_tokens or (64 if dim_tile <= 128 else 32)
+    # Not yet measured for 8 bits: tiles of the same bytes, so that as much is on its way from memory.
+    tile_tokens = tile_tokens or (64 if dim_tile <= 128 else 32) * (2 if quantised else 1)
     program_count = multiprocessor_count * (programs_per_multiprocessor or 2)
     group_rows = max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
@@ -138,20 +149,25 @@ def launch_plan(
     )
 
 
-def bytes_moved(context_lengths: list[int], query_heads: int, kv_heads: int, head_dim: int, element_bytes: int) -> int:
-    """Bytes a call must move: each K and V read once, each query read and output written once."""
-    tokens = sum(context_lengths)
-    return element_bytes * head_dim * (2 * kv_heads * tokens + 2 * query_heads * len(context_lengths))
+def bytes_moved(
+    context_lengths: list[int], query_heads: int, kv_heads: int, head_dim: int, element_bytes: int,
+    cache_dtype: torch.dtype | None = None,
+) -> int:  # fmt: skip
+    """Bytes a call must move: each K and V and their scales read once, each query read and output written once."""
+    stored = element_bytes * head_dim if cache_dtype is None else vector_bytes(head_dim, cache_dtype)
+    rows = len(context_lengths)
+    return 2 * kv_heads * sum(context_lengths) * stored + 2 * query_heads * rows * element_bytes * head_dim
 
 
 @triton.jit
 def _decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
-    counters_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2, soft_cap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ROW_COUNT: tl.constexpr, TILE: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr,
-    MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
+    counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
+    soft_cap,
+    QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ROW_COUNT: tl.constexpr,
+    TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -207,9 +223,14 @@ def _decode_kernel(
         normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
         accumulator = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=tl.float32)
 
-        # 3. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values.
+        # 3. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
+        # scales, which are too short for the compiler to do it.
         positions = first_position + first_tile * TILE + tile_places
         blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < length, other=0)
+        if QUANTISED:
+            scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + positions % BLOCK_SIZE
+            key_scale = tl.load(key_scales_ptr + scale_places, mask=positions < length, other=0.0)
+            value_scale = tl.load(value_scales_ptr + scale_places, mask=positions < length, other=0.0)
         for tile in range(first_tile, tile_end):
             is_token = positions < length  # edge: the row's last tile
             offsets = (blocks.to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM)
@@ -217,17 +238,18 @@ def _decode_kernel(
             places = offsets[:, None] + dims[None, :]
             is_loaded = is_token[:, None] & is_dim[None, :]
             next_positions = positions + TILE
-            blocks = tl.load(
-                table_ptr + next_positions // BLOCK_SIZE,
-                mask=(next_positions < length) & (tile + 1 < tile_end),  # edge: no tile follows
-                other=0,
-            )
-            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0)
+            is_next = (next_positions < length) & (tile + 1 < tile_end)  # edge: no tile follows
+            blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=is_next, other=0)
+            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0).to(query.dtype)
             scores = tl.dot(query, tl.trans(key))
-            if HAS_SOFT_CAP:
-                scores = soft_capped(scores * (scale_log2 / 1.4426950408889634), soft_cap) * 1.4426950408889634
+            if QUANTISED:
+                scores = scores * (key_scale.to(tl.float32) * scale_log2)[None, :]
+                scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + next_positions % BLOCK_SIZE
+                key_scale = tl.load(key_scales_ptr + scale_places, mask=is_next, other=0.0)
             else:
                 scores = scores * scale_log2
+            if HAS_SOFT_CAP:
+                scores = soft_capped(scores * (1.0 / 1.4426950408889634), soft_cap) * 1.4426950408889634
             is_seen = is_token
             if WINDOW > 0:
                 is_seen = is_seen & (positions >= length - WINDOW)  # edge: the window's first tile
@@ -238,8 +260,11 @@ def _decode_kernel(
             shrink = tl.exp2(maximum - new_maximum)
             normaliser = normaliser * shrink + tl.sum(probabilities, axis=1)
             maximum = new_maximum
-            value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
-            accumulator = tl.dot(probabilities.to(value.dtype), value, accumulator * shrink[:, None])
+            if QUANTISED:
+                probabilities = probabilities * value_scale.to(tl.float32)[None, :]
+                value_scale = tl.load(value_scales_ptr + scale_places, mask=is_next, other=0.0)
+            value = tl.load(value_ptr + places, mask=is_loaded, other=0.0).to(query.dtype)
+            accumulator = tl.dot(probabilities.to(query.dtype), value, accumulator * shrink[:, None])
             positions = next_positions
 
         # 4. Store: a whole (row, head) at once, or this piece's part of it.
@@ -354,6 +379,8 @@ def decode_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     decode_row_count: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the attention of the decode rows to `output` (layout table in the module's docstring).
@@ -363,29 +390,21 @@ def decode_attention(
     None: all. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
     synchronises. Raises ValueError naming the argument, what was wanted and what came.
     """
-    shape = check_paged_inputs(output, query, key_cache, value_cache, block_tables, row_slots, context_lengths)
+    shape = check_paged_inputs(
+        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
+    )
     check_options(scale, sliding_window, soft_cap)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
     merge_group = min(triton.next_power_of_2(shape.group), 4)
     _decode_kernel[(plan.program_count,)](
-        output,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        row_slots,
-        context_lengths,
-        decode_row_count,
-        partials,
-        counters,
-        max_rows,
-        output.stride(0),
-        query.stride(0),
-        block_tables.stride(0),
+        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
+        partials, counters, key_scales, value_scales,
+        max_rows, output.stride(0), query.stride(0), block_tables.stride(0),
         scale * LOG2_E,
         soft_cap,
+        QUANTISED=key_scales is not None,
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
@@ -404,4 +423,4 @@ def decode_attention(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **compile_options(plan.max_registers, pdl),
-    )
+    )  # fmt: skip

@@ -4,8 +4,10 @@ Layout of one layer's cache, for K and for V alike:
 
 | tensor          | axes                                          | dtype        | notes                           |
 |-----------------|-----------------------------------------------|--------------|---------------------------------|
-| key_cache       | [block_count, kv_heads, block_size, head_dim] | bf16/f16/f32 | contiguous; block_size a power  |
+| key_cache       | [block_count, kv_heads, block_size, head_dim] | as the query | contiguous; block_size a power  |
 | value_cache     | as key_cache                                  | as key_cache | of two <= 128                   |
+| key_scales,     | [block_count, kv_heads, block_size]           | float16      | contiguous; None, unless the    |
+| value_scales    |                                               |              | caches are int8 or fp8 (e4m3)   |
 | block_tables    | [slot_count, max_blocks_per_slot]             | int32        | row stride free; entries past a |
 |                 |                                               |              | row's last block are not read   |
 | row_slots       | [max_rows]                                    | int32        | the row's line in block_tables; |
@@ -15,8 +17,12 @@ Layout of one layer's cache, for K and for V alike:
 | query_starts    | [max_rows + 1]                                | int32        | row r's query tokens are from   |
 |                 |                                               |              | [r] up to, not with, [r + 1]    |
 
+Queries are bf16, f16 or f32, and so are caches that are not quantised (`kv_format.py` has the other formats). No kernel
+makes a floating copy of a quantised cache: a tile is converted in registers, the scale of a key multiplies its scores,
+and the scale of a value multiplies its weights.
+
 Position p of a row lives in block `block_tables[slot, p // block_size]` at `p % block_size`. Positions at or past the
-row's context length may hold anything, NaN included. Offsets into the caches are 64-bit.
+row's context length may hold anything, NaN included; so may their scales. Offsets into the caches are 64-bit.
 
 Knows no operation; called by kernels/prefill_attention.py, kernels/decode_attention.py and their tests.
 """
@@ -28,6 +34,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from kernels.kv_format import TOPS, dequantise
+from kernels.kv_quant import check_scales
 
 LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -64,6 +73,8 @@ def check_paged_inputs(
     block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     context_lengths: torch.Tensor,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> HeadShape:
     """Check shapes, dtypes and strides of what both kernels take; return the sizes. Reads no device memory."""
     wanted(query.dim() == 3, "query", "[token_count, query_heads, head_dim]", list(query.shape))
@@ -76,8 +87,11 @@ def check_paged_inputs(
     is_power = block_size & (block_size - 1) == 0
     wanted(is_power and 1 <= block_size <= MAX_BLOCK_SIZE, "block_size", "a power of two of 1..128", block_size)
     wanted(query.dtype in CACHE_DTYPES, "query dtype", CACHE_DTYPES, query.dtype)
-    for name, tensor in (("output", output), ("key_cache", key_cache), ("value_cache", value_cache)):
-        wanted(tensor.dtype == query.dtype, f"{name} dtype", query.dtype, tensor.dtype)
+    wanted(output.dtype == query.dtype, "output dtype", query.dtype, output.dtype)
+    cache_dtypes = (query.dtype, *TOPS)
+    wanted(key_cache.dtype in cache_dtypes, "key_cache dtype", f"one of {cache_dtypes}", key_cache.dtype)
+    wanted(value_cache.dtype == key_cache.dtype, "value_cache dtype", key_cache.dtype, value_cache.dtype)
+    check_scales(key_cache, key_scales=key_scales, value_scales=value_scales)
     wanted(value_cache.shape == key_cache.shape, "value_cache shape", list(key_cache.shape), list(value_cache.shape))
     wanted(key_cache.is_contiguous(), "key_cache strides", "contiguous", key_cache.stride())
     wanted(value_cache.is_contiguous(), "value_cache strides", "contiguous", value_cache.stride())
@@ -114,12 +128,14 @@ def compile_options(max_registers: int | None, pdl: bool) -> dict[str, int | boo
     return options
 
 
-def gather_row(cache: torch.Tensor, table_row: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+def gather_row(
+    cache: torch.Tensor, table_row: torch.Tensor, length: int, dtype: torch.dtype, scales: torch.Tensor | None = None
+) -> torch.Tensor:
     """A row's first `length` positions as [kv_heads, length, head_dim] in `dtype`."""
     block_size = cache.shape[2]
     blocks = table_row[: -(-length // block_size)].long()
-    tokens = cache[blocks].transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])
-    return tokens[:, :length].to(dtype)
+    tokens = cache[blocks] if scales is None else dequantise(cache[blocks], scales[blocks])
+    return tokens.transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :length].to(dtype)
 
 
 def attend_row(

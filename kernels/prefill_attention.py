@@ -17,15 +17,15 @@ its number and each later one from a ticket counter, so a program that drew shor
 
 | tensor   | axes                                 | dtype        | padding                                             |
 |----------|--------------------------------------|--------------|-----------------------------------------------------|
-| query    | [token_count, query_heads, head_dim] | as the cache | tokens from query_starts[max_rows] on have no row   |
-| output   | as query                             | as the cache | tokens of no row, of slot -1 or of length 0 get     |
+| query    | [token_count, query_heads, head_dim] | bf16/f16/f32 | tokens from query_starts[max_rows] on have no row   |
+| output   | as query                             | as query     | tokens of no row, of slot -1 or of length 0 get     |
 |          |                                      |              | zeros; decode rows' tokens are left alone           |
 | counters | [2]                                  | int32        | zero before the first call and after every call     |
 
-Caches, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
+Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
-Where `can_specialise` allows it, buckets of SPECIALISED_TOKENS and more take kernels/prefill_attention_hopper.py.
-Rows with few new tokens and a long context fill few programs: their keys are not split.
+Where `can_specialise` allows it, buckets of SPECIALISED_TOKENS and more take kernels/prefill_attention_hopper.py,
+unless the cache is quantised. Rows with few new tokens and a long context fill few programs: their keys are not split.
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit 234bd89, by
 `python -m benchmarks.kernels.bench_prefill_attention`: 8x32 tokens 5.4 us (torch on contiguous tensors 8.6), 8x128
@@ -76,6 +76,8 @@ def reference_prefill_attention(
     scale: float,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Result [token_count, query_heads, head_dim], in `dtype` throughout; zeros for padding. Synchronises."""
@@ -85,7 +87,10 @@ def reference_prefill_attention(
         start, end = starts[row], starts[row + 1]
         if slot < 0 or length == 0 or start == end:
             continue
-        key, value = (gather_row(cache, block_tables[slot], length, dtype) for cache in (key_cache, value_cache))
+        key, value = (
+            gather_row(cache, block_tables[slot], length, dtype, scales)
+            for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
+        )
         result[start:end] = attend_row(
             query[start:end], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
         )
@@ -129,11 +134,15 @@ def can_specialise(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     *,
+    quantised: bool = False,
     capability_major: int = 9,
     triton_version: str = triton.__version__,
 ) -> bool:
-    """Whether kernels/prefill_attention_hopper.py computes such calls on a card of that compute capability."""
-    is_plain = sliding_window == 0 and soft_cap == 0
+    """Whether kernels/prefill_attention_hopper.py computes such calls on a card of that compute capability.
+
+    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
+    """
+    is_plain = sliding_window == 0 and soft_cap == 0 and not quantised
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
     return is_plain and is_size and is_here and dtype in (torch.bfloat16, torch.float16)
@@ -148,6 +157,7 @@ def launch_plan(
     multiprocessor_count: int,
     *,
     specialised: bool = False,
+    quantised: bool = False,
     tile_rows: int | None = None,
     key_tile: int | None = None,
     programs_per_multiprocessor: int = 2,
@@ -159,9 +169,10 @@ def launch_plan(
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`. The other
-    keyword arguments override the measured choice.
+    kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`; a `quantised`
+    cache always takes this one. The other keyword arguments override the measured choice.
     """
+    specialised = specialised and not quantised
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
@@ -208,11 +219,12 @@ def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int
 @triton.jit
 def _prefill_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, decode_rows_ptr,
-    counters_ptr, max_rows, token_count, wave, output_stride, query_stride, table_stride, scale_log2, soft_cap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr,
-    TOKEN_TILE: tl.constexpr, PDL: tl.constexpr,
+    counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, wave, output_stride, query_stride,
+    table_stride, scale_log2, soft_cap,
+    QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
+    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -276,19 +288,19 @@ def _prefill_kernel(
             full_end = tl.maximum(full_begin, full_end)
             edge_end = tl.minimum(full_begin, tl.cdiv(key_end, KEY_TILE) * KEY_TILE)
             accumulator, maximum, normaliser = _accumulate(
-                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
-                window_begin, edge_end, key_end, scale_log2, soft_cap,
-                True, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+                value_scales_ptr, table_ptr, head, window_begin, edge_end, key_end, scale_log2, soft_cap,
+                True, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
             )  # fmt: skip
         accumulator, maximum, normaliser = _accumulate(
-            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
-            full_begin, full_end, key_end, scale_log2, soft_cap,
-            False, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+            value_scales_ptr, table_ptr, head, full_begin, full_end, key_end, scale_log2, soft_cap,
+            False, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
         )  # fmt: skip
         accumulator, maximum, normaliser = _accumulate(
-            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
-            full_end, key_end, key_end, scale_log2, soft_cap,
-            True, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+            value_scales_ptr, table_ptr, head, full_end, key_end, key_end, scale_log2, soft_cap,
+            True, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
         )  # fmt: skip
 
         # 4. Store.
@@ -316,16 +328,22 @@ def _prefill_kernel(
 
 @triton.jit
 def _accumulate(
-    accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, table_ptr, head,
-    begin, end, key_end, scale_log2, soft_cap,
-    MASKED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
+    accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+    value_scales_ptr, table_ptr, head, begin, end, key_end, scale_log2, soft_cap,
+    MASKED: tl.constexpr, QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KEY_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
 ):  # fmt: skip
     """Take the keys begin .. end (begin a multiple of KEY_TILE) into the running sums; masks only where MASKED."""
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
     places_in_tile = tl.arange(0, KEY_TILE)
     blocks = tl.load(table_ptr + (begin + places_in_tile) // BLOCK_SIZE, mask=begin + places_in_tile < end, other=0)
+    if QUANTISED:  # scales are read one tile ahead, as block ids are: they are too short for the compiler to do it
+        scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + (begin + places_in_tile) % BLOCK_SIZE
+        scale_end = tl.minimum(end, key_end)  # edge: nothing past the last query is read
+        key_scale = tl.load(key_scales_ptr + scale_places, mask=begin + places_in_tile < scale_end, other=0.0)
+        value_scale = tl.load(value_scales_ptr + scale_places, mask=begin + places_in_tile < scale_end, other=0.0)
     for start in range(begin, end, KEY_TILE):
         keys = start + places_in_tile
         offsets = (blocks.to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (keys % BLOCK_SIZE) * HEAD_DIM
@@ -339,10 +357,15 @@ def _accumulate(
             key = tl.load(key_ptr + places)
         else:
             key = tl.load(key_ptr + places, mask=is_dim[None, :], other=0.0)
-        scores = tl.dot(query, tl.trans(key))
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)))
         multiplier = scale_log2
+        if QUANTISED:
+            scores = scores * (key_scale.to(tl.float32) * scale_log2)[None, :]
+            multiplier = 1.0
+            scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + (keys + KEY_TILE) % BLOCK_SIZE
+            key_scale = tl.load(key_scales_ptr + scale_places, mask=keys + KEY_TILE < scale_end, other=0.0)
         if HAS_SOFT_CAP:
-            scores = soft_capped(scores * (scale_log2 / 1.4426950408889634), soft_cap)
+            scores = soft_capped(scores * (multiplier / 1.4426950408889634), soft_cap)
             multiplier = 1.4426950408889634
         if MASKED:
             is_seen = (positions - start)[:, None] >= places_in_tile[None, :]  # edge: the diagonal
@@ -358,13 +381,16 @@ def _accumulate(
         normaliser = normaliser * shrink + tl.sum(probabilities, axis=1)
         maximum = new_maximum
         accumulator = accumulator * shrink[:, None]
+        if QUANTISED:
+            probabilities = probabilities * value_scale.to(tl.float32)[None, :]
+            value_scale = tl.load(value_scales_ptr + scale_places, mask=keys + KEY_TILE < scale_end, other=0.0)
         if MASKED:
             value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
         elif HEAD_DIM == DIM_TILE:
             value = tl.load(value_ptr + places)
         else:
             value = tl.load(value_ptr + places, mask=is_dim[None, :], other=0.0)
-        accumulator = tl.dot(probabilities.to(value.dtype), value, accumulator)
+        accumulator = tl.dot(probabilities.to(query.dtype), value.to(query.dtype), accumulator)
     return accumulator, maximum, normaliser
 
 
@@ -415,6 +441,8 @@ def prefill_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     decode_row_count: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the attention of the chunk rows to `output` (layout table in the module's docstring).
@@ -424,12 +452,15 @@ def prefill_attention(
     None: none. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
     synchronises. Raises ValueError naming the argument, what was wanted and what came.
     """
-    shape = check_paged_inputs(output, query, key_cache, value_cache, block_tables, row_slots, context_lengths)
+    shape = check_paged_inputs(
+        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
+    )
     check_options(scale, sliding_window, soft_cap)
     _check_plan(plan, shape, row_slots.shape[0], query_starts, counters)
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, query_starts)
     if plan.specialised:
-        is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap)
+        is_quantised = key_scales is not None
+        is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap, quantised=is_quantised)
         wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
         from kernels import prefill_attention_hopper
 
@@ -438,17 +469,11 @@ def prefill_attention(
         )
         return
     _prefill_kernel[(plan.program_count,)](
-        *inputs,
-        decode_row_count,
-        counters,
-        row_slots.shape[0],
-        query.shape[0],
-        plan.wave,
-        output.stride(0),
-        query.stride(0),
-        block_tables.stride(0),
+        *inputs, decode_row_count, counters, key_scales, value_scales,
+        row_slots.shape[0], query.shape[0], plan.wave, output.stride(0), query.stride(0), block_tables.stride(0),
         scale * LOG2_E,
         soft_cap,
+        QUANTISED=key_scales is not None,
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
@@ -466,4 +491,4 @@ def prefill_attention(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **compile_options(plan.max_registers, pdl),
-    )
+    )  # fmt: skip

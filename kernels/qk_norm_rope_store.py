@@ -13,14 +13,16 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 |--------------|-----------------------------------|----------------|------------------------------------------|
 | qkv          | [T, (hq + 2 hkv) d]               | any float      | last axis 1; q heads, then k, then v     |
 | q_out        | [T, hq, d]                        | as qkv         | last axis 1, heads adjacent              |
-| k_cache, v_cache | [block, kv head, position, d] | any float      | last axis 1; 64-bit offsets              |
+| k_cache, v_cache | [block, kv head, position, d] | any float, int8 or float8_e4m3fn | last axis 1; 64-bit offsets |
+| k_scales, v_scales | [block, kv head, position]  | float16        | beside int8 and fp8 caches; else None    |
 | slot_mapping | [T]                               | int64          | -1: K and V of this row are not stored   |
 | positions    | [T]                               | int32 or int64 | below max_position, also in padding rows |
 | rope_table   | [max_position, r]                 | float32        | cos in the first r/2 columns, then sin   |
 | q_weight, k_weight | [d]                         | any float      | both or neither                          |
 
 "Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
-even and at most d; r = 0 applies no rotation.
+even and at most d; r = 0 applies no rotation. Quantised K and V (`kv_format.py`) are made of the float32 heads, with no
+rounding to a float type between.
 
 Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_qk_norm_rope_store`: for 16 + 2 x 8
 heads of 128: 1.6 us for one token, 3.1 for 64, 5.5 for 256; 1.94 TB/s for 8,192, 42 % of the read limit of that run.
@@ -33,10 +35,11 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
+from kernels.kv_format import cache_format, quantise, vector_bytes
+from kernels.kv_quant import check_scales, quantised
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 
-# How K and V are kept. A quantised format is a new number here, a branch in `_store_heads`, and a scale tensor beside.
-CACHE_PLAIN = 0
+CACHE_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
 
 PROGRAM_TARGET = 4096  # above this many programs, one program takes several heads
 
@@ -61,6 +64,8 @@ def qk_norm_rope_store_reference(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store K and V into the caches in place and return q [T, hq, d], all arithmetic in float32."""
     _, kv_heads, block_size, head_dim = k_cache.shape
@@ -72,8 +77,11 @@ def qk_norm_rope_store_reference(
     q, k = rotate_reference(q, positions, rope_table), rotate_reference(k, positions, rope_table)
     stored = slot_mapping >= 0
     block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
-    k_cache[block, :, place] = k[stored].to(k_cache.dtype)
-    v_cache[block, :, place] = v[stored].to(v_cache.dtype)
+    for heads, cache, scales in ((k[stored], k_cache, k_scales), (v[stored], v_cache, v_scales)):
+        if scales is None:
+            cache[block, :, place] = heads.to(cache.dtype)
+        else:
+            cache[block, :, place], scales[block, :, place] = quantise(heads, cache.dtype)
     return q.to(qkv.dtype)
 
 
@@ -102,9 +110,14 @@ def launch_plan(token_count: int, query_heads: int, kv_heads: int, head_dim: int
     return QkNormRopeStorePlan((token_count, (query_heads + 2 * kv_heads) // heads), heads, block, warps)
 
 
-def bytes_moved(token_count: int, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int) -> int:
-    """The fewest bytes that the operation reads and writes: every head once each way."""
-    return 2 * token_count * (query_heads + 2 * kv_heads) * head_dim * element_bytes
+def bytes_moved(
+    token_count: int, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int,
+    cache_dtype: torch.dtype | None = None,
+) -> int:  # fmt: skip
+    """The fewest bytes that the operation reads and writes: every head once each way, scales written."""
+    stored = head_dim * element_bytes if cache_dtype is None else vector_bytes(head_dim, cache_dtype)
+    read = (query_heads + 2 * kv_heads) * head_dim * element_bytes
+    return token_count * (read + query_heads * head_dim * element_bytes + 2 * kv_heads * stored)
 
 
 @triton.jit
@@ -133,19 +146,28 @@ def normed_rotated_heads(
 
 
 @triton.jit
-def _store_heads(cache, x, slot, head, column, inside, cache_strides, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr):
-    """Store heads [H, D] at a token's slot of a paged cache; nothing for slot -1."""
+def _store_heads(
+    cache, scales, x, slot, head, column, inside, cache_strides, scale_strides,
+    BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Store float32 heads [H, D] at a token's slot of a paged cache; nothing for slot -1."""
     block_stride, head_stride, position_stride = cache_strides
     place = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
     target = place + head[:, None].to(tl.int64) * head_stride + column[None, :]
     if FORMAT == 0:
         tl.store(target, x.to(cache.dtype.element_ty), mask=inside & (slot >= 0))
+    else:
+        stored, scale = quantised(x, FORMAT)
+        tl.store(target, stored, mask=inside & (slot >= 0))
+        block_stride, head_stride, position_stride = scale_strides
+        place = scales + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
+        tl.store(place + head.to(tl.int64) * head_stride, scale, mask=(head >= 0) & (slot >= 0))
 
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight,
-    qkv_stride, q_stride, k_strides, v_strides, eps,
+    qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight, k_scales, v_scales,
+    qkv_stride, q_stride, k_strides, v_strides, scale_strides, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     FORMAT: tl.constexpr, PDL: tl.constexpr,
@@ -168,15 +190,16 @@ def _qk_norm_rope_store_kernel(
         tl.store(q_out + token * q_stride + offset, x.to(q_out.dtype.element_ty), mask=inside)
     elif first_head < QUERY_HEADS + KV_HEADS:
         x = normed_rotated_heads(row, k_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
-        _store_heads(k_cache, x, slot, head - QUERY_HEADS, column, inside, k_strides, BLOCK_SIZE, FORMAT)
+        head = head - QUERY_HEADS
+        _store_heads(k_cache, k_scales, x, slot, head, column, inside, k_strides, scale_strides, BLOCK_SIZE, FORMAT)
     else:
         x = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
         head = head - QUERY_HEADS - KV_HEADS
-        _store_heads(v_cache, x, slot, head, column, inside, v_strides, BLOCK_SIZE, FORMAT)
+        _store_heads(v_cache, v_scales, x, slot, head, column, inside, v_strides, scale_strides, BLOCK_SIZE, FORMAT)
 
 
 def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight) -> None:
-    check_tensor("k_cache", k_cache, (None, None, None, None), FLOATS, like=qkv)
+    check_tensor("k_cache", k_cache, (None, None, None, None), CACHE_DTYPES, like=qkv)
     check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, like=qkv)
     check_tensor("q_out", q_out, (None, None, k_cache.shape[3]), FLOATS, like=qkv)
     token_count, query_heads, head_dim = q_out.shape
@@ -209,12 +232,15 @@ def qk_norm_rope_store(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Norm and rotate q and k, write q to `q_out` and store K and V at `slot_mapping`. Shapes: the module's table.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
     _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight)
+    check_scales(k_cache, k_scales=k_scales, v_scales=v_scales)
     token_count, query_heads, head_dim = q_out.shape
     kv_heads, block_size = k_cache.shape[1:3]
     if token_count == 0:
@@ -223,9 +249,10 @@ def qk_norm_rope_store(
     has_norm = q_weight is not None
     _qk_norm_rope_store_kernel[plan.grid](
         qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table,
-        q_weight if has_norm else qkv, k_weight if has_norm else qkv,
-        qkv.stride(0), q_out.stride(0), k_cache.stride()[:3], v_cache.stride()[:3], eps,
+        q_weight if has_norm else qkv, k_weight if has_norm else qkv, k_scales, v_scales,
+        qkv.stride(0), q_out.stride(0), k_cache.stride()[:3], v_cache.stride()[:3],
+        (0, 0, 0) if k_scales is None else k_scales.stride(), eps,
         QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=rope_table.shape[1] // 2,
         BLOCK_SIZE=block_size, HEADS=plan.heads_per_program, BLOCK_DIM=plan.block_dim, HAS_NORM=has_norm,
-        FORMAT=CACHE_PLAIN, num_warps=plan.num_warps, **launch_options(qkv),
+        FORMAT=cache_format(k_cache.dtype), num_warps=plan.num_warps, **launch_options(qkv),
     )  # fmt: skip

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from common import recording
@@ -22,11 +23,14 @@ from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, 
 from common.profiling import StepTraces
 from common.recording import reading, recorder_for
 from scheduler_proc.core import ForFrontend, SchedulerCore
+from scheduler_proc.grammar import Compilation, Grammars
 from scheduler_proc.state import Limits
 from scheduler_proc.transport import SocketTransport, Transport
 
 STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
+COMPILATION_INTERVAL_S = 0.001
+"""How often a request that waits for its grammar is looked after."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +48,24 @@ class Link(Protocol):
         """This process's state has changed."""
 
 
+def as_it_is(count: Callable[[], float]) -> Callable[[], float]:
+    """A count that nobody records."""
+    return count
+
+
 @dataclass(frozen=True)
 class Clocks:
-    """The two clocks that decide what the loop does: seconds since the epoch, and seconds that never go back."""
+    """What of the world outside decides what the loop does.
+
+    Attributes:
+        wall: seconds since the epoch.
+        monotonic: seconds that never go back.
+        compiled: wraps the count of grammars that are ready, which depends on another thread.
+    """
 
     wall: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
+    compiled: Callable[[Callable[[], float]], Callable[[], float]] = as_it_is
 
 
 def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
@@ -59,6 +75,7 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
     clocks = Clocks(
         reading(recorder, recording.Link.WALL_CLOCK, time.time),
         reading(recorder, recording.Link.MONOTONIC_CLOCK, time.monotonic),
+        lambda count: reading(recorder, recording.Link.COMPILED, count),
     )
     try:
         serve(config, transport, link, clocks)
@@ -77,13 +94,14 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     limits = limits_of(config, ready)
     if limits.preemption != "recompute" and not limits.host_block_count:
         logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
-    core = SchedulerCore(limits, clocks.wall)
+    grammars = Grammars(Path(config.tokenizer_dir or config.model_dir) / "tokenizer.json", ready.vocab_size)
+    core = SchedulerCore(limits, clocks.wall, grammars)
     transport.send_out(engine_ready(limits, ready))
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
     gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
     gc.set_threshold(100_000, 50, 100)
     traces = StepTraces("scheduler", config.profiling, link)
-    Loop(core, transport, link, clocks, traces).run()
+    Loop(core, Compilation(grammars, clocks.compiled), transport, link, clocks, traces).run()
     traces.stop()
 
 
@@ -162,6 +180,7 @@ class Loop:
 
     Args:
         core: decides.
+        compilation: where requests with a grammar wait for it.
         transport: the sockets.
         link: hears how far the process is.
         clocks: the process's.
@@ -169,9 +188,16 @@ class Loop:
     """
 
     def __init__(
-        self, core: SchedulerCore, transport: Transport, link: Link, clocks: Clocks, traces: StepTraces
+        self,
+        core: SchedulerCore,
+        compilation: Compilation,
+        transport: Transport,
+        link: Link,
+        clocks: Clocks,
+        traces: StepTraces,
     ) -> None:
         self._core = core
+        self._compilation = compilation
         self._transport = transport
         self._link = link
         self._clocks = clocks
@@ -201,11 +227,11 @@ class Loop:
             return True
         if self._stop_at_s is None:
             return False
-        return self._core.is_idle or self._clocks.monotonic() >= self._stop_at_s
+        return (self._core.is_idle and self._compilation.is_idle) or self._clocks.monotonic() >= self._stop_at_s
 
     def _timeout_ms(self) -> int | None:
         """Milliseconds until something is due without a message; None for never."""
-        waits = []
+        waits = [] if self._compilation.is_idle else [COMPILATION_INTERVAL_S]
         deadline_s = self._core.next_deadline_s()
         if deadline_s is not None:
             waits.append(deadline_s - self._clocks.wall())
@@ -240,8 +266,10 @@ class Loop:
             if self._stop_at_s is not None and isinstance(message, AddRequest):
                 text = "the engine is shutting down"
                 self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
-            else:
+            elif self._compilation.pass_on(message):
                 self._outbox += self._core.handle(message)
+        for compiled in self._compilation.ready():
+            self._outbox += self._core.handle(compiled)
 
     def _plan(self) -> None:
         while True:
@@ -276,10 +304,11 @@ class Loop:
     def _end_rest(self) -> None:
         """A terminal message for whoever is still waiting for one."""
         if self._failure is None:
-            self._outbox += self._core.fail_all("shutting_down", "the engine is shutting down")
+            code, text = "shutting_down", "the engine is shutting down"
         else:
-            text = f"{self._failure.process} failed: {self._failure.message}"
-            self._outbox += self._core.fail_all("engine_dead", text)
+            code, text = "engine_dead", f"{self._failure.process} failed: {self._failure.message}"
+        self._outbox += self._core.fail_all(code, text)
+        self._outbox += self._compilation.fail_all(code, text)
         self._send_outbox()
 
     def _send_outbox(self) -> None:

@@ -60,7 +60,7 @@ def turns_of(recording: Recording) -> deque[Turn]:
     for record in recording.records:
         if record.link == Link.TURN:
             turns.append(Turn())
-        elif record.link in (Link.WALL_CLOCK, Link.MONOTONIC_CLOCK):
+        elif record.link in (Link.WALL_CLOCK, Link.MONOTONIC_CLOCK, Link.COMPILED):
             turns[-1].readings.setdefault(record.link, deque()).append(reading_of(record))
         elif record.direction == Direction.IN:
             turns[-1].messages.setdefault(record.link, []).append(record.data)
@@ -80,7 +80,7 @@ class RecordedTransport:
         self.received_count = 0
         self._turns = turns_of(recording)
         self._turn = self._turns.popleft()
-        self._last_readings = {Link.WALL_CLOCK: 0.0, Link.MONOTONIC_CLOCK: 0.0}
+        self._last_readings = {Link.WALL_CLOCK: 0.0, Link.MONOTONIC_CLOCK: 0.0, Link.COMPILED: 0.0}
         self._comparison = comparison
 
     def now(self, clock: Link) -> float:
@@ -157,7 +157,11 @@ def replay(recording: Recording, arguments: Namespace) -> Outcome:
     """
     comparison = Comparison(recording.records, readable)
     transport = RecordedTransport(recording, comparison)
-    clocks = Clocks(partial(transport.now, Link.WALL_CLOCK), partial(transport.now, Link.MONOTONIC_CLOCK))
+    clocks = Clocks(
+        partial(transport.now, Link.WALL_CLOCK),
+        partial(transport.now, Link.MONOTONIC_CLOCK),
+        lambda _: partial(transport.now, Link.COMPILED),
+    )
     started_s = time.thread_time()
     with traced(arguments.profile):
         try:

@@ -7,6 +7,7 @@ fast CPU path is in `cpu_attention.py`.
 
 import torch
 
+from kernels.kv_format import dequantise, quantise
 from worker_proc.cpu_attention import cpu_attention
 from worker_proc.forward_context import ForwardContext
 
@@ -58,23 +59,37 @@ def reference_attention(
     sliding_window: int | None = None,
 ) -> torch.Tensor:
     """As `attention`, in plain torch, float32 inside. Reads whole block tables: slow, for tests and as a fallback."""
-    key_cache, value_cache = context.key_caches[layer_index], context.value_caches[layer_index]
-    store_reference(key, key_cache, context.slot_mapping)
-    store_reference(value, value_cache, context.slot_mapping)
+    keys_at, values_at = context.layer_keys(layer_index), context.layer_values(layer_index)
+    store_reference(key, keys_at[0], context.slot_mapping, keys_at[1])
+    store_reference(value, values_at[0], context.slot_mapping, values_at[1])
     token_rows, key_limits = _rows_and_limits(query.shape[0], context)
     output = torch.empty_like(query)
     for start in range(0, query.shape[0], REFERENCE_TILE_TOKENS):
         tile = slice(start, start + REFERENCE_TILE_TOKENS)
         slots = context.row_slots[token_rows[tile]].long()
         blocks = context.block_tables[slots.clamp(min=0)]
-        output[tile] = _attend_tile(
-            query[tile], key_cache, value_cache, blocks.long(), key_limits[tile], scale, sliding_window
-        )
+        keys, values = (_read_blocks(*place, blocks.long()) for place in (keys_at, values_at))
+        output[tile] = _attend_tile(query[tile], keys, values, key_limits[tile], scale, sliding_window)
     return output.flatten(1)
 
 
-def store_reference(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def store_reference(
+    source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, scales: torch.Tensor | None = None
+) -> None:
     """Write source [T, kv_head, head_dim] into cache [block, kv_head, position, head_dim] at the slots that are not -1.
+
+    With `scales` [block, kv_head, position] it is quantised to the cache's type.
+    """
+    if scales is None:
+        _store_masked(source, cache, slot_mapping)
+        return
+    stored, vector_scales = quantise(source, cache.dtype)
+    _store_masked(stored.view(torch.int8), cache.view(torch.int8), slot_mapping)
+    _store_masked(vector_scales, scales, slot_mapping)
+
+
+def _store_masked(source: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write source [T, kv_head, ...] into cache [block, kv_head, position, ...] at the slots that are not -1.
 
     A masked store without a data-dependent shape: padding tokens repeat the first real token's write, and if there is
     no real token, they write back what slot 0 holds.
@@ -84,8 +99,18 @@ def store_reference(source: torch.Tensor, cache: torch.Tensor, slot_mapping: tor
     slots = torch.where(valid, slot_mapping, slot_mapping[first]).clamp(min=0)
     block_size = cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    replacement = torch.where(valid[first].view(1, 1, 1), source[first], cache[blocks[:1], :, offsets[:1]])
-    cache[blocks, :, offsets] = torch.where(valid.view(-1, 1, 1), source, replacement).to(cache.dtype)
+    one_each = (-1,) + (1,) * (source.dim() - 1)
+    replacement = torch.where(valid[first].view(one_each), source[first], cache[blocks[:1], :, offsets[:1]])
+    cache[blocks, :, offsets] = torch.where(valid.view(one_each), source, replacement).to(cache.dtype)
+
+
+def _read_blocks(cache: torch.Tensor, scales: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
+    """The blocks [n, max_blocks] of each of n tokens as float32 [n, kv_head, keys, head_dim]."""
+    if scales is None:
+        found = cache[blocks].float()
+    else:
+        found = dequantise(cache.view(torch.int8)[blocks].view(cache.dtype), scales[blocks])
+    return found.transpose(1, 2).flatten(2, 3)
 
 
 def _rows_and_limits(token_count: int, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,23 +125,21 @@ def _rows_and_limits(token_count: int, context: ForwardContext) -> tuple[torch.T
 
 def _attend_tile(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    blocks: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     key_limits: torch.Tensor,
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Attention of n tokens, each with its own block list [n, max_blocks] and key limit [n]."""
+    """Attention of n tokens, each with its own keys and values [n, kv_head, keys, head_dim] and key limit [n]."""
     token_count, head_count, head_dim = query.shape
-    kv_head_count = key_cache.shape[1]
-    positions = torch.arange(blocks.shape[1] * key_cache.shape[2], device=query.device)
+    kv_head_count, key_count = keys.shape[1:3]
+    positions = torch.arange(key_count, device=query.device)
     seen = positions < key_limits[:, None]
     if sliding_window is not None:
         seen &= positions >= key_limits[:, None] - sliding_window
     mask = seen[:, None, :, None]
-    keys = key_cache[blocks].transpose(1, 2).flatten(2, 3).float().masked_fill(~mask, 0)
-    values = value_cache[blocks].transpose(1, 2).flatten(2, 3).float().masked_fill(~mask, 0)
+    keys, values = keys.masked_fill(~mask, 0), values.masked_fill(~mask, 0)
     grouped = query.float().view(token_count, kv_head_count, head_count // kv_head_count, head_dim)
     scores = (grouped @ keys.transpose(-1, -2) * scale).masked_fill(~seen[:, None, None, :], float("-inf"))
     weights = scores.softmax(-1).nan_to_num(0.0)  # a token that sees nothing gets zeros

@@ -9,7 +9,8 @@ error that bfloat16 makes anyway. In float32 it is always the fused one.
 import torch
 import torch.nn.functional as F
 
-from worker_proc.cpu_plan import ChunkRow, DecodeGroup, GatherPlan, Planner, StepPlan
+from worker_proc.cpu_cache import read_blocks, store
+from worker_proc.cpu_plan import ChunkRow, DecodeGroup, GatherPlan, Planner
 from worker_proc.forward_context import ForwardContext
 
 MATMUL_SCORES = 12_000
@@ -27,39 +28,36 @@ def cpu_attention(
     sliding_window: int | None,
 ) -> torch.Tensor:
     """See `attention.attention`."""
-    key_cache, value_cache = context.key_caches[layer_index], context.value_caches[layer_index]
+    keys_at, values_at = context.layer_keys(layer_index), context.layer_values(layer_index)
     plan = context.plans.get(sliding_window)
     if plan is None:
-        plan = context.plans[sliding_window] = Planner(context, key_cache, sliding_window).plan()
-    _store(key, key_cache, plan)
-    _store(value, value_cache, plan)
+        plan = context.plans[sliding_window] = Planner(context, keys_at[0], query.dtype, sliding_window).plan()
+    key = store(key, *keys_at, plan)
+    value = store(value, *values_at, plan)
     padded = plan.stored_tokens is not None
     output = query.new_zeros(query.shape) if padded else query.new_empty(query.shape)
     for group in plan.decode_groups:
-        keys, values = _gather(key_cache, value_cache, group.gather)
+        keys, values = _gather(keys_at, values_at, group.gather)
         output[group.tokens] = _attend_decode(query[group.tokens], keys, values, group, scale)
     for row in plan.chunk_rows:
         if row.gather is None:
             keys, values = (tensor[row.tokens].transpose(0, 1).unsqueeze(0).contiguous() for tensor in (key, value))
         else:
-            keys, values = _gather(key_cache, value_cache, row.gather)
+            keys, values = _gather(keys_at, values_at, row.gather)
         _attend_chunk(query[row.tokens], keys, values, row, scale, out=output[row.tokens])
     return output.flatten(1)
 
 
-def _store(source: torch.Tensor, cache: torch.Tensor, plan: StepPlan) -> None:
-    if plan.stored_tokens is not None:
-        source = source[plan.stored_tokens]
-    head_dim = cache.shape[-1]
-    cache.view(-1, head_dim).index_copy_(0, plan.store_indices, source.reshape(-1, head_dim))
-
-
-def _gather(key_cache: torch.Tensor, value_cache: torch.Tensor, plan: GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(
+    keys_at: tuple[torch.Tensor, torch.Tensor | None],
+    values_at: tuple[torch.Tensor, torch.Tensor | None],
+    plan: GatherPlan,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the planned rows in the plan's workspace, [rows, kv_head, keys, head_dim]; zeros where unwritten."""
-    _, kv_head_count, block_size, head_dim = key_cache.shape
+    _, kv_head_count, _, head_dim = keys_at[0].shape
     workspace = plan.workspace
-    torch.index_select(key_cache.view(-1, block_size * head_dim), 0, plan.indices, out=workspace[0])
-    torch.index_select(value_cache.view(-1, block_size * head_dim), 0, plan.indices, out=workspace[1])
+    read_blocks(*keys_at, plan.indices, out=workspace[0])
+    read_blocks(*values_at, plan.indices, out=workspace[1])
     if plan.unwritten is not None:
         workspace.view(-1, head_dim).index_fill_(0, plan.unwritten, 0)
     gathered = workspace.view(2, plan.row_count, kv_head_count, plan.key_count, head_dim)

@@ -28,7 +28,7 @@ class GatherPlan:
     indices: int64 [rows * kv_head * blocks], into a cache seen as [block * kv_head, position * head_dim].
     unwritten: int64 [n], positions of the last blocks beyond the context, into the workspace seen as
         [2 * rows * kv_head * keys, head_dim]; None if there are none.
-    workspace: [2, rows * kv_head * blocks, position * head_dim], K and V of one layer after the other.
+    workspace: [2, rows * kv_head * blocks, position * head_dim], K and V of one layer after the other, as the query.
     first_keys: int64 [rows], position of each row's first gathered key; negative where it is padded on the left.
     key_count: keys per row.
     """
@@ -82,6 +82,11 @@ class StepPlan:
     decode_groups: list[DecodeGroup]
     chunk_rows: list[ChunkRow]
 
+    @property
+    def reads_fresh_tokens(self) -> bool:
+        """Whether some row attends to this step's K and V without reading the cache."""
+        return any(row.gather is None for row in self.chunk_rows)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -94,10 +99,12 @@ class Row:
 
 
 class Planner:
-    """Makes the plan of a step for layers with one sliding window and one cache shape."""
+    """Makes the plan of a step for layers with one sliding window and one cache shape; `dtype` is the query's."""
 
-    def __init__(self, context: ForwardContext, cache: torch.Tensor, sliding_window: int | None) -> None:
-        self.context, self.cache, self.sliding_window = context, cache, sliding_window
+    def __init__(
+        self, context: ForwardContext, cache: torch.Tensor, dtype: torch.dtype, sliding_window: int | None
+    ) -> None:
+        self.context, self.dtype, self.sliding_window = context, dtype, sliding_window
         _, self.kv_head_count, self.block_size, self.head_dim = cache.shape
 
     def plan(self) -> StepPlan:
@@ -134,7 +141,7 @@ class Planner:
 
     def _group_by_length(self, rows: list[Row]) -> list[list[Row]]:
         """Longest first; within a group nobody is padded to more than twice its blocks, and all fit GROUP_BYTES."""
-        block_bytes = 2 * self.cache[0].numel() * self.cache.element_size()
+        block_bytes = 2 * self.kv_head_count * self.block_size * self.head_dim * self.dtype.itemsize
         groups: list[list[Row]] = []
         for row in sorted(rows, key=self._block_count, reverse=True):
             widest = self._block_count(groups[-1][0]) if groups else 0
@@ -168,7 +175,7 @@ class Planner:
         lengths = torch.tensor([row.context_length for row in rows])
         block_ends = (lengths + self.block_size - 1) // self.block_size * self.block_size
         written = lengths - block_ends + self.block_size
-        workspace = self.cache.new_empty(2, indices.numel(), self.block_size * self.head_dim)
+        workspace = torch.empty(2, indices.numel(), self.block_size * self.head_dim, dtype=self.dtype)
         key_count = width * self.block_size
         first_keys = block_ends - key_count
         unwritten = self._unwritten(written, key_count)

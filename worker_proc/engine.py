@@ -14,7 +14,7 @@ import torch
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
 from common.messages import StepPlan, StepResult
-from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, choose_size
+from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
 from worker_proc.runner import CpuRunner
@@ -92,6 +92,7 @@ def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[Mod
                 config.model.max_model_len, model_config.context_limit,
             )  # fmt: skip
         dtype = resolve_dtype(config.model.dtype, model_config, device)
+        check_cache_dtype(config.cache.kv_cache_dtype, model_config.head_dim, device)
         tokenizer_dir = Path(config.tokenizer_dir or config.model_dir)
         return model_config, dtype, tokenizer_vocab_size(tokenizer_dir, model_config.vocab_size)
 

@@ -25,6 +25,7 @@ class ForwardContext:
     | context_lengths | int32 [R] | tokens of each row in the cache, this step's query tokens included |
     | block_tables | int32 [slots, max_blocks] | block ids of every slot; entries past the context are never read |
     | key_caches, value_caches | one per layer, [block, kv_head, position in block, head_dim] | the paged cache |
+    | key_scales, value_scales | one per layer, float16 [block, kv_head, position in block], or None | of 8-bit caches |
     | prompt_lengths | int32 [R] or None | prompt tokens of each row; only `rotary.length_dependent` models use it |
 
     decode_row_count: how many of the first rows hold exactly one query token, padding rows of a decode bucket included.
@@ -41,6 +42,8 @@ class ForwardContext:
     block_size: int
     decode_row_count: int
     prompt_lengths: torch.Tensor | None = None
+    key_scales: list[torch.Tensor | None] | None = None
+    value_scales: list[torch.Tensor | None] | None = None
     device_decode_row_count: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     """What an attention backend works out once per step and shares between layers. A context is used for one step."""
@@ -49,6 +52,14 @@ class ForwardContext:
     def row_count(self) -> int:
         """Rows of the step, padding included."""
         return self.row_slots.shape[0]
+
+    def layer_keys(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A layer's K cache, and its scales if its elements are quantised."""
+        return self.key_caches[layer_index], self.key_scales[layer_index] if self.key_scales else None
+
+    def layer_values(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A layer's V cache, and its scales if its elements are quantised."""
+        return self.value_caches[layer_index], self.value_scales[layer_index] if self.value_scales else None
 
     def token_rows(self, token_count: int) -> torch.Tensor:
         """The row of each of the step's tokens, int64 [T], worked out on the device; padding gets some row."""

@@ -2,7 +2,8 @@
 
 What a layer keeps is a small spec that turns into bytes per block; nothing else in the engine knows more of it than a
 count of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each layer.
-They start as zeros, since unwritten positions take part in products whose weight is zero.
+They start as zeros, since unwritten positions take part in products whose weight is zero. Of an 8-bit cache
+(`kernels/kv_format.py`) the scales lie beside, `[block, kv_head, position in block]`, and go wherever their blocks go.
 """
 
 import math
@@ -14,6 +15,8 @@ import torch
 
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
+from kernels.kv_format import SCALE_DTYPE
+from worker_proc.attention import KERNEL_HEAD_DIMS
 from worker_proc.model_config import ModelConfig
 from worker_proc.slots import div_ceil
 from worker_proc.transfer import to_device
@@ -47,20 +50,49 @@ class LayerCacheSpec:
         return block_size * self.kv_head_count * (kept + scales)
 
 
+QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""The element types of `--kv-cache-dtype`, apart from `auto`, which is the model's."""
+
+FP8_CAPABILITY = (8, 9)
+"""The first NVIDIA compute capability that converts to and from FP8."""
+
+
 def cache_specs(model: ModelConfig, dtype: torch.dtype, kv_cache_dtype: str) -> list[LayerCacheSpec]:
-    """The spec of each layer.
+    """The spec of each layer, for a value of `--kv-cache-dtype` that `check_cache_dtype` has passed."""
+    element = QUANTISED_DTYPES.get(kv_cache_dtype, dtype)
+    scale_bytes = 0 if kv_cache_dtype == "auto" else SCALE_DTYPE.itemsize
+    kinds = ["full" if window is None else "sliding" for window in model.sliding_windows]
+    return [
+        LayerCacheSpec(kind, model.kv_head_count, model.head_dim, model.head_dim, element, scale_bytes)
+        for kind in kinds
+    ]
+
+
+def check_cache_dtype(
+    kv_cache_dtype: str, head_dim: int, device: torch.device, capability: tuple[int, int] | None = None
+) -> None:
+    """Whether the device can serve a cache of this type. A CPU serves all.
+
+    Args:
+        capability: of a GPU; None: it is asked.
 
     Raises:
-        ConfigError: an element type that is not supported.
+        ConfigError: it cannot; the text says what is possible.
     """
-    if kv_cache_dtype != "auto":
-        raise ConfigError(f"--kv-cache-dtype is {kv_cache_dtype}; supported so far: auto")
-    return [
-        LayerCacheSpec(
-            "full" if window is None else "sliding", model.kv_head_count, model.head_dim, model.head_dim, dtype
+    if kv_cache_dtype == "auto" or device.type == "cpu":
+        return
+    if head_dim not in KERNEL_HEAD_DIMS:
+        sizes = ", ".join(map(str, KERNEL_HEAD_DIMS))
+        raise ConfigError(
+            f"--kv-cache-dtype is {kv_cache_dtype}, which a GPU serves for head sizes {sizes}; this model's is "
+            f"{head_dim}: use --kv-cache-dtype auto"
         )
-        for window in model.sliding_windows
-    ]
+    capability = capability or torch.cuda.get_device_capability(device)
+    if kv_cache_dtype == "fp8" and capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"--kv-cache-dtype is fp8, which needs compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]}; this "
+            f"GPU's is {capability[0]}.{capability[1]}: use --kv-cache-dtype int8 or auto"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,6 +135,7 @@ class KVCache:
 
     Attributes:
         key_caches, value_caches: one tensor per layer, [block, kv_head, position, head_dim].
+        key_scales, value_scales: one per layer, float16 [block, kv_head, position]; None where nothing is quantised.
     """
 
     def __init__(
@@ -115,37 +148,45 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        pinned = device.type == "cuda"
         self.key_caches, self.value_caches = [], []
-        self._host: list[torch.Tensor] = []
+        self.key_scales: list[torch.Tensor | None] = []
+        self.value_scales: list[torch.Tensor | None] = []
         for spec in specs:
-            for dim, caches in ((spec.key_dim, self.key_caches), (spec.value_dim, self.value_caches)):
-                shape = (spec.kv_head_count, block_size, dim)
-                caches.append(_zeros((block_count, *shape), spec.dtype, device))
+            shape = (block_count, spec.kv_head_count, block_size)
+            for dim, caches, scales in (
+                (spec.key_dim, self.key_caches, self.key_scales),
+                (spec.value_dim, self.value_caches, self.value_scales),
+            ):
+                caches.append(_zeros((*shape, dim), spec.dtype, device))
+                scales.append(_zeros(shape, SCALE_DTYPE, device) if spec.scale_bytes else None)
+        self._device = [_movable(tensor) for tensor in self.tensors()]
+        self._host: list[torch.Tensor] = []
         if host_block_count:
-            for cache in self.tensors():
+            for cache in self._device:
                 shape = (host_block_count, *cache.shape[1:])
+                pinned = device.type == "cuda"
                 host = torch.zeros(shape, dtype=cache.dtype, pin_memory=True) if pinned else _zeros(shape, cache.dtype)
                 self._host.append(host)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All device tensors: K of every layer, then V."""
-        return [*self.key_caches, *self.value_caches]
+        """All device tensors: K of every layer, then V, then the scales that there are."""
+        scales = [tensor for tensor in (*self.key_scales, *self.value_scales) if tensor is not None]
+        return [*self.key_caches, *self.value_caches, *scales]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to device blocks, all reads before all writes; pairs are (source, destination)."""
         sources, destinations = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.key_caches[0].device)
-        for cache in self.tensors():
+        for cache in self._device:
             cache.index_copy_(0, destinations, cache[sources])
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to host blocks, in stream order; pairs are (device block, host block)."""
-        for cache, host in zip(self.tensors(), self._host, strict=True):
+        for cache, host in zip(self._device, self._host, strict=True):
             _copy_blocks(cache, host, pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
-        for cache, host in zip(self.tensors(), self._host, strict=True):
+        for cache, host in zip(self._device, self._host, strict=True):
             _copy_blocks(host, cache, pairs)
 
 
@@ -157,6 +198,11 @@ def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tup
         return
     for from_block, to_block in pairs:
         target[to_block].copy_(source[from_block], non_blocking=True)
+
+
+def _movable(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every operation which moves blocks knows: FP8 as bytes."""
+    return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

@@ -147,6 +147,8 @@ class Runner(ABC):
             block_tables=self.memory.block_tables,
             key_caches=self._cache.key_caches,
             value_caches=self._cache.value_caches,
+            key_scales=self._cache.key_scales,
+            value_scales=self._cache.value_scales,
             block_size=self._cache.block_size,
             decode_row_count=decode_row_count,
             prompt_lengths=prompt_lengths,
@@ -215,7 +217,7 @@ class CpuRunner(Runner):
         return torch.from_numpy(staged.sampled_rows)
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> Sampled:
-        return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions)
+        return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions, staged.masks)
 
     def _done(self) -> None:
         """Everything is there when `execute` returns."""

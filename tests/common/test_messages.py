@@ -33,7 +33,7 @@ EXAMPLES = {
         m.AddRequest(
             request_id=7,
             prompt_token_ids=array("i", [1, 2, 3]),
-            params=SamplingParams(stop="x", logit_bias={3: 1.5}, seed=9),
+            params=SamplingParams(stop="x", logit_bias={3: 1.5}, seed=9, structured_outputs={"choice": ["a", "b"]}),
             end_token_ids=(0, 2),
             bad_token_ids=((1,), (2, 3)),
             deadline_s=1.5,
@@ -69,6 +69,8 @@ EXAMPLES = {
             new_slots=(SLOT,),
             cleared_slots=array("H", [2]),
             copy_block_ids=array("i", [1, 2]),
+            mask_slots=array("H", [3]),
+            masks=(b"\x01\x00\x00\x80",),
         )
     ],
     m.decode_from_worker: [

@@ -6,6 +6,7 @@ import pytest
 
 from common.config import EngineConfig, ProfilingOptions, ServerOptions
 from common.errors import ConfigError, RecordingError
+from common.messages import PROTOCOL_VERSION
 from common.recording import (
     MAGIC,
     Direction,
@@ -20,6 +21,8 @@ from common.recording import (
 )
 
 CONFIG = EngineConfig(server=ServerOptions(api_key=("sesame",), port=7), profiling=ProfilingOptions(record="elsewhere"))
+
+VERSION = b"\xa9scheduler" + bytes([PROTOCOL_VERSION])
 
 
 @pytest.fixture
@@ -99,7 +102,7 @@ def test_one_that_breaks_off_anywhere_is_refused_or_read_in_part(recorded):
         (lambda data: MAGIC + b"\xff\xff\xff\x7f" + data, "header cannot be read"),
         (lambda data: data.replace(b"scheduler", b"frontend\0", 1), "wanted scheduler"),
         (lambda data: data.replace(b'"block_size"', b'"block_sort"', 1), "header cannot be read: unknown"),
-        (lambda data: data.replace(b"\xa9scheduler\x01", b"\xa9scheduler\x63", 1), "protocol version 99"),
+        (lambda data: data.replace(VERSION, VERSION[:-1] + b"\x63", 1), "protocol version 99"),
     ],
 )
 def test_foreign_files_are_refused(recorded, change, text):

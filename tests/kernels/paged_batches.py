@@ -1,9 +1,11 @@
 """Paged batches for the attention tests: shuffled blocks, and NaN wherever no kernel may look."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+
+from kernels.kv_format import quantise
 
 # On a CPU the kernels run in the interpreter, which computes bf16 products wrongly; on a GPU they run as they are.
 DEVICES = [
@@ -31,6 +33,12 @@ class PagedBatch:
     row_slots: torch.Tensor
     context_lengths: torch.Tensor
     query_starts: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+
+    @property
+    def scales(self) -> dict[str, torch.Tensor | None]:
+        return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
     @property
     def decode_inputs(self) -> tuple[torch.Tensor, ...]:
@@ -46,6 +54,11 @@ class PagedBatch:
     @property
     def prefill_inputs(self) -> tuple[torch.Tensor, ...]:
         return (*self.decode_inputs, self.query_starts)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that are there, in the order of the fields."""
+        return [*self.prefill_inputs, *(tensor for tensor in self.scales.values() if tensor is not None)]
 
 
 def make_batch(
@@ -100,15 +113,35 @@ def make_batch(
     )
 
 
+def quantise_caches(batch: PagedBatch, dtype: torch.dtype) -> PagedBatch:
+    """The batch over 8-bit caches; what no row owns holds NaN in the scales, and the bits of FP8's NaN in the elements.
+
+    The first stored token of each head is all zeros, as padding of a prompt may make it.
+    """
+    parts = []
+    for cache in (batch.key_cache, batch.value_cache):
+        unused = cache.isnan().all(-1)
+        first = (~unused).nonzero()[0].tolist() if not unused.all() else None
+        if first is not None:
+            cache[first[0], :, first[2]] = 0
+        stored, scales = quantise(cache.nan_to_num(0.0), dtype)
+        stored.view(torch.uint8)[unused] = 0x7F
+        parts.append((stored, scales.masked_fill(unused, float("nan"))))
+    (key_cache, key_scales), (value_cache, value_scales) = parts
+    return replace(
+        batch, key_cache=key_cache, value_cache=value_cache, key_scales=key_scales, value_scales=value_scales
+    )
+
+
 def room_for(batches: list[PagedBatch]) -> PagedBatch:
     """Zeroed tensors large enough to hold any of the batches, for a graph to be captured on."""
-    pairs = zip(*(batch.prefill_inputs for batch in batches), strict=True)
+    pairs = zip(*(batch.tensors for batch in batches), strict=True)
     return PagedBatch(*(tensors[0].new_zeros(_largest_shape(tensors)) for tensors in pairs))
 
 
 def put(batch: PagedBatch, room: PagedBatch) -> None:
     """Copy a batch into the leading part of each of the room's tensors."""
-    for target, source in zip(room.prefill_inputs, batch.prefill_inputs, strict=True):
+    for target, source in zip(room.tensors, batch.tensors, strict=True):
         target[tuple(slice(0, size) for size in source.shape)].copy_(source)
 
 

@@ -11,6 +11,7 @@ from tests.kernels.paged_batches import (
     assert_as_exact_as_torch,
     make_batch,
     put,
+    quantise_caches,
     room_for,
     skip_unless_here,
 )
@@ -24,11 +25,12 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
     kv_heads = batch.key_cache.shape[1]
     rows, query_heads, head_dim = len(batch.row_slots), *batch.query.shape[1:]
     multiprocessors = 132 if device.type == "cuda" else MULTIPROCESSORS
-    plan = launch_plan(rows, query_heads, kv_heads, head_dim, multiprocessors, **(plan_options or {}))
+    plan_options = {"quantised": batch.key_scales is not None} | (plan_options or {})
+    plan = launch_plan(rows, query_heads, kv_heads, head_dim, multiprocessors, **plan_options)
     output = torch.full_like(batch.query, float("nan"))
     partials = torch.full((plan.workspace_floats,), float("nan"), device=device)
     counters = torch.zeros(plan.counter_count, dtype=torch.int32, device=device)
-    decode_attention(output, *batch.decode_inputs, partials, counters, plan, scale=scale, **options)
+    decode_attention(output, *batch.decode_inputs, partials, counters, plan, scale=scale, **batch.scales, **options)
     assert not counters.any(), "the counters were not left at zero"
     return output
 
@@ -36,7 +38,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
 def check(batch: PagedBatch, *, plan_options: dict | None = None, scale: float = 0.125, **options) -> None:
     result = run(batch, scale=scale, plan_options=plan_options, **options)
     exact, same = (
-        reference_decode_attention(*batch.decode_inputs, scale=scale, dtype=dtype, **options)
+        reference_decode_attention(*batch.decode_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
         for dtype in (torch.float64, batch.query.dtype)
     )
     assert_as_exact_as_torch(result, same, exact, ERROR_FACTOR)
@@ -114,6 +116,41 @@ def test_rows_past_the_decode_rows_are_left_alone(place):
     assert result[2:].isnan().all(), "rows of the prefill kernel were written"
 
 
+@pytest.fixture(params=[torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def cache_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("lengths", [(1,), (16, 17), (400,), (1, 64, 3, 130), (500, 1, 1, 1)])
+def test_quantised_rows_of_any_length_match_the_reference(lengths, place, cache_dtype):
+    batch = make_batch(ones(*lengths), *place, seed=sum(lengths))
+    check(quantise_caches(batch, cache_dtype), plan_options={"tile_tokens": 32})
+
+
+@pytest.mark.parametrize("head_dim, kv_heads, block_size", [(80, 1, 1), (128, 2, 4), (96, 4, 32), (256, 2, 128)])
+def test_quantised_shapes(head_dim, kv_heads, block_size, place, cache_dtype):
+    batch = make_batch(ones(150, 7), *place, head_dim=head_dim, kv_heads=kv_heads, block_size=block_size)
+    check(quantise_caches(batch, cache_dtype))
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 1}, {"sliding_window": 70}, {"soft_cap": 3.0}])
+def test_quantised_options(options, place, cache_dtype):
+    check(quantise_caches(make_batch(ones(200, 71, 70, 3), *place), cache_dtype), **options)
+
+
+def test_quantised_padding_rows_and_empty_rows_get_zeros(place, cache_dtype):
+    batch = quantise_caches(make_batch(ones(40, 9, 0, 64, 5), *place, padding=(1, 4)), cache_dtype)
+    check(batch)
+    result = run(batch)
+    assert not result[[1, 2, 4]].any()
+    assert result[[0, 3]].any()
+
+
+def test_quantised_half_precision(cache_dtype):
+    skip_unless_here("cpu")
+    check(quantise_caches(make_batch(ones(1, 64, 3, 130), "cpu", torch.float16, seed=5), cache_dtype))
+
+
 def test_many_parts_merge(place):
     plan_options = {"programs_per_multiprocessor": 16 if place[0] == "cpu" else 2, "tile_tokens": 16}
     check(make_batch(ones(600), *place, head_dim=128, kv_heads=1, query_heads=2), plan_options=plan_options)
@@ -152,23 +189,35 @@ def test_plan_is_sized_by_the_bucket_alone():
 
 
 def test_bytes_count_keys_values_queries_and_outputs_once():
-    assert bytes_moved([10, 20], query_heads=4, kv_heads=2, head_dim=64, element_bytes=2) == 2 * 64 * (4 * 30 + 8 * 2)
+    shape = {"query_heads": 4, "kv_heads": 2, "head_dim": 64, "element_bytes": 2}
+    assert bytes_moved([10, 20], **shape) == 2 * 64 * (4 * 30 + 8 * 2)
+    assert bytes_moved([10, 20], **shape, cache_dtype=torch.int8) == 66 * 4 * 30 + 2 * 64 * 8 * 2
+
+
+def test_a_quantised_cache_needs_its_scales(cache_dtype):
+    batch = quantise_caches(make_batch(ones(5, 6), "cpu", torch.float32), cache_dtype)
+    batch.value_scales = None
+    with pytest.raises(ValueError, match="value_scales: wanted scales beside a cache of"):
+        run(batch)
 
 
 @pytest.mark.gpu
-def test_one_graph_is_right_for_every_mix_of_lengths():
+@pytest.mark.parametrize("cache", [None, torch.int8, torch.float8_e4m3fn])
+def test_one_graph_is_right_for_every_mix_of_lengths(cache):
     skip_unless_here("cuda")
     shape = {"query_heads": 16, "kv_heads": 8, "head_dim": 128}
     mixes = [(1, 4000, 17, 0), (900, 901, 902, 903), (1, 1, 1, 1), (0, 0, 0, 0), (4096, 1, 64, 65)]
     batches = [make_batch(ones(*mix), "cuda", torch.bfloat16, seed=seed, **shape) for seed, mix in enumerate(mixes)]
+    if cache is not None:
+        batches = [quantise_caches(batch, cache) for batch in batches]
     room = room_for(batches)
-    plan = launch_plan(4, 16, 8, 128, 132)
+    plan = launch_plan(4, 16, 8, 128, 132, quantised=cache is not None)
     output = torch.full_like(room.query, float("nan"))
     partials = torch.full((plan.workspace_floats,), float("nan"), device="cuda")
     counters = torch.zeros(plan.counter_count, dtype=torch.int32, device="cuda")
 
     def call() -> None:
-        decode_attention(output, *room.decode_inputs, partials, counters, plan, scale=0.1)
+        decode_attention(output, *room.decode_inputs, partials, counters, plan, scale=0.1, **room.scales)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -179,7 +228,7 @@ def test_one_graph_is_right_for_every_mix_of_lengths():
         output.fill_(float("nan"))
         graph.replay()
         same, exact = (
-            reference_decode_attention(*batch.decode_inputs, scale=0.1, dtype=dtype)
+            reference_decode_attention(*batch.decode_inputs, scale=0.1, dtype=dtype, **batch.scales)
             for dtype in (torch.bfloat16, torch.float64)
         )
         assert_as_exact_as_torch(output, same, exact, ERROR_FACTOR)

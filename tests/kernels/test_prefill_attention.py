@@ -19,6 +19,7 @@ from tests.kernels.paged_batches import (
     assert_as_exact_as_torch,
     make_batch,
     put,
+    quantise_caches,
     room_for,
     skip_unless_here,
 )
@@ -33,6 +34,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
     query_heads, head_dim = batch.query.shape[1:]
     multiprocessors = 132 if device.type == "cuda" else MULTIPROCESSORS
     plan_options = (SMALL_TILES if device.type == "cpu" else {}) if plan_options is None else plan_options
+    plan_options = {"quantised": batch.key_scales is not None} | plan_options
     plan = launch_plan(
         len(batch.query),
         len(batch.row_slots),
@@ -44,7 +46,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
     )
     output = torch.full_like(batch.query, float("nan"))
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device)
-    prefill_attention(output, *batch.prefill_inputs, counters, plan, scale=scale, **options)
+    prefill_attention(output, *batch.prefill_inputs, counters, plan, scale=scale, **batch.scales, **options)
     assert not counters.any(), "the counters were not left at zero"
     return output
 
@@ -52,7 +54,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
 def references(batch: PagedBatch, scale: float = 0.125, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """In the batch's own dtype, and in float64."""
     same, exact = (
-        reference_prefill_attention(*batch.prefill_inputs, scale=scale, dtype=dtype, **options)
+        reference_prefill_attention(*batch.prefill_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
         for dtype in (batch.query.dtype, torch.float64)
     )
     return same, exact
@@ -158,6 +160,41 @@ def test_decode_rows_are_left_alone(place):
     assert_as_exact_as_torch(result[2:], same[2:], exact[2:], ERROR_FACTOR)
 
 
+@pytest.fixture(params=[torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def cache_dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [[(1, 1)], [(17, 17)], [(1, 50), (5, 64), (30, 31)], [(33, 97), (1, 1), (2, 40)]])
+def test_quantised_rows_of_any_length_match_the_reference(rows, place, cache_dtype):
+    check(quantise_caches(make_batch(rows, *place, seed=len(rows)), cache_dtype))
+
+
+@pytest.mark.parametrize("head_dim, kv_heads, block_size", [(80, 1, 1), (128, 2, 4), (96, 4, 32), (256, 2, 128)])
+def test_quantised_shapes(head_dim, kv_heads, block_size, place, cache_dtype):
+    batch = make_batch([(20, 20), (9, 40)], *place, head_dim=head_dim, kv_heads=kv_heads, block_size=block_size)
+    check(quantise_caches(batch, cache_dtype))
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 1}, {"sliding_window": 20}, {"soft_cap": 3.0}])
+def test_quantised_options(options, place, cache_dtype):
+    check(quantise_caches(make_batch([(70, 70), (21, 90), (5, 21)], *place), cache_dtype), **options)
+
+
+def test_quantised_padding_rows_and_spare_tokens_get_zeros(place, cache_dtype):
+    batch = make_batch([(4, 9), (5, 20), (0, 0), (6, 6)], *place, padding=(1,), spare_tokens=5)
+    batch = quantise_caches(batch, cache_dtype)
+    check(batch)
+    result = run(batch)
+    assert not result[4:9].any()
+    assert not result[15:].any()
+
+
+def test_quantised_half_precision(cache_dtype):
+    skip_unless_here("cpu")
+    check(quantise_caches(make_batch([(33, 97), (1, 1), (2, 40)], "cpu", torch.float16, seed=5), cache_dtype))
+
+
 @pytest.mark.parametrize("change, message", [
     ({"query_starts": lambda t: t[:-1]}, r"query_starts shape: wanted \[3\], got \[2\]"),
     ({"query_starts": lambda t: t.long()}, "query_starts dtype"),
@@ -188,8 +225,10 @@ def test_flops_count_causal_pairs():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("specialised", [False, True])
-def test_one_graph_is_right_for_every_mix_of_lengths(specialised):
+@pytest.mark.parametrize(
+    "specialised, cache", [(False, None), (True, None), (False, torch.int8), (False, torch.float8_e4m3fn)]
+)
+def test_one_graph_is_right_for_every_mix_of_lengths(specialised, cache):
     skip_unless_here("cuda")
     shape = {"query_heads": 16, "kv_heads": 8, "head_dim": 128}
     mixes = [
@@ -199,13 +238,15 @@ def test_one_graph_is_right_for_every_mix_of_lengths(specialised):
     ]
     batches = [make_batch(rows, "cuda", torch.bfloat16, spare_tokens=512 - sum(q for q, _ in rows), seed=seed, **shape)
                for seed, rows in enumerate(mixes)]  # fmt: skip
+    if cache is not None:
+        batches = [quantise_caches(batch, cache) for batch in batches]
     room = room_for(batches)
-    plan = launch_plan(512, 4, 16, 8, 128, 132, specialised=specialised)
+    plan = launch_plan(512, 4, 16, 8, 128, 132, specialised=specialised, quantised=cache is not None)
     output = torch.full_like(room.query, float("nan"))
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device="cuda")
 
     def call() -> None:
-        prefill_attention(output, *room.prefill_inputs, counters, plan, scale=0.1)
+        prefill_attention(output, *room.prefill_inputs, counters, plan, scale=0.1, **room.scales)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -277,6 +318,8 @@ def test_the_hopper_kernel_is_for_what_it_can_compute():
     assert not can_specialise(shape, torch.float32, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, sliding_window=64, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0")
+    assert not launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised
     assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
     assert not can_specialise(HeadShape(16, 8, 128, block_size=4), torch.bfloat16, triton_version="3.6.0")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.kv_format import dequantise
 from kernels.qk_norm_rope_store import bytes_moved, launch_plan, qk_norm_rope_store, qk_norm_rope_store_reference
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
 
@@ -68,6 +69,40 @@ def test_matches_float32(tokens, query_heads, kv_heads, head_dim, rotary_dim, wi
         assert_as_exact(cache.nan_to_num(0), want.nan_to_num(0))
 
 
+QUANTISED = [torch.int8, torch.float8_e4m3fn]
+
+
+def quantised_case(case, cache_dtype):
+    """The same case with a cache of 8 bits; what is not written holds NaN in scales, and in FP8 elements too."""
+    shape = case["k_cache"].shape
+    caches = [torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(cache_dtype) for _ in range(2)]
+    scales = [torch.full(shape[:3], float("nan"), dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    return case | {"k_cache": caches[0], "v_cache": caches[1], "k_scales": scales[0], "v_scales": scales[1]}
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTISED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "query_heads", "kv_heads", "head_dim", "rotary_dim"), [SHAPES[0], *SHAPES[2:]])
+def test_quantised_caches_match_the_reference(tokens, query_heads, kv_heads, head_dim, rotary_dim, dtype, cache_dtype):
+    """A level may differ by one where the last bit of float32 decides between two; scales by their last bit."""
+    table = rope_table(rotary_dim)
+    case = quantised_case(make_case(tokens, query_heads, kv_heads, head_dim, dtype), cache_dtype)
+    wanted = {name: value.clone() if torch.is_tensor(value) else value for name, value in case.items()}
+    want_q = qk_norm_rope_store_reference(query_heads=query_heads, rope_table=table, **wanted)
+    assert_as_exact(run(case, query_heads, table), want_q.float())
+    for kind in "kv":
+        scales, want_scales = case[f"{kind}_scales"], wanted[f"{kind}_scales"]
+        written = ~want_scales.isnan()
+        assert torch.equal(scales.isnan(), ~written), "stored where nothing should be, or the other way round"
+        torch.testing.assert_close(scales[written], want_scales[written], rtol=2**-10, atol=0)
+        cache, want = case[f"{kind}_cache"], wanted[f"{kind}_cache"]
+        assert torch.equal(cache.view(torch.uint8)[~written], want.view(torch.uint8)[~written])
+        got, exact_one = dequantise(cache[written], scales[written]), dequantise(want[written], want_scales[written])
+        step = want_scales[written].float().unsqueeze(-1) * (1 if cache_dtype == torch.int8 else 32)
+        assert ((got - exact_one).abs() <= step * 1.01).all()
+        assert (cache.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 0.01
+
+
 def test_slot_minus_one_stores_nothing_even_from_a_row_of_nan():
     table = rope_table(32)
     case = make_case(3, 2, 1, 32, torch.float32)
@@ -77,6 +112,30 @@ def test_slot_minus_one_stores_nothing_even_from_a_row_of_nan():
     case["v_cache"].fill_(6.0)
     run(case, 2, table)
     assert (case["k_cache"] == 5).all() and (case["v_cache"] == 6).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("cache_dtype", QUANTISED)
+def test_slot_minus_one_leaves_quantised_blocks_alone(cache_dtype):
+    case = quantised_case(make_case(3, 2, 1, 32, torch.float32), cache_dtype)
+    case["slot_mapping"].fill_(-1)
+    case["qkv"].fill_(float("nan"))
+    run(case, 2, rope_table(32))
+    assert (case["k_cache"].view(torch.uint8) == 0x7F).all() and (case["v_cache"].view(torch.uint8) == 0x7F).all()
+    assert case["k_scales"].isnan().all() and case["v_scales"].isnan().all()
+
+
+def test_several_heads_a_program_quantise_the_same(monkeypatch):
+    table = rope_table(32)
+    case = quantised_case(make_case(3, 4, 2, 32, torch.float32), torch.int8)
+    run(case, 4, table)
+    names = ("k_cache", "v_cache", "k_scales", "v_scales")
+    alone = {name: case[name].view(torch.uint8).clone() for name in names}
+    monkeypatch.setattr("kernels.qk_norm_rope_store.PROGRAM_TARGET", 1)
+    assert launch_plan(3, 4, 2, 32).heads_per_program == 2
+    run(case, 4, table)
+    for name in names:
+        assert (case[name].view(torch.uint8) != alone[name]).float().mean() < 0.01, name
 
 
 def test_several_heads_a_program_equals_one(monkeypatch):
@@ -100,6 +159,7 @@ def test_plan_and_bytes():
     assert launch_plan(4096, 16, 8, 128).grid == (4096, 4)
     assert launch_plan(4096, 9, 3, 64).heads_per_program == 1
     assert bytes_moved(2, 2, 1, 8, 2) == 2 * 2 * 4 * 8 * 2
+    assert bytes_moved(2, 2, 1, 8, 2, torch.int8) == 2 * (4 * 8 * 2 + 2 * 8 * 2 + 2 * 10)
 
 
 def test_wrong_arguments_are_named():
@@ -111,6 +171,8 @@ def test_wrong_arguments_are_named():
         run(case | {"slot_mapping": case["slot_mapping"].int()}, 2, table)
     with pytest.raises(ValueError, match="wanted both or neither"):
         run(case | {"q_weight": None}, 2, table)
+    with pytest.raises(ValueError, match=r"v_scales: wanted scales beside a cache of torch.int8, got None"):
+        run(quantised_case(case, torch.int8) | {"v_scales": None}, 2, table)
     with pytest.raises(ValueError, match="even number of columns up to 32"):
         run(case, 2, rope_table(34))
 

@@ -1,11 +1,25 @@
 """How the KV cache is sized, and that whole blocks move as told."""
 
+from dataclasses import fields
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from common.config import CacheOptions, EngineConfig, ModelOptions, StepLimits
 from common.errors import ConfigError
-from worker_proc.kv_cache import KVCache, LayerCacheSpec, choose_size
+from kernels.paged_kv import HEAD_DIMS
+from worker_proc.attention import KERNEL_HEAD_DIMS
+from worker_proc.kv_cache import (
+    QUANTISED_DTYPES,
+    KVCache,
+    LayerCacheSpec,
+    cache_specs,
+    check_cache_dtype,
+    choose_size,
+)
+
+KV_CACHE_DTYPES = next(item for item in fields(CacheOptions) if item.name == "kv_cache_dtype").metadata["choices"]
 
 SPECS = [LayerCacheSpec("full", 2, 8, 8, torch.float32), LayerCacheSpec("sliding", 2, 8, 8, torch.bfloat16)]
 BLOCK_BYTES = 16 * 2 * 16 * (4 + 2)
@@ -70,3 +84,62 @@ def test_blocks_move_as_told():
     cache.swap_in([(1, 0)])
     for tensor in cache.tensors():
         assert [tensor[block].unique().tolist() for block in range(4)] == [[4.0], [1.0], [2.0], [1.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_scales_move_with_their_blocks(dtype):
+    specs = [LayerCacheSpec("full", 2, 8, 8, dtype, scale_bytes=2)] * 2
+    cache = KVCache(specs, block_size=4, block_count=4, host_block_count=2, device=torch.device("cpu"))
+    assert [tensor.shape for tensor in (cache.key_caches[1], cache.key_scales[1])] == [(4, 2, 4, 8), (4, 2, 4)]
+    assert cache.value_scales[0].dtype == torch.float16
+    assert len(cache.tensors()) == 8
+    for tensor in cache.tensors():
+        for block in range(4):
+            tensor[block] = block + 1
+    cache.copy_blocks([(0, 1), (1, 2)])
+    cache.swap_out([(3, 1)])
+    cache.copy_blocks([(0, 3)])
+    cache.swap_in([(1, 0)])
+    for tensor in cache.tensors():
+        assert [tensor[block].float().unique().tolist() for block in range(4)] == [[4.0], [1.0], [2.0], [1.0]]
+
+
+MODEL = SimpleNamespace(sliding_windows=[None, 64], kv_head_count=8, head_dim=128)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_an_8_bit_block_takes_130_of_256_bytes_of_a_bfloat16_block(kv_cache_dtype):
+    plain, small = (cache_specs(MODEL, torch.bfloat16, name) for name in ("auto", kv_cache_dtype))
+    assert [spec.kind for spec in small] == ["full", "sliding"]
+    assert [spec.block_bytes(16) * 256 for spec in small] == [spec.block_bytes(16) * 130 for spec in plain]
+    allocated = KVCache(small, block_size=16, block_count=3, host_block_count=0, device=torch.device("cpu"))
+    held = sum(tensor.numel() * tensor.element_size() for tensor in allocated.tensors())
+    assert held == 3 * sum(spec.block_bytes(16) for spec in small)
+
+
+def test_every_cache_type_has_a_spec():
+    assert set(QUANTISED_DTYPES) | {"auto"} == set(KV_CACHE_DTYPES)
+    assert KERNEL_HEAD_DIMS == HEAD_DIMS
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "head_dim", "capability", "text"),
+    [
+        ("fp8", 128, (8, 0), r"fp8, which needs compute capability 8\.9; this GPU's is 8\.0: use .* int8 or auto"),
+        (
+            "int8",
+            24,
+            (9, 0),
+            "int8, which a GPU serves for head sizes 64, 80, 96, 128, 256; this model's is 24",
+        ),
+    ],
+)
+def test_a_cache_type_that_the_gpu_cannot_serve_is_refused(kv_cache_dtype, head_dim, capability, text):
+    gpu = torch.device("cuda:0")
+    with pytest.raises(ConfigError, match=text) as caught:
+        check_cache_dtype(kv_cache_dtype, head_dim, gpu, capability)
+    assert "\n" not in str(caught.value)
+    check_cache_dtype("auto", head_dim, gpu, capability)
+    check_cache_dtype(kv_cache_dtype, head_dim, torch.device("cpu"))
+    check_cache_dtype(kv_cache_dtype, 128, gpu, (8, 9))
+    check_cache_dtype("int8", 64, gpu, (7, 5))

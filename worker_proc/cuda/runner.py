@@ -125,6 +125,8 @@ class CudaRunner:
         packed = self._stager.pack(plan, self._ring.next_buffer())
         addresses, values = self._ring.copy(packed.size, writes)
         scatter_words(self.slots.memory, addresses, values)
+        if plan.masks:
+            self.slots.set_masks(plan.mask_slots, plan.masks)
         for init in plan.new_slots:
             self._special.start(init)
         return packed

@@ -1,0 +1,65 @@
+"""The formats of a quantised KV cache: which element types there are, and quantising and dequantising in plain torch.
+
+For the vector x of one token and one K/V head, in float32:
+
+    scale   = float16(clamp(max(abs(x)) / top, 2^-24, 65504)),  0 if x is all zeros        top: 127 or 448
+    int8    q = half_away_from_zero(clamp(x / scale, -127, 127))
+    fp8     q = e4m3(clamp(x / scale, -448, 448)),  to the nearest, ties to even
+    x'      = q * scale,  zeros where the scale is 0
+
+The scale is rounded to float16 before it divides, so what is read back errs by half a step of the stored scale. A scale
+below float16's range becomes its smallest number, 2^-24, and one above becomes its largest: vectors whose largest
+element is under 1e-5 lose precision, and elements over 8e6 (int8) or 2.9e7 (fp8) are cut off there. x holds no NaN.
+
+Scales lie beside the blocks: `[block, kv_head, position]` float16, for K and for V. At head_dim d a vector takes d + 2
+bytes instead of 2 d: 130/256 of bfloat16 at d = 128.
+
+Imports no Triton: a CPU worker reads and writes its cache with this. The same on a GPU: `kv_quant.py`.
+"""
+
+import torch
+
+CACHE_PLAIN, CACHE_INT8, CACHE_FP8 = 0, 1, 2
+SCALE_DTYPE = torch.float16
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
+TOPS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest element of each stored type."""
+
+
+def cache_format(dtype: torch.dtype) -> int:
+    """The kernels' number for a cache of this element type."""
+    return {torch.int8: CACHE_INT8, torch.float8_e4m3fn: CACHE_FP8}.get(dtype, CACHE_PLAIN)
+
+
+def scales_shape(cache_shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales beside a cache [block, kv_head, position, head_dim]."""
+    return tuple(cache_shape[:3])
+
+
+def vector_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes that one token's vector of one K/V head takes, its scale included."""
+    return head_dim * dtype.itemsize + (SCALE_DTYPE.itemsize if dtype in TOPS else 0)
+
+
+def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors [..., head_dim] -> (elements of `dtype` in the same shape, scales float16 [...])."""
+    top, wide = TOPS[dtype], vectors.float()
+    largest = wide.abs().amax(-1)
+    scales = (largest / top).clamp(SMALLEST_SCALE, LARGEST_SCALE).to(SCALE_DTYPE)
+    scales = torch.where(largest > 0, scales, 0)
+    divisor = torch.where(largest > 0, scales, 1).float()
+    levels = (wide / divisor.unsqueeze(-1)).clamp(-top, top)
+    if dtype == torch.int8:
+        levels = round_half_away(levels)
+    return levels.to(dtype), scales
+
+
+def round_half_away(values: torch.Tensor) -> torch.Tensor:
+    """To the nearest integer, halves away from zero. Adding a half would round 0.49999997 up."""
+    whole = values.trunc()
+    return whole + ((values - whole).abs() >= 0.5) * values.sign()
+
+
+def dequantise(stored: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What quantised vectors [..., head_dim] with scales [...] stand for, multiplied in float32, in `dtype`."""
+    return (stored.float() * scales.float().unsqueeze(-1)).to(dtype)
