@@ -130,6 +130,15 @@ def test_kinds(engine, tokenizer, wanted, pattern, temperature):
         assert mixed.samples[request_id, index].finish == "stop"
 
 
+def test_text_without_a_choice_is_written_in_the_tokens_that_the_model_knows(engine, tokenizer):
+    """Fault: spelt out in single characters, the keys of a schema confuse the model about what follows."""
+    mixed = engine()
+    text = "the open sea, the ever free"
+    request_id = mixed.add([5, 6, 7], params({"choice": [text]}), (END_ID,))
+    mixed.run()
+    assert mixed.samples[request_id, 0].token_ids == tokenizer.encode(text).ids
+
+
 def test_json_object_is_valid_or_cut_by_length(engine, tokenizer):
     mixed = engine()
     ids = [mixed.add([5, 6, 7], params({"json_object": True}, seed=i, max_tokens=200), (END_ID,)) for i in range(6)]
