@@ -43,7 +43,7 @@ def _round_to_e4m3(interpreter) -> None:
 
     convert = interpreter._convert_float
 
-    def convert_float(values, input_type, output_type, rounding_mode):
+    def convert_float(values, input_type, output_type, rounding_mode) -> np.ndarray:
         if (input_type, output_type) != (float32, float8e4nv):
             return convert(values, input_type, output_type, rounding_mode)
         numbers = np.ascontiguousarray(values).view(np.float32)
