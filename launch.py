@@ -36,10 +36,11 @@ from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from
 from common.config import DEFAULT_MODEL, EngineConfig, with_changes
 from common.errors import ConfigError, EngineDeadError, StartupError, TriremeError, WireError
-from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
-from common.messages import Failed, PeerFailed, Ready, Stop, decode_for_supervisor
+from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url, is_private
+from common.messages import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
 from common.processes import Child, DeathPipe, Wakeup, raise_file_limit, seconds_since_start
+from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
@@ -86,6 +87,7 @@ class Peer:
     last_heard_at: float
     ready_after_s: float | None = None
     last_words: str = ""
+    state: str = ""
 
 
 class Supervisor:
@@ -284,6 +286,10 @@ class Supervisor:
                 self._on_ready(peer, message)
             elif isinstance(message, Failed):
                 peer.last_words = message.message
+            elif isinstance(message, Heartbeat):
+                peer.state = message.state
+            elif isinstance(message, Profile):
+                self._order([name for name in self._peers if name.startswith(message.process)], message)
 
     def _on_ready(self, peer: Peer, message: Ready) -> None:
         peer.ready_after_s = time.monotonic() - peer.started_at
@@ -318,10 +324,10 @@ class Supervisor:
             if paused_ourselves or peer.ready_after_s is None:
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
-            if silence_s > HEARTBEAT_TIMEOUT_S:
+            if silence_s > (TRACING_TIMEOUT_S if peer.state == TRACING else HEARTBEAT_TIMEOUT_S):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
-    def _order(self, names: Sequence[str], order: Stop | PeerFailed) -> None:
+    def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile) -> None:
         for name in names:
             if name in self._peers and not self._peers[name].child.ended():
                 self._router.send_multipart([name.encode(), order.to_wire()])
@@ -365,7 +371,7 @@ def serve(arguments: argparse.Namespace) -> int:
         endpoint = config.server.client_endpoint or f"ipc://{run_dir.path}/client.sock"
         server = dataclasses.replace(config.server, client_endpoint=endpoint)
         config = with_changes(config, server=server, run_dir=str(run_dir.path))
-        if server.http and not (_is_private(server.host) or server.uds or server.api_key):
+        if server.http and not (is_private(server.host) or server.uds or server.api_key):
             logger.warning("whoever reaches %s can use this engine; --api-key protects it", server.host)
         supervisor = Supervisor(config, run_dir, wakeup, arguments.parent_pipe)
         try:
@@ -384,10 +390,6 @@ def serve(arguments: argparse.Namespace) -> int:
         finally:
             supervisor.close()
     return 0
-
-
-def _is_private(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:

@@ -30,7 +30,7 @@ import zmq
 from common import log
 from common.config import EngineConfig
 from common.errors import ConfigError, StartupError, TriremeError, WireError
-from common.messages import Failed, Heartbeat, PeerFailed, Ready, Stop, decode_for_child
+from common.messages import Failed, ForChild, Heartbeat, Profile, Ready, Stop, decode_for_child
 from common.sockets import connect_dealer, new_context
 
 HEARTBEAT_INTERVAL_MS = 500
@@ -58,7 +58,7 @@ class SupervisorLink:
         self.state = "starting"
         self._process = process
         self._endpoint = endpoint
-        self._orders: queue.SimpleQueue[Stop | PeerFailed] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[ForChild] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.wake_fd, self._wake_main_fd = _wake_pipe()
         self._wake_link_fd, self._wake_thread_fd = _wake_pipe()
@@ -76,12 +76,21 @@ class SupervisorLink:
         self.state = "failed"
         self._send(Failed(self._process, message[:4000]).to_wire())
 
-    def order(self, order: Stop | PeerFailed) -> None:
+    def set_state(self, state: str) -> None:
+        """Change the state and tell the supervisor at once."""
+        self.state = state
+        _poke(self._wake_thread_fd)
+
+    def profile(self, order: Profile) -> None:
+        """Have the supervisor pass an order on to the process it names."""
+        self._send(order.to_wire())
+
+    def order(self, order: ForChild) -> None:
         """Put an order in the queue, as if the supervisor had sent it (also from a signal handler)."""
         self._orders.put(order)
         _poke(self._wake_main_fd)
 
-    def take_orders(self) -> list[Stop | PeerFailed]:
+    def take_orders(self) -> list[ForChild]:
         """The orders that have come since the last call; clears `wake_fd`."""
         _drain(self.wake_fd)
         orders = []

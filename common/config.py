@@ -170,6 +170,23 @@ class LogOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfilingOptions:
+    """Looking inside: recordings and traces."""
+
+    record: str = option("", "keep every message of every process in this folder, for `python -m ROOM.replay FOLDER`")
+    profile: str = option("", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend"))
+    profile_steps: int = option(50, "steps that a trace holds", count=True)
+    profile_dir: str = option(
+        "", "folder for traces; allows /start_profile and /stop_profile (default with --profile: profiles)"
+    )
+
+    @property
+    def folder(self) -> str:
+        """Where traces go; empty when none may be made."""
+        return self.profile_dir or ("profiles" if self.profile else "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that the processes are told at start.
 
@@ -184,6 +201,7 @@ class EngineConfig:
     worker: WorkerOptions = field(default_factory=WorkerOptions)
     server: ServerOptions = field(default_factory=ServerOptions)
     log: LogOptions = field(default_factory=LogOptions)
+    profiling: ProfilingOptions = field(default_factory=ProfilingOptions)
     run_dir: str = ""
     model_dir: str = ""
     tokenizer_dir: str = ""
@@ -226,6 +244,7 @@ GROUPS: dict[str, type] = {
     "worker": WorkerOptions,
     "server": ServerOptions,
     "log": LogOptions,
+    "profiling": ProfilingOptions,
 }
 
 
@@ -277,6 +296,8 @@ def check(config: EngineConfig) -> None:
     _check_server(server)
     if config.model.max_model_len < 0 or config.cache.num_kv_blocks < 0:
         raise ConfigError("--max-model-len and --num-kv-blocks cannot be negative")
+    if config.profiling.profile_steps < 1:
+        raise ConfigError(f"--profile-steps is {config.profiling.profile_steps}; wanted at least 1")
     if config.worker.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size: only 1 is supported so far")
 

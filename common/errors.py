@@ -4,6 +4,7 @@
     ├── ConfigError        an option or a model that cannot be served: start-up ends with one line and exit code 2
     ├── StartupError       a process failed to start or did not get ready in time: exit code 3
     ├── WireError          bytes on a socket that are not a message of that socket: costs that one message
+    ├── RecordingError     a file that is no whole recording of the process that is to be run on it: exit code 2
     ├── RequestError       a request that cannot be served as asked; `code`, `param` and `status` go to the client
     └── EngineDeadError    a process of the engine is gone; every request in flight ends with this
 
@@ -25,6 +26,10 @@ class StartupError(TriremeError):
 
 class WireError(TriremeError):
     """Received bytes are not a message that this socket may carry."""
+
+
+class RecordingError(TriremeError):
+    """A file is not, or not all of, what `--record` wrote for this process."""
 
 
 class RequestError(TriremeError):

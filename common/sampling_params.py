@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.errors import RequestError
+from common.structured_outputs import StructuredOutputs
 
 SAMPLE_LIMIT = 128
 STOP_STRING_LIMIT = 64
@@ -48,6 +49,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         detokenize: False returns token ids only.
+        structured_outputs: the form that the output must have, also as a map; None for any.
 
     Raises:
         RequestError: a value of the wrong type or out of range; `param` names it.
@@ -75,6 +77,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -89,6 +92,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             put(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         put(self, "logit_bias", _as_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            put(self, "structured_outputs", StructuredOutputs.from_any(self.structured_outputs))
         if self.top_k == -1:
             put(self, "top_k", 0)
 
@@ -171,6 +176,8 @@ class SamplingParams:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
+    if isinstance(value, StructuredOutputs):
+        return value.to_wire()
     if isinstance(value, Mapping):  # as pairs: msgpack map keys are strings on our wire
         return [[key, bias] for key, bias in value.items()]
     return value

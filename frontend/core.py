@@ -66,7 +66,7 @@ class Core:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        send: Callable[[bytes], None],
+        send: Callable[[bytes], object],
         *,
         seed: int = 0,
         stream_interval: int = 1,

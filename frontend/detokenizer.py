@@ -88,9 +88,13 @@ class ByteDetokenizer:
         return self._strip(text) if self._strip_count else text
 
     def finish(self) -> str:
-        """U+FFFD if the last character was cut, else nothing."""
-        cut, self._pending = bool(self._pending), b""
-        return REPLACEMENT if cut else ""
+        """U+FFFD if the last character was cut, else nothing.
+
+        One, except for the first two bytes of a surrogate: they are held back like a cut character, but are none, and
+        become two as they would anywhere else.
+        """
+        pending, self._pending = self._pending, b""
+        return pending.decode("utf-8", "replace")
 
     def _strip(self, text: str) -> str:
         if not text:

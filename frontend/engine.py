@@ -17,15 +17,18 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from common.config import EngineConfig
 from common.errors import ConfigError, RequestError
-from common.messages import EngineReady, EngineStats
+from common.messages import EngineReady, EngineStats, Profile
+from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend.core import Core
 from frontend.events import Delta, Final
+from frontend.recording import RecordedCore, RecorderLog
 from frontend.request import Request
 from frontend.tokenizer import Tokenizer
 
@@ -187,16 +190,26 @@ class Engine:
         config: the configuration.
         tokenizer: the model's.
         send: takes a message for the scheduler; must not block.
+        recorder: keeps what the core is told and tells.
 
     Attributes:
         core: the requests' life cycle.
         tokenizer: the model's tokenizer.
+        order_profile: has a process of the engine traced; None where there is no supervisor.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, send: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        send: Callable[[bytes], object],
+        recorder: Recorder | None = None,
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.core = Core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
+        self.order_profile: Callable[[Profile], None] | None = None
+        make_core = Core if recorder is None else partial(RecordedCore, RecorderLog(recorder))
+        self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         if config.log.enable_log_requests:
             self.core.observers.append(log_request)

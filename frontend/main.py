@@ -20,7 +20,9 @@ import zmq
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import EngineReady, PeerFailed, Stop, decode_for_frontend
+from common.messages import EngineReady, PeerFailed, Profile, Stop, TokensOut, decode_for_frontend
+from common.profiling import StepTraces
+from common.recording import Link, recorder_for, sending
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
 from frontend import request_log
 from frontend.client_server import ClientServer
@@ -84,7 +86,11 @@ class Frontend:
         tokenizer = Tokenizer.load(config.tokenizer_dir or config.model_dir, config.model.chat_template)
         self._tokenizer_ms = (time.monotonic() - started_s) * 1000
         self._requests = requests
-        self._engine = Engine(config, tokenizer, self._send_to_scheduler)
+        self._recorder = recorder_for(config, "frontend")
+        send = sending(self._recorder, Link.REQUESTS, self._send_to_scheduler)
+        self._engine = Engine(config, tokenizer, send, self._recorder)
+        self._engine.order_profile = link.profile
+        self._traces: StepTraces | None = None
         if config.log.enable_log_requests:
             request_log.attach(self._engine.core)
         self._clients = ClientServer(self._engine, router)
@@ -112,13 +118,17 @@ class Frontend:
 
     def _on_output(self, frames: list[bytes]) -> None:
         self._link.progress += 1
+        if self._recorder is not None:
+            self._recorder.received(Link.OUTPUTS, frames[0])
         try:
             message = decode_for_frontend(frames[0])
         except WireError as error:
             logger.error("dropped a message from the scheduler: %s", error)
             return
         self._engine.core.handle(message)
-        if isinstance(message, EngineReady):
+        if isinstance(message, TokensOut) and self._traces is not None:
+            self._traces.step()
+        elif isinstance(message, EngineReady):
             self._announce()
 
     def _announce(self) -> None:
@@ -130,6 +140,7 @@ class Frontend:
         if self._http is not None:
             where += f", HTTP {self._http.endpoint}"
         self._link.ready(f"{where}; tokenizer {self._tokenizer_ms:.0f} ms; max_model_len {ready.max_model_len}")
+        self._traces = StepTraces("frontend", self._config.profiling, self._link)
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -140,6 +151,9 @@ class Frontend:
                     logger.info("stopping: %d requests in flight", self._engine.core.live_count)
                     self._engine.core.drain()
                     self._end(0, order.grace_ms / 1000)
+                case Profile():
+                    if self._traces is not None:
+                        self._traces.order(order)
                 case PeerFailed():
                     logger.error("%s", order.message)
                     self._engine.core.fail_all(order.message)
@@ -151,6 +165,8 @@ class Frontend:
             self._ended.set_result((code, grace_s))
 
     async def _finish(self, grace_s: float) -> None:
+        if self._traces is not None:
+            self._traces.stop()
         core = self._engine.core
         idle = asyncio.Event()
 
@@ -171,6 +187,8 @@ class Frontend:
         self._requests.close(linger=1000)
         self._engine.close()
         self._context.term()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def _warm_up(tokenizer: Tokenizer) -> None:

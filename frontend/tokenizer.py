@@ -129,6 +129,11 @@ class Tokenizer:
         found = self.raw.token_to_id(token)
         return None if found is None else int(found)
 
+    def special_id_of(self, token: str) -> int | None:
+        """The id of a special token; None if there is no such token, or it is an ordinary one."""
+        token_id = self.id_of(token)
+        return token_id if token_id in self.special_token_ids else None
+
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The token sequences of `bad_words`, each word as the start of a text and after a space."""
         words = [word.lstrip() for word in params.bad_words if word.strip()]
@@ -179,10 +184,15 @@ class Tokenizer:
             raise RequestError(f"the chat template refuses this chat: {error}", param="messages") from None
         return str(rendered[0][0])
 
-    def _template_for(self, with_tools: bool) -> str:
+    def template_text(self, *, with_tools: bool) -> str:
+        """The chat template; empty if the model has none."""
         template = self.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use" if with_tools else "default") or template.get("default", "")
+        return template
+
+    def _template_for(self, with_tools: bool) -> str:
+        template = self.template_text(with_tools=with_tools)
         if not template:
             raise RequestError(
                 "this model has no chat template; use completions, or start the engine with --chat-template FILE",

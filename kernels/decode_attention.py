@@ -399,22 +399,9 @@ def decode_attention(
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
     merge_group = min(triton.next_power_of_2(shape.group), 4)
     _decode_kernel[(plan.program_count,)](
-        output,
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        row_slots,
-        context_lengths,
-        decode_row_count,
-        partials,
-        counters,
-        key_scales,
-        value_scales,
-        max_rows,
-        output.stride(0),
-        query.stride(0),
-        block_tables.stride(0),
+        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
+        partials, counters, key_scales, value_scales,
+        max_rows, output.stride(0), query.stride(0), block_tables.stride(0),
         scale * LOG2_E,
         soft_cap,
         QUANTISED=key_scales is not None,
@@ -436,4 +423,4 @@ def decode_attention(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **compile_options(plan.max_registers, pdl),
-    )
+    )  # fmt: skip

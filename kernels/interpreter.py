@@ -1,7 +1,7 @@
 """Runs the kernels on a machine without a GPU, in Triton's interpreter: for tests and smoke runs, too slow to serve.
 
 `enable` must be called before any kernel's module is imported. The interpreter computes bf16 products wrongly; use
-float32 or float16 there. Called by tests/kernels/conftest.py and the benchmarks' smoke runs.
+float32 or float16 there. Called by tests/conftest.py and the benchmarks' smoke runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _round_to_e4m3(interpreter) -> None:
 
     convert = interpreter._convert_float
 
-    def convert_float(values, input_type, output_type, rounding_mode):
+    def convert_float(values, input_type, output_type, rounding_mode) -> np.ndarray:
         if (input_type, output_type) != (float32, float8e4nv):
             return convert(values, input_type, output_type, rounding_mode)
         numbers = np.ascontiguousarray(values).view(np.float32)

@@ -469,17 +469,8 @@ def prefill_attention(
         )
         return
     _prefill_kernel[(plan.program_count,)](
-        *inputs,
-        decode_row_count,
-        counters,
-        key_scales,
-        value_scales,
-        row_slots.shape[0],
-        query.shape[0],
-        plan.wave,
-        output.stride(0),
-        query.stride(0),
-        block_tables.stride(0),
+        *inputs, decode_row_count, counters, key_scales, value_scales,
+        row_slots.shape[0], query.shape[0], plan.wave, output.stride(0), query.stride(0), block_tables.stride(0),
         scale * LOG2_E,
         soft_cap,
         QUANTISED=key_scales is not None,
@@ -500,4 +491,4 @@ def prefill_attention(
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **compile_options(plan.max_registers, pdl),
-    )
+    )  # fmt: skip

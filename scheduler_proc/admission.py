@@ -4,11 +4,13 @@ A sequence enters when all its known tokens find blocks beside what is promised 
 be computed is taken from the prefix cache, from another sample of the same request, or from the host. A sequence whose
 next block another prompt is about to compute waits for it: it could only compute the same again.
 
-At most two prompts stay unfinished after a step; others enter only if they finish in it. No clock, no sockets. Called
-by the planner.
+At most two prompts stay unfinished after a step; new ones beyond them enter only if they finish in it. Nobody overtakes
+a preempted sequence. No clock, no sockets. Called by the planner.
 """
 
+from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from scheduler_proc.draft import ChunkRow, Draft, share_of
@@ -20,6 +22,10 @@ UNFINISHED_LIMIT = 2
 """Prompts that may stay unfinished after a step."""
 LOOKAHEAD = 64
 """Waiting sequences that are passed over at most in a step, because they cannot enter now but others behind can."""
+LOOKUP_LIMIT = 1 << 18
+"""Tokens looked up in a step, about: finding prefixes takes some 30 ns a token, and the step waits for it."""
+RETRY_STEPS = 32
+"""Steps after which a sequence that found no room is looked up again although there is no more of it."""
 WATERMARK_DIVISOR = 100
 """One block in this many stays available to running sequences when another is let in."""
 
@@ -30,6 +36,25 @@ class Outcome(Enum):
     PLACED = auto()
     LATER = auto()  # not in this step, for its own reasons; those behind it may go ahead
     NO_ROOM = auto()  # the blocks do not suffice; those behind it wait too
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Who found too few blocks: not looked up again until there are more, or for a while.
+
+    Attributes:
+        sequence: None for nobody.
+        needed: blocks that it wants.
+        until_step: when it is worth another look, since others may have computed its start meanwhile.
+    """
+
+    sequence: Sequence | None
+    needed: int
+    until_step: int
+
+    def holds(self, sequence: Sequence, room: int, step_id: int) -> bool:
+        """Whether looking up the sequence again would find the same."""
+        return sequence is self.sequence and room < self.needed and step_id < self.until_step
 
 
 class Admission:
@@ -44,7 +69,8 @@ class Admission:
         self._pool = state.pool
         self._block_size = state.limits.block_size
         self._watermark = state.limits.block_count // WATERMARK_DIVISOR
-        self._refused: tuple[Sequence, int] | None = None  # who found no room, with how many blocks available
+        self._looked_up = 0  # tokens looked up in this step
+        self._refused = Refusal(None, 0, 0)
 
     def admit(self, draft: Draft) -> None:
         """Give out slots: to preempted sequences first, then in the policy's order."""
@@ -53,13 +79,14 @@ class Admission:
             return
         promised = sum(self._missing_blocks(sequence) for sequence in state.prefilling)
         passed_over = 0
+        self._looked_up = 0
         admitted: list[ChunkRow] = []
         for sequence in self._candidates():
-            if not draft.budget or not state.free_slots or passed_over > LOOKAHEAD:
+            if not draft.budget or not state.free_slots or passed_over > LOOKAHEAD or self._looked_up > LOOKUP_LIMIT:
                 break
             outcome = self._try_admit(sequence, draft, promised)
-            if outcome is Outcome.NO_ROOM:
-                break
+            if outcome is Outcome.NO_ROOM or (outcome is Outcome.LATER and sequence.status is not Status.WAITING):
+                break  # nobody overtakes a preempted sequence
             if outcome is Outcome.LATER:
                 passed_over += 1
                 continue
@@ -80,18 +107,22 @@ class Admission:
 
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int) -> Outcome:
         length = len(sequence.tokens)
-        must_finish = self._unfinished_count(draft) >= UNFINISHED_LIMIT
-        if must_finish and length > draft.budget:
+        is_new = sequence.status is Status.WAITING
+        must_finish = is_new and self._unfinished_count(draft) >= UNFINISHED_LIMIT
+        if (must_finish and length > draft.budget) or _is_ahead(sequence.leader):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
-        if self._refused == (sequence, self._pool.available_count) and not alone:
+        room = self._pool.available_count - promised - (0 if alone else self._watermark)
+        if self._refused.holds(sequence, room, draft.step_id) and not alone:
             return Outcome.NO_ROOM
         match = self._lookup(sequence, draft)
-        if match is None or self._under_way(draft, sequence, match.token_count):
+        sequence.leader = None if match is None else self._leader(draft, sequence, match.token_count)
+        if match is None or sequence.leader is not None:
             return Outcome.LATER
-        fitting = self._fitting(sequence, match, promised, alone)
+        fitting = self._fitting(sequence, match, room)
         if fitting is None:
-            self._refused = (sequence, self._pool.available_count)
+            needed = self._needed(sequence, match) - self._copies(match)
+            self._refused = Refusal(sequence, needed, draft.step_id + RETRY_STEPS)
             return Outcome.NO_ROOM
         self._take_prefix(sequence, fitting, draft)
         if sequence.host_blocks:
@@ -108,6 +139,7 @@ class Admission:
 
     def _lookup(self, sequence: Sequence, draft: Draft) -> Match | None:
         """What need not be computed: found in the cache or with another sample; None if it soon will be there."""
+        self._looked_up += len(sequence.tokens)
         if sequence.status is Status.SWAPPED:
             return self._whole_blocks(sequence)
         if sequence.prompt_logprobs is not None:  # every prompt position must be computed to have its logits
@@ -133,43 +165,44 @@ class Admission:
         count = match.token_count // self._block_size
         return Match(match.blocks[:count], count * self._block_size)
 
-    def _under_way(self, draft: Draft, sequence: Sequence, matched: int) -> bool:
-        """Whether another prompt computes the block after the match in this step or later; then it can be shared."""
+    def _leader(self, draft: Draft, sequence: Sequence, matched: int) -> tuple[Sequence, int] | None:
+        """Another prompt that computes the block after the match in this step or later, and how many tokens they share.
+
+        When it has, the block can be had from there.
+        """
         start = matched - matched % self._block_size
         end = start + self._block_size
         if (
             end > len(sequence.tokens)
+            or matched == len(sequence.tokens) - 1  # all is there but what must be computed anyway
             or self._state.limits.prefix_cache == "off"
             or sequence.status is Status.SWAPPED
             or sequence.prompt_logprobs is not None
         ):
-            return False
+            return None
         others = [(row.sequence, row.first) for row in draft.chunks]
         others += [(s, s.computed_count) for s in self._state.prefilling if s.last_step != draft.step_id]
-        return any(
-            first < end <= len(other.tokens)
-            and other.chain.root == sequence.chain.root
-            and other.tokens[start:end] == sequence.tokens[start:end]
-            and other.tokens[:start] == sequence.tokens[:start]
-            for other, first in others
-        )
+        for other, first in others:
+            if first < end <= len(other.tokens) and other.chain.root == sequence.chain.root:
+                shared = _common_length(other.tokens, sequence.tokens, start, end)
+                if shared >= end:
+                    return other, shared
+        return None
 
-    def _fitting(self, sequence: Sequence, match: Match, promised: int, alone: bool) -> Match | None:
-        """The match, or less of it, with which all known tokens find blocks beside what is promised to others."""
-        room = self._pool.available_count - promised - (0 if alone else self._watermark)
-        total = -(-len(sequence.tokens) // self._block_size)
+    def _needed(self, sequence: Sequence, match: Match) -> int:
+        """Blocks that the sequence takes from the available ones: new ones, and matched ones that nobody holds."""
         held_by_others = sum(1 for block in match.blocks if self._pool.refs(block))
-        copies = 1 if match.token_count % self._block_size else 0
-        if total - held_by_others + copies <= room:
-            return match
-        if not copies:
-            return None
-        # without the copy, the block that would be its source can be given up
-        held_by_others -= self._pool.refs(match.blocks[-1]) > 0
-        if total - held_by_others > room:
-            return None
-        blocks = match.blocks[:-1]
-        return Match(blocks, len(blocks) * self._block_size)
+        return -(-len(sequence.tokens) // self._block_size) - held_by_others + self._copies(match)
+
+    def _copies(self, match: Match) -> int:
+        return 1 if match.token_count % self._block_size else 0
+
+    def _fitting(self, sequence: Sequence, match: Match, room: int) -> Match | None:
+        """The match if it fits into `room` blocks, or the match without the block that would be copied."""
+        if self._needed(sequence, match) > room and self._copies(match):
+            blocks = match.blocks[:-1]
+            match = Match(blocks, len(blocks) * self._block_size)
+        return match if self._needed(sequence, match) <= room else None
 
     def _take_prefix(self, sequence: Sequence, match: Match, draft: Draft) -> None:
         """Share the matched blocks; a block that is only partly matched is copied, since it will be written."""
@@ -207,3 +240,22 @@ class Admission:
             state.preempted.remove(sequence)
         sequence.status = Status.RUNNING
         state.prefilling.append(sequence)
+
+
+def _is_ahead(leader: tuple[Sequence, int] | None) -> bool:
+    """Whether the leader still computes what is shared with it."""
+    return leader is not None and leader[0].status is Status.RUNNING and leader[0].computed_count < leader[1]
+
+
+def _common_length(first: "array[int]", second: "array[int]", start: int, end: int) -> int:
+    """How many tokens the two have in common from the beginning; 0 if they differ before `end` (`start` is a hint)."""
+    if first[start:end] != second[start:end] or first[:start] != second[:start]:
+        return 0
+    low, high = end, min(len(first), len(second)) + 1  # in common: at least low, less than high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

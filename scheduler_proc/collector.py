@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from common.errors import TriremeError
 from common.messages import SampleFinish, StepResult, TokenLogprobs, TokensOut
+from scheduler_proc.grammar import Grammar, GrammarError
 from scheduler_proc.sequence import NOT_A_NUMBER, Sequence, Status
 from scheduler_proc.state import Flight, State
 
@@ -132,12 +133,25 @@ class Collector:
         length = len(sequence.tokens)
         if token in sequence.end_token_ids:
             self._finish(rows, sequence, "stop")
+        elif sequence.grammar is not None and not self._follow(rows, sequence, sequence.grammar, token):
+            return
         elif length >= sequence.max_len:
             self._finish(rows, sequence, "length")
         elif sequence.blocks:
             # the last token's K/V may not be computed yet, all before it is
             self._state.cache.insert(sequence.chain, sequence.tokens, sequence.blocks, length - 1)
             sequence.expect_block(self._block_size)
+
+    def _follow(self, rows: Rows, sequence: Sequence, grammar: Grammar, token: int) -> bool:
+        """Lead the grammar on by the token; False if the sample ends with it."""
+        try:
+            goes_on = grammar.advance(token)
+        except GrammarError as error:
+            self._finish(rows, sequence, "error", f"the grammar cannot be followed: {error}")
+            return False
+        if not goes_on:
+            self._finish(rows, sequence, "stop")
+        return goes_on
 
     def _finish(self, rows: Rows, sequence: Sequence, reason: str, detail: str = "") -> None:
         rows.finishes.append(SampleFinish(len(rows.sequences) - 1, reason, detail))

@@ -25,6 +25,7 @@ from common.messages import (
     TokensOut,
 )
 from scheduler_proc.collector import Collector
+from scheduler_proc.grammar import Grammar, GrammarError, Grammars
 from scheduler_proc.planner import Planner
 from scheduler_proc.sequence import Request, Sequence, Status
 from scheduler_proc.state import Limits, State
@@ -41,10 +42,12 @@ class SchedulerCore:
     Args:
         limits: what it works within.
         clock: seconds; wall clock time in the process, since deadlines come from another one.
+        grammars: for structured outputs; without it requests that want them are refused.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float], grammars: Grammars | None = None) -> None:
         self.limits = limits
+        self._grammars = grammars
         self.state = State(limits)
         self._clock = clock
         self._planner = Planner(self.state)
@@ -61,31 +64,47 @@ class SchedulerCore:
         if isinstance(message, AddRequest):
             if message.request_id in self.state.requests:
                 return []  # an id in use: the request that has it goes on
-            refusal = self._refusal(message)
-            if refusal is not None:
-                return [refusal]
-            self._add(message)
-        elif isinstance(message, AbortRequests):
+            refusal = self._refusal(message) or self._add(message)
+            return [] if refusal is None else [refusal]
+        if isinstance(message, AbortRequests):
             self._abort(message)
         else:
             self.state.cache.flush()
         return []
 
-    def _add(self, message: AddRequest) -> None:
+    def _add(self, message: AddRequest) -> RequestFailed | None:
+        """Queue the request's samples, or say what is wrong with its grammar."""
         state = self.state
+        try:
+            grammars = self._start_grammars(message)
+        except GrammarError as error:
+            text = f"the structured output cannot be followed: {error}"
+            return _failed(message, "invalid_parameter", text[:4000], param="structured_outputs")
         request = Request(message)
         max_len = self._max_len(message)
         namespace = f"{self.limits.namespace}\0{message.cache_salt}"
         for sample_index in range(message.params.n):
-            request.sequences.append(Sequence(request, sample_index, max_len, state.cache.chain(namespace)))
+            sequence = Sequence(request, sample_index, max_len, state.cache.chain(namespace))
+            sequence.grammar = grammars[sample_index] if grammars else None
+            request.sequences.append(sequence)
         request.live_count = len(request.sequences)
         now_s = self._clock()
         state.requests[message.request_id] = request
         state.several_samples_count += request.live_count > 1
+        state.grammar_count += len(grammars)
         for sequence in request.sequences:
             state.waiting.push(sequence, now_s)
         if message.deadline_s is not None:
             heapq.heappush(self._deadlines, (message.deadline_s, message.request_id))
+        return None
+
+    def _start_grammars(self, message: AddRequest) -> list[Grammar]:
+        """One for each sample; none if any output will do."""
+        if message.params.structured_outputs is None:
+            return []
+        if self._grammars is None:
+            raise GrammarError("this engine has no grammars")
+        return [self._grammars.start(message) for _ in range(message.params.n)]
 
     def _abort(self, message: AbortRequests) -> None:
         for request_id in message.request_ids:

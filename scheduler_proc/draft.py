@@ -119,8 +119,9 @@ class Draft:
             row.blocks += new
         self.budget -= count
 
-    def to_plan(self, cleared_slots: list[int]) -> StepPlan:
+    def to_plan(self, cleared_slots: list[int], *, has_grammars: bool) -> StepPlan:
         """The message; `Sequence.planned_len` must not have been raised for the chunks yet."""
+        masks = self._masks() if has_grammars else []
         block_ids = self.decode_blocks + [block for row in self.chunks for block in row.blocks or ()]
         return StepPlan(
             step_id=self.step_id,
@@ -136,7 +137,14 @@ class Draft:
             copy_block_ids=_flat(self.copies),
             swap_out_block_ids=_flat(self.swap_outs),
             swap_in_block_ids=_flat(self.swap_ins),
+            mask_slots=array("H", [slot for slot, _ in masks]),
+            masks=tuple(mask for _, mask in masks),
         )
+
+    def _masks(self) -> list[tuple[int, bytes]]:
+        """Slots and masks of the rows that sample under a grammar."""
+        sampling = self.decode_rows + [row.sequence for row in self.chunks if row.samples]
+        return [(s.slot, s.grammar.mask) for s in sampling if s.grammar is not None]
 
     def _decode_block_counts(self) -> "array[int]":
         if not self.decode_block_rows:

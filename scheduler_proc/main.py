@@ -11,46 +11,105 @@ import gc
 import logging
 import time
 from array import array
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
+from common import recording
 from common.child import SupervisorLink
 from common.config import EngineConfig, step_limits
 from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
+from common.profiling import StepTraces
+from common.recording import reading, recorder_for
 from scheduler_proc.core import ForFrontend, SchedulerCore
+from scheduler_proc.grammar import Compilation, Grammars
 from scheduler_proc.state import Limits
-from scheduler_proc.transport import Transport
+from scheduler_proc.transport import SocketTransport, Transport
 
 STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
+COMPILATION_INTERVAL_S = 0.001
+"""How often a request that waits for its grammar is looked after."""
 
 logger = logging.getLogger(__name__)
 
 
+class Link(Protocol):
+    """What the loop tells the supervisor: a `SupervisorLink`, or what stands for it in a replay."""
+
+    progress: int
+    state: str
+
+    def ready(self, detail: str) -> None:
+        """This process can serve."""
+
+    def set_state(self, state: str) -> None:
+        """This process's state has changed."""
+
+
+def as_it_is(count: Callable[[], float]) -> Callable[[], float]:
+    """A count that nobody records."""
+    return count
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """What of the world outside decides what the loop does.
+
+    Attributes:
+        wall: seconds since the epoch.
+        monotonic: seconds that never go back.
+        compiled: wraps the count of grammars that are ready, which depends on another thread.
+    """
+
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    compiled: Callable[[Callable[[], float]], Callable[[], float]] = as_it_is
+
+
 def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
     """Run the scheduler until it is told to stop; the exit code."""
-    transport = Transport(config, link.wake_fd)
+    recorder = recorder_for(config, "scheduler")
+    transport = SocketTransport(config, link, recorder)
+    clocks = Clocks(
+        reading(recorder, recording.Link.WALL_CLOCK, time.time),
+        reading(recorder, recording.Link.MONOTONIC_CLOCK, time.monotonic),
+        lambda count: reading(recorder, recording.Link.COMPILED, count),
+    )
     try:
-        ready = wait_for_worker(transport, link)
-        if ready is None:
-            return 0
-        limits = limits_of(config, ready)
-        if limits.preemption != "recompute" and not limits.host_block_count:
-            logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
-        core = SchedulerCore(limits, time.time)
-        transport.send_out(engine_ready(limits, ready))
-        link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
-        gc.freeze()  # nothing made so far is garbage; the collector need not look at it again
-        Loop(core, transport, link).run()
+        serve(config, transport, link, clocks)
         return 0
     finally:
         transport.close()
+        if recorder is not None:
+            recorder.close()
 
 
-def wait_for_worker(transport: Transport, link: SupervisorLink) -> WorkerReady | None:
+def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks) -> None:
+    """Wait for the worker, then plan until an order ends it."""
+    ready = wait_for_worker(transport, link)
+    if ready is None:
+        return
+    limits = limits_of(config, ready)
+    if limits.preemption != "recompute" and not limits.host_block_count:
+        logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
+    grammars = Grammars(Path(config.tokenizer_dir or config.model_dir) / "tokenizer.json", ready.vocab_size)
+    core = SchedulerCore(limits, clocks.wall, grammars)
+    transport.send_out(engine_ready(limits, ready))
+    link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
+    gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
+    gc.set_threshold(100_000, 50, 100)
+    traces = StepTraces("scheduler", config.profiling, link)
+    Loop(core, Compilation(grammars, clocks.compiled), transport, link, clocks, traces).run()
+    traces.stop()
+
+
+def wait_for_worker(transport: Transport, link: Link) -> WorkerReady | None:
     """The worker's first message; None if the supervisor ends the run before."""
     link.state = "waiting for the worker"
     while True:
-        if transport.wait(None) and link.take_orders():
+        if transport.wait(None) and transport.orders():
             return None
         for message in transport.results():
             if isinstance(message, WorkerReady):
@@ -121,14 +180,28 @@ class Loop:
 
     Args:
         core: decides.
+        compilation: where requests with a grammar wait for it.
         transport: the sockets.
-        link: the supervisor's orders.
+        link: hears how far the process is.
+        clocks: the process's.
+        traces: counts the plans.
     """
 
-    def __init__(self, core: SchedulerCore, transport: Transport, link: SupervisorLink) -> None:
+    def __init__(
+        self,
+        core: SchedulerCore,
+        compilation: Compilation,
+        transport: Transport,
+        link: Link,
+        clocks: Clocks,
+        traces: StepTraces,
+    ) -> None:
         self._core = core
+        self._compilation = compilation
         self._transport = transport
         self._link = link
+        self._clocks = clocks
+        self._traces = traces
         self._parts = PartTimes()
         self._outbox: list[ForFrontend] = []
         self._changed = False
@@ -154,33 +227,34 @@ class Loop:
             return True
         if self._stop_at_s is None:
             return False
-        return self._core.is_idle or time.monotonic() >= self._stop_at_s
+        return (self._core.is_idle and self._compilation.is_idle) or self._clocks.monotonic() >= self._stop_at_s
 
     def _timeout_ms(self) -> int | None:
         """Milliseconds until something is due without a message; None for never."""
-        waits = []
+        waits = [] if self._compilation.is_idle else [COMPILATION_INTERVAL_S]
         deadline_s = self._core.next_deadline_s()
         if deadline_s is not None:
-            waits.append(deadline_s - time.time())
+            waits.append(deadline_s - self._clocks.wall())
         if self._changed:
-            waits.append(self._stats_due_s - time.monotonic())
+            waits.append(self._stats_due_s - self._clocks.monotonic())
         if self._stop_at_s is not None:
-            waits.append(self._stop_at_s - time.monotonic())
+            waits.append(self._stop_at_s - self._clocks.monotonic())
         return max(0, int(min(waits) * 1000) + 1) if waits else None
 
     def _take_orders(self) -> None:
-        for order in self._link.take_orders():
+        for order in self._transport.orders():
             if isinstance(order, Stop):
-                at_s = time.monotonic() + order.grace_ms / 1000
+                at_s = self._clocks.monotonic() + order.grace_ms / 1000
                 self._stop_at_s = at_s if self._stop_at_s is None else min(at_s, self._stop_at_s)
                 self._link.state = "stopping"
             elif isinstance(order, PeerFailed):
                 self._failure = order
+            else:
+                self._traces.order(order)
 
     def _take_results(self) -> None:
         for message in self._transport.results():
             if isinstance(message, StepResult):
-                self._changed = True
                 self._changed = True
                 self._parts.add_result(message.parts_us)
                 self._outbox += self._core.handle_result(message)
@@ -192,8 +266,10 @@ class Loop:
             if self._stop_at_s is not None and isinstance(message, AddRequest):
                 text = "the engine is shutting down"
                 self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
-            else:
+            elif self._compilation.pass_on(message):
                 self._outbox += self._core.handle(message)
+        for compiled in self._compilation.ready():
+            self._outbox += self._core.handle(compiled)
 
     def _plan(self) -> None:
         while True:
@@ -207,13 +283,14 @@ class Loop:
             self._parts.add_plan((planned_ns - started_ns) // 1000, (sent_ns - planned_ns) // 1000)
             self._link.progress += 1
             self._changed = True
+            self._traces.step()
 
     def _report(self) -> None:
-        if not self._changed or time.monotonic() < self._stats_due_s:
+        if not self._changed or self._clocks.monotonic() < self._stats_due_s:
             return
         if self._core.is_idle:
             self._check_idle()
-        self._stats_due_s = time.monotonic() + STATS_INTERVAL_S
+        self._stats_due_s = self._clocks.monotonic() + STATS_INTERVAL_S
         self._changed = False
         self._transport.send_out(replace(self._core.stats(), parts_us=self._parts.take()))
 
@@ -227,10 +304,11 @@ class Loop:
     def _end_rest(self) -> None:
         """A terminal message for whoever is still waiting for one."""
         if self._failure is None:
-            self._outbox += self._core.fail_all("shutting_down", "the engine is shutting down")
+            code, text = "shutting_down", "the engine is shutting down"
         else:
-            text = f"{self._failure.process} failed: {self._failure.message}"
-            self._outbox += self._core.fail_all("engine_dead", text)
+            code, text = "engine_dead", f"{self._failure.process} failed: {self._failure.message}"
+        self._outbox += self._core.fail_all(code, text)
+        self._outbox += self._compilation.fail_all(code, text)
         self._send_outbox()
 
     def _send_outbox(self) -> None:

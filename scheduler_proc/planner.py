@@ -55,6 +55,8 @@ class Planner:
     def _place_decodes(self, draft: Draft) -> None:
         """One row for each decoding sequence, longest unserved first, while budget and blocks last."""
         order, step_id, bound = self._state.decoding.copy(), draft.step_id, self._decode_bound
+        if self._state.grammar_count:
+            order = [sequence for sequence in order if sequence.is_plannable]
         add_row, add_slot = draft.decode_rows.append, draft.decode_slots.append
         places = draft.budget // bound
         for sequence in order:
@@ -159,7 +161,7 @@ class Planner:
     def _commit(self, draft: Draft) -> StepPlan:
         """Write the step into the books: what it computes is findable, what it ends leaves its slot."""
         state = self._state
-        plan = draft.to_plan(state.cleared_slots)
+        plan = draft.to_plan(state.cleared_slots, has_grammars=state.grammar_count > 0)
         state.cleared_slots = []
         flight = Flight(draft.step_id, draft.decode_rows, len(draft.decode_rows), {})
         flight.released = [[source] for source, _ in draft.copies] + draft.released

@@ -5,6 +5,7 @@ from enum import IntEnum
 
 from common.messages import AddRequest, SlotSampling, TokenLogprobs
 from common.sampling_params import sample_seed
+from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
 
 NOT_A_NUMBER = -1
@@ -76,16 +77,20 @@ class Sequence:
         slot: on the worker; -1 for none.
         last_step: the last step planned for it.
         chain: its place in the prefix cache.
+        leader: a prompt that computes tokens which this one shares, and how many: it waits for them to be computed.
         cached_count: prompt tokens found in the cache when it first ran, until reported; then -1.
         rank: place in the policy's order; lower goes first.
-        next_event_len: the known length at which a block of output can be indexed, or the sequence ends.
+        next_event_len: the known length at which a block of output can be indexed, or the sequence ends; with a grammar
+            the next length.
+        grammar: what its next token may be; None for anything.
         prompt_logprobs: by position, collected until the first token is reported; None when not wanted (any more).
     """
 
     __slots__ = (
-        "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "host_blocks", "last_step",
-        "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank", "request", "request_id",
-        "sample_index", "slot", "status", "swapped_count", "tokens",
+        "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "grammar", "host_blocks",
+        "last_step", "leader", "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank",
+        "request",
+        "request_id", "sample_index", "slot", "status", "swapped_count", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
@@ -107,11 +112,18 @@ class Sequence:
         self.slot = -1
         self.last_step = 0
         self.chain = chain
+        self.leader: tuple[Sequence, int] | None = None
         self.cached_count = 0
         self.rank: Rank = (0.0, 0)
         self.next_event_len = 0
+        self.grammar: Grammar | None = None
         wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0
         self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_logprobs else None
+
+    @property
+    def is_plannable(self) -> bool:
+        """Whether its next step can be planned: with a grammar not before the last token is known."""
+        return self.grammar is None or self.planned_len == len(self.tokens)
 
     @property
     def unplanned_count(self) -> int:
@@ -125,6 +137,9 @@ class Sequence:
 
     def expect_block(self, block_size: int) -> None:
         """Set `next_event_len`: a block is indexed when the token after it is known, for then it is computed."""
+        if self.grammar is not None:
+            self.next_event_len = len(self.tokens) + 1
+            return
         next_block_end = (len(self.tokens) - 1) // block_size * block_size + block_size
         self.next_event_len = min(next_block_end + 1, self.max_len)
 
@@ -150,4 +165,5 @@ def slot_sampling(sequence: Sequence) -> SlotSampling:
         bias_values=array("f", params.logit_bias.values()),
         allowed_token_ids=array("i", params.allowed_token_ids or ()),
         bad_token_ids=message.bad_token_ids,
+        masked=sequence.grammar is not None,
     )

@@ -105,6 +105,7 @@ class State:
         pending_count: references to blocks that come back with plans in flight.
         planned_step, completed_step: the last step planned, the last whose result came.
         several_samples_count: live requests with more than one sample.
+        grammar_count: sequences with a grammar that are not DONE.
         step_time: what steps take.
     """
 
@@ -125,6 +126,7 @@ class State:
         self.planned_step = 0
         self.completed_step = 0
         self.several_samples_count = 0
+        self.grammar_count = 0
         self.step_time = StepTime(limits.target_itl_s)
         self.counters = Counters()
 
@@ -178,6 +180,7 @@ class State:
         self._index_computed(sequence)
         self.give_back_blocks(sequence)
         sequence.status = Status.DONE
+        self.grammar_count -= sequence.grammar is not None
         request = sequence.request
         request.live_count -= 1
         if request.live_count == 0:
@@ -259,7 +262,8 @@ class State:
         Raises:
             AssertionError: something is left over.
         """
-        left = len(self.waiting) + len(self.preempted) + self.running_count + self.several_samples_count
+        left = len(self.waiting) + len(self.preempted) + self.running_count
+        left += self.several_samples_count + self.grammar_count
         assert left == 0, f"{left} sequences are left in the queues of an idle scheduler"
         assert len(self.free_slots) == self.limits.max_num_seqs, f"only {len(self.free_slots)} slots are free when idle"
         held = self.pool.held_count + (self.host_pool.held_count if self.host_pool is not None else 0)

@@ -1,23 +1,26 @@
-"""The scheduler's sockets: what comes in decoded, what goes out encoded.
+"""What the scheduler's loop talks through, and its sockets: what comes in decoded, what goes out encoded.
 
     requests   PULL, bound here        from the frontend: add, abort, flush
     results    PULL, bound here        from the workers: ready, step results
     outputs    PUSH, the frontend binds
     plans-N    PUSH, worker N binds
 
-Bytes that are not a message of their socket cost that message; the first of each socket is logged in full. Called by
-the process main alone.
+Bytes that are not a message of their socket cost that message; the first of each socket is logged in full. With a
+recorder, everything that the loop acts upon is recorded: messages, orders, turns. `SocketTransport` is made by the
+process main, `replay` has one of its own.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import zmq
 
+from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import StepResult, WorkerReady, decode_for_scheduler, decode_from_worker
+from common.messages import ForChild, StepResult, WorkerReady, decode_for_scheduler, decode_from_worker
+from common.recording import Link, Recorder, receiving, sending
 from common.sockets import bind_pull, connect_push, new_context
 from scheduler_proc.core import ForScheduler
 
@@ -33,15 +36,40 @@ class Message(Protocol):
         """The message as msgpack bytes."""
 
 
-class Transport:
+class Transport(Protocol):
+    """The other processes, as the loop sees them."""
+
+    def wait(self, timeout_ms: int | None) -> bool:
+        """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
+
+    def orders(self) -> Sequence[ForChild]:
+        """What the supervisor has ordered since the last call."""
+
+    def requests(self, limit: int) -> Iterator[ForScheduler]:
+        """At most `limit` messages that have come from the frontend."""
+
+    def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
+        """At most `limit` messages that have come from the workers."""
+
+    def send_out(self, message: Message) -> None:
+        """To the frontend."""
+
+    def send_plan(self, message: Message) -> None:
+        """To every worker."""
+
+
+class SocketTransport:
     """The sockets of one scheduler process.
 
     Args:
         config: names the endpoints.
-        wake_fd: polled beside the sockets, so that orders from the supervisor end a wait.
+        link: brings the supervisor's orders; a new one ends a wait.
+        recorder: keeps what comes and goes.
     """
 
-    def __init__(self, config: EngineConfig, wake_fd: int) -> None:
+    def __init__(self, config: EngineConfig, link: SupervisorLink, recorder: Recorder | None = None) -> None:
+        self._link = link
+        self._recorder = recorder
         self._context = new_context()
         self._requests = bind_pull(self._context, config.endpoint("requests"))
         self._results = bind_pull(self._context, config.endpoint("results"))
@@ -50,33 +78,45 @@ class Transport:
             connect_push(self._context, config.endpoint(f"plans-{rank}"))
             for rank in range(config.worker.tensor_parallel_size)
         ]
-        self._wake_fd = wake_fd
         self._poller = zmq.Poller()
-        for readable in (self._requests, self._results, wake_fd):
+        for readable in (self._requests, self._results, link.wake_fd):
             self._poller.register(readable, zmq.POLLIN)
+        self._receive_request = receiving(recorder, Link.REQUESTS, self._requests.recv)
+        self._receive_result = receiving(recorder, Link.RESULTS, self._results.recv)
+        self._send_out = sending(recorder, Link.OUTPUTS, self._outputs.send)
+        self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
         self._dropped: dict[str, int] = {}
 
     def wait(self, timeout_ms: int | None) -> bool:
         """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
-        return any(source == self._wake_fd for source, _ in self._poller.poll(timeout_ms))
+        ordered = any(source == self._link.wake_fd for source, _ in self._poller.poll(timeout_ms))
+        if self._recorder is not None:
+            self._recorder.received(Link.TURN)
+        return ordered
+
+    def orders(self) -> Sequence[ForChild]:
+        """What the supervisor has ordered since the last call."""
+        orders = self._link.take_orders()
+        if self._recorder is not None:
+            for order in orders:
+                self._recorder.received(Link.ORDERS, order.to_wire())
+        return orders
 
     def requests(self, limit: int) -> Iterator[ForScheduler]:
         """At most `limit` messages that have come from the frontend."""
-        return self._drain(self._requests, decode_for_scheduler, "requests", limit)
+        return self._drain(self._receive_request, decode_for_scheduler, "requests", limit)
 
     def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
         """At most `limit` messages that have come from the workers."""
-        return self._drain(self._results, decode_from_worker, "results", limit)
+        return self._drain(self._receive_result, decode_from_worker, "results", limit)
 
     def send_out(self, message: Message) -> None:
         """To the frontend."""
-        self._outputs.send(message.to_wire())
+        self._send_out(message.to_wire())
 
     def send_plan(self, message: Message) -> None:
         """To every worker."""
-        data = message.to_wire()
-        for socket in self._plans:
-            socket.send(data)
+        self._send_plan(message.to_wire())
 
     def close(self) -> None:
         """Send what is queued for the frontend, drop the rest."""
@@ -85,10 +125,14 @@ class Transport:
         self._outputs.close(linger=1000)
         self._context.term()
 
-    def _drain(self, socket: "zmq.Socket[bytes]", decode: Callable[[bytes], T], name: str, limit: int) -> Iterator[T]:
+    def _broadcast(self, data: bytes) -> None:
+        for socket in self._plans:
+            socket.send(data)
+
+    def _drain(self, receive: Callable[..., bytes], decode: Callable[[bytes], T], name: str, limit: int) -> Iterator[T]:
         for _ in range(limit):
             try:
-                data = socket.recv(zmq.NOBLOCK)
+                data = receive(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:

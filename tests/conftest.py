@@ -8,6 +8,13 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share their cores; worker_proc/main.py says why
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices as small as the tests' gain nothing from a second thread
 
+import torch
+
+from kernels import interpreter
+
+if not torch.cuda.is_available():
+    interpreter.enable()  # before any test imports a kernel: one that is imported earlier is not interpreted
+
 
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:

@@ -1,7 +1,7 @@
 """Sends step results to the scheduler: in line where they are there at once, in a thread where that means waiting.
 
-A thread of its own waits for the GPU's copies, so that the thread that issues steps never does. It owns the results
-socket from then on. If a step fails there, `report` raises the error in the issuing thread, which `wake` has woken.
+A thread of its own waits for the GPU's copies, so that the thread that issues steps never does. The results socket is
+its own from then on. If a step fails there, `report` raises the error in the issuing thread, which `wake` has woken.
 """
 
 import queue
@@ -9,23 +9,27 @@ import threading
 import time
 from collections.abc import Callable
 
-import zmq
-
 from worker_proc.pending import PendingStep
+from worker_proc.spans import span
 
 
 class InlineReporter:
-    """Sends each result before the next step."""
+    """Sends each result before the next step.
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
-        self._socket = socket
+    Args:
+        send: takes a result's bytes.
+    """
+
+    def __init__(self, send: Callable[[bytes], object]) -> None:
+        self._send = send
         self._report_us = 0
 
     def report(self, step: PendingStep) -> None:
         """Send the step's result; what that took goes with the next one."""
         result = step.result(self._report_us)
         start = time.perf_counter_ns()
-        self._socket.send(result.to_wire())
+        with span("report"):
+            self._send(result.to_wire())
         self._report_us = (time.perf_counter_ns() - start) // 1000
 
     def check(self) -> None:
@@ -39,11 +43,12 @@ class ThreadReporter:
     """Sends results from a thread, in order, as the GPU finishes them.
 
     Args:
+        send: takes a result's bytes; called from the thread alone.
         wake: called from the thread after an error, to get the issuing thread out of its wait.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", wake: Callable[[str], None]) -> None:
-        self._inner = InlineReporter(socket)
+    def __init__(self, send: Callable[[bytes], object], wake: Callable[[str], None]) -> None:
+        self._inner = InlineReporter(send)
         self._wake = wake
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._error: Exception | None = None

@@ -23,6 +23,7 @@ from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.pending import PendingStep, PromptPiece, Sampled, StepTimes
 from worker_proc.sampler import Sampler
 from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows, StagedStep, StepStager, fill_inputs
 
 PROMPT_LOGPROB_ROWS = 64
@@ -54,11 +55,14 @@ class Runner(ABC):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, in the order that `StepPlan` gives."""
         start = time.perf_counter_ns()
-        inputs, staged = self._prepare(plan)
+        with span("input"):
+            inputs, staged = self._prepare(plan)
         prepared = time.perf_counter_ns()
-        logits, pieces = self._compute(inputs, staged)
+        with span("forward"):
+            logits, pieces = self._compute(inputs, staged)
         computed = time.perf_counter_ns()
-        sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, inputs, staged)
+        with span("sampling"):
+            sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, inputs, staged)
         times = StepTimes(start, prepared, computed, time.perf_counter_ns())
         return PendingStep(plan.step_id, times, sampled, pieces, self._done())
 
@@ -213,7 +217,7 @@ class CpuRunner(Runner):
         return torch.from_numpy(staged.sampled_rows)
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> Sampled:
-        return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions)
+        return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions, staged.masks)
 
     def _done(self) -> None:
         """Everything is there when `execute` returns."""

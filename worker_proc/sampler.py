@@ -9,6 +9,7 @@ Gumbel noise is taken, which draws from their softmax (Gumbel 1954; Maddison et 
 """
 
 import functools
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -45,14 +46,18 @@ class Sampler:
         """A slot gets a request."""
         sampling = init.sampling
         self._rules[init.slot] = LogitRules.of(sampling)
-        self._plain[init.slot] = self._rules[init.slot] is None and sampling.temperature < TEMPERATURE_FLOOR
+        greedy = sampling.temperature < TEMPERATURE_FLOOR
+        self._plain[init.slot] = greedy and self._rules[init.slot] is None and not sampling.masked
         self._logprob_counts[init.slot] = sampling.logprobs
 
-    def sample(self, logits: np.ndarray, slots: IntArray, positions: IntArray) -> Sampled:
+    def sample(
+        self, logits: np.ndarray, slots: IntArray, positions: IntArray, masks: Mapping[int, bytes] | None = None
+    ) -> Sampled:
         """Choose a token for each row, write it to the slot and count it as known.
 
         Args:
             logits: float32 [S, vocab]; changed in place.
+            masks: slot -> the token ids that this step allows, a bit each, as in `StepPlan.masks`.
             slots: int32 [S].
             positions: int32 [S], the sampled tokens' places in their requests.
         """
@@ -61,11 +66,14 @@ class Sampler:
         token_ids[~np.isfinite(logits[np.arange(len(slots)), token_ids])] = NOT_A_TOKEN
         wanted = np.flatnonzero(self._logprob_counts[slots] >= 0)
         raw = logits[wanted]
+        masks = masks or {}
         for index in np.flatnonzero(~self._plain[slots]).tolist():
             slot = int(slots[index])
             sampling = self._mirror.sampling[slot]
             assert sampling is not None, f"slot {slot} samples, but it is free"
             if token_ids[index] != NOT_A_TOKEN:
+                if slot in masks:
+                    logits[index, ~allowed_by(masks[slot], logits.shape[1])] = -np.inf
                 token_ids[index] = self._sample_row(logits[index], slot, sampling, int(positions[index]))
         self._memory.token_ids.numpy()[slots, positions] = np.maximum(token_ids, 0)
         self._memory.known_lengths.numpy()[slots] = positions + 1
@@ -81,6 +89,11 @@ class Sampler:
             tokens = self._memory.token_ids[slot].numpy()[:position]
             rules.apply(logits, tokens, int(self._mirror.prompt_lengths[slot]))
         return choose(logits, sampling, position)
+
+
+def allowed_by(mask: bytes, vocab_size: int) -> np.ndarray:
+    """A step's mask as bool [vocab_size]."""
+    return np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab_size, bitorder="little").astype(bool)
 
 
 def choose(logits: np.ndarray, sampling: SlotSampling, position: int) -> int:

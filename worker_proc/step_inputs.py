@@ -39,6 +39,7 @@ class StagedStep:
         sampled_slots: int32 [S]: their slots.
         sampled_positions: int32 [S]: where each sampled token goes in its request.
         prompt_rows: for slots that asked for prompt log probabilities.
+        masks: slot -> the token ids that it may sample, as in `StepPlan.masks`.
     """
 
     layout: PlanLayout
@@ -51,6 +52,7 @@ class StagedStep:
     sampled_slots: IntArray
     sampled_positions: IntArray
     prompt_rows: tuple[PromptRows, ...]
+    masks: dict[int, bytes]
 
     @property
     def samples_every_row(self) -> bool:
@@ -109,6 +111,7 @@ class StepStager:
             sampled_slots=sampled_slots,
             sampled_positions=positions,
             prompt_rows=prompt_rows,
+            masks=dict(zip(plan.mask_slots, plan.masks, strict=True)),
         )
 
     def _append_blocks(self, plan: StepPlan, slots: IntArray) -> tuple[IntArray, IntArray]:

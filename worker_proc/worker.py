@@ -16,14 +16,33 @@ import zmq
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import PROTOCOL_VERSION, PeerFailed, StepPlan, WorkerReady, decode_for_worker
+from common.messages import PROTOCOL_VERSION, PeerFailed, Profile, StepPlan, WorkerReady, decode_for_worker
+from common.profiling import StepTraces
+from common.recording import Link, receiving, recorder_for, sending
 from common.sockets import bind_pull, connect_push, new_context
 from worker_proc.engine import Engine, load_engine
 from worker_proc.reporter import InlineReporter, ThreadReporter
+from worker_proc.tracing import TorchTracer
 
 logger = logging.getLogger(__name__)
 
 Reporter = InlineReporter | ThreadReporter
+
+
+def ready_message(config: EngineConfig, engine: Engine, rank: int) -> WorkerReady:
+    """What the scheduler is told of an engine that can run steps."""
+    size = engine.size
+    return WorkerReady(
+        protocol_version=PROTOCOL_VERSION,
+        rank=rank,
+        max_model_len=size.max_model_len,
+        block_size=config.cache.block_size,
+        block_count=size.block_count,
+        host_block_count=size.host_block_count,
+        block_bytes=size.block_bytes,
+        vocab_size=engine.vocab_size,
+        device_name=engine.device_name,
+    )
 
 
 class Worker:
@@ -39,6 +58,10 @@ class Worker:
         self._context = new_context()
         self._plans = bind_pull(self._context, config.endpoint(f"plans-{rank}"))
         self._results = connect_push(self._context, config.endpoint("results"))
+        self._recorder = recorder_for(config, f"worker-{rank}")
+        self._receive_plan = receiving(self._recorder, Link.PLANS, self._plans.recv)
+        self._send_result = sending(self._recorder, Link.RESULTS, self._results.send)
+        self._traces: StepTraces | None = None
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(link.wake_fd, zmq.POLLIN)
@@ -57,36 +80,30 @@ class Worker:
             self._plans.close(linger=0)
             self._results.close(linger=0)
             self._context.term()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def _announce(self, engine: Engine, seconds: float) -> None:
         size = engine.size
-        ready = WorkerReady(
-            protocol_version=PROTOCOL_VERSION,
-            rank=self._rank,
-            max_model_len=size.max_model_len,
-            block_size=self._config.cache.block_size,
-            block_count=size.block_count,
-            host_block_count=size.host_block_count,
-            block_bytes=size.block_bytes,
-            vocab_size=engine.vocab_size,
-            device_name=engine.device_name,
-        )
-        self._results.send(ready.to_wire())
+        self._send_result(ready_message(self._config, engine, self._rank).to_wire())
         detail = f"{engine.device_name}, {engine.dtype_name}, {size.block_count} KV blocks, loaded in {seconds:.1f} s"
         self._link.ready(detail)
         logger.info("ready: %s", detail)
 
     def _make_reporter(self, engine: Engine) -> Reporter:
         if engine.device_name == "cpu":
-            return InlineReporter(self._results)
+            return InlineReporter(self._send_result)
         process = f"worker-{self._rank}"
-        return ThreadReporter(self._results, lambda message: self._link.order(PeerFailed(process, message)))
+        return ThreadReporter(self._send_result, lambda message: self._link.order(PeerFailed(process, message)))
 
     def _serve(self, engine: Engine, reporter: Reporter) -> None:
         try:
+            traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)
             while (plan := self._next_plan()) is not None:
                 reporter.report(engine.runner.execute(plan))
                 self._link.progress += 1
+                traces.step()
+            traces.stop()
             reporter.check()
         finally:
             reporter.close()
@@ -99,9 +116,14 @@ class Worker:
                 return None
             if self._plans in ready:
                 try:
-                    return decode_for_worker(self._plans.recv())
+                    return decode_for_worker(self._receive_plan())
                 except WireError as error:
                     logger.error("dropped a message from the scheduler: %s", error)
 
     def _stop_ordered(self) -> bool:
-        return bool(self._link.take_orders())  # whatever the order, it means the end
+        """Carry out orders; whether one of them means the end, as all but those to trace do."""
+        orders = self._link.take_orders()
+        for order in orders:
+            if isinstance(order, Profile) and self._traces is not None:
+                self._traces.order(order)
+        return any(not isinstance(order, Profile) for order in orders)

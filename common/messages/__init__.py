@@ -21,13 +21,14 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     42    Failed           child -> supervisor      failure, as the last message
     50    Stop             supervisor -> child      end of the run
     51    PeerFailed       supervisor -> child      death of another process
+    52    Profile          frontend -> supervisor -> child    trace that is asked for
 
 Request ids are int32 numbers that the frontend allots; none is given out again while it is live. A request with n
 samples is one AddRequest; what comes back is addressed by request id and sample index.
 """
 
 from common.errors import WireError
-from common.messages.control import Failed, Heartbeat, PeerFailed, Ready, Stop
+from common.messages.control import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop
 from common.messages.fields import STEP_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
@@ -53,8 +54,10 @@ __all__ = [
     "EngineStats",
     "Failed",
     "FlushCache",
+    "ForChild",
     "Heartbeat",
     "PeerFailed",
+    "Profile",
     "Ready",
     "RequestFailed",
     "SampleFinish",
@@ -77,8 +80,8 @@ __all__ = [
 ForScheduler = AddRequest | AbortRequests | FlushCache
 ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
 FromWorker = WorkerReady | StepResult
-ForSupervisor = Heartbeat | Ready | Failed
-ForChild = Stop | PeerFailed
+ForSupervisor = Heartbeat | Ready | Failed | Profile
+ForChild = Stop | PeerFailed | Profile
 
 
 def decode_for_scheduler(data: bytes) -> ForScheduler:
@@ -138,6 +141,8 @@ def decode_for_supervisor(data: bytes) -> ForSupervisor:
             return Ready.from_fields(fields)
         case Failed.CODE:
             return Failed.from_fields(fields)
+        case Profile.CODE:
+            return Profile.from_fields(fields)
     raise _unknown(code, "child -> supervisor")
 
 
@@ -149,6 +154,8 @@ def decode_for_child(data: bytes) -> ForChild:
             return Stop.from_fields(fields)
         case PeerFailed.CODE:
             return PeerFailed.from_fields(fields)
+        case Profile.CODE:
+            return Profile.from_fields(fields)
     raise _unknown(code, "supervisor -> child")
 
 

@@ -1,4 +1,4 @@
-"""Messages between the supervisor and its children: heartbeats up, orders down."""
+"""Messages between the supervisor and its children: heartbeats up, orders down; `Profile` goes both ways."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -107,5 +107,31 @@ class PeerFailed:
         """Build from raw fields; raises WireError."""
         read = FieldReader("PeerFailed", fields)
         message = cls(read.text("process", 64), read.text("message", 1 << 16))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Trace the next steps of a process: asked for by the frontend, passed on by the supervisor.
+
+    Attributes:
+        process: `frontend`, `scheduler`, or `worker` for all workers.
+        step_count: how many; 0 ends the trace that runs.
+    """
+
+    CODE: ClassVar[int] = 52
+    process: str
+    step_count: int
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.process, self.step_count])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Profile":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Profile", fields)
+        message = cls(read.text("process", 64), read.integer("step_count"))
         read.done()
         return message

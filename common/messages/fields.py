@@ -10,6 +10,9 @@ from common.wire import INT32_MAX, FieldReader, array_bytes
 STEP_PARTS = ("plan", "wire", "input", "forward", "sampling", "report")
 """The parts of a step whose times are reported, in the order of `StepResult.parts_us` and `EngineStats.parts_us`."""
 
+TOKEN_MASK_LIMIT_BYTES = 1 << 20
+"""A bit for each of eight million token ids."""
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -75,6 +78,13 @@ def token_ids(value: Any) -> tuple[int, ...]:
     if type(value) is not list or len(value) > 1024:
         raise WireError("wanted an array of at most 1024 token ids")
     return tuple(token_id(entry) for entry in value)
+
+
+def token_mask(value: Any) -> bytes:
+    """A bit per token id, in whole words of 32; raises WireError."""
+    if type(value) is not bytes or len(value) % 4 or not 0 < len(value) <= TOKEN_MASK_LIMIT_BYTES:
+        raise WireError(f"wanted a mask of token ids in words of 4 bytes, got {repr(value)[:80]}")
+    return value
 
 
 def empty_u8() -> "array[int]":

@@ -14,10 +14,11 @@ from common.messages.fields import (
     logprobs_to_lists,
     token_id,
     token_ids,
+    token_mask,
 )
 from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class SlotSampling:
         bias_token_ids, bias_values: int32 and float32, aligned.
         allowed_token_ids: int32; empty allows all.
         bad_token_ids: sequences whose last token cannot be sampled after the others.
+        masked: every step that samples for the slot brings a mask of the token ids that it allows.
     """
 
     temperature: float = 1.0
@@ -49,6 +51,7 @@ class SlotSampling:
     bias_values: "array[float]" = field(default_factory=lambda: array("f"))
     allowed_token_ids: "array[int]" = field(default_factory=empty_i32)
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    masked: bool = False
 
     def to_list(self) -> list[Any]:
         """The nested array that stands in a SlotInit."""
@@ -69,6 +72,7 @@ class SlotSampling:
             array_bytes(self.bias_values),
             array_bytes(self.allowed_token_ids),
             [list(ids) for ids in self.bad_token_ids],
+            self.masked,
         ]
 
     @classmethod
@@ -92,6 +96,7 @@ class SlotSampling:
             bias_values=read.numbers("bias_values", "f"),
             allowed_token_ids=read.numbers("allowed_token_ids", "i"),
             bad_token_ids=read.entries("bad_token_ids", token_ids),
+            masked=read.flag("masked"),
         )
         read.done()
         return entry
@@ -175,6 +180,9 @@ class StepPlan:
         copy_block_ids: int32 pairs (source, destination) on the device.
         swap_out_block_ids: int32 pairs (device block, host block).
         swap_in_block_ids: int32 pairs (host block, device block).
+        mask_slots: uint16: the slots of this step's rows that sample under a mask.
+        masks: for each of them, ceil(vocab_size / 32) little-endian uint32 words: bit i % 32 of word i // 32 is set if
+            token id i may be sampled.
     """
 
     CODE: ClassVar[int] = 30
@@ -191,6 +199,8 @@ class StepPlan:
     copy_block_ids: "array[int]" = field(default_factory=empty_i32)
     swap_out_block_ids: "array[int]" = field(default_factory=empty_i32)
     swap_in_block_ids: "array[int]" = field(default_factory=empty_i32)
+    mask_slots: "array[int]" = field(default_factory=empty_u16)
+    masks: tuple[bytes, ...] = ()
 
     @property
     def token_count(self) -> int:
@@ -221,6 +231,8 @@ class StepPlan:
                 array_bytes(self.copy_block_ids),
                 array_bytes(self.swap_out_block_ids),
                 array_bytes(self.swap_in_block_ids),
+                array_bytes(self.mask_slots),
+                self.masks,
             ]
         )
 
@@ -242,6 +254,8 @@ class StepPlan:
             copy_block_ids=read.numbers("copy_block_ids", "i"),
             swap_out_block_ids=read.numbers("swap_out_block_ids", "i"),
             swap_in_block_ids=read.numbers("swap_in_block_ids", "i"),
+            mask_slots=read.numbers("mask_slots", "H"),
+            masks=read.entries("masks", token_mask),
         )
         read.done()
         message._check_counts()
@@ -256,6 +270,8 @@ class StepPlan:
         block_count = sum(self.decode_block_counts) + sum(self.chunk_block_counts)
         if block_count != len(self.block_ids):
             raise WireError(f"StepPlan: {len(self.block_ids)} block ids, the rows' counts add up to {block_count}")
+        if len(self.masks) != len(self.mask_slots):
+            raise WireError(f"StepPlan: {len(self.masks)} masks for {len(self.mask_slots)} slots")
 
 
 @dataclass(frozen=True, kw_only=True)

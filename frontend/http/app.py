@@ -20,6 +20,7 @@ from frontend.http.completions import completions
 from frontend.http.errors import error_response
 from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
+from frontend.http.profiling import start_profile, stop_profile
 
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -32,6 +33,8 @@ ROUTES = [
     Route("/version", utilities.version),
     Route("/tokenize", utilities.tokenize, methods=["POST"]),
     Route("/detokenize", utilities.detokenize, methods=["POST"]),
+    Route("/start_profile", start_profile, methods=["POST"]),
+    Route("/stop_profile", stop_profile, methods=["POST"]),
 ]
 
 

@@ -11,6 +11,7 @@ from frontend.engine import Engine, Prompt, RequestStream
 from frontend.events import Final, TokenLogprob
 from frontend.http import generation
 from frontend.http.errors import JsonResponse, not_supported
+from frontend.http.output_form import structured_outputs
 from frontend.http.prompts import completion_prompts
 from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, usage_dict
 from frontend.http.requests import CompletionRequest, decode, sampling_values
@@ -25,7 +26,7 @@ async def completions(request: Request) -> Response:
     generation.check_generation(body)
     _check_own(body)
     prompts = completion_prompts(body.prompt)
-    params = engine.make_params(_values(body))
+    params = engine.make_params({**_values(body), "structured_outputs": structured_outputs(body)})
     reply = CompletionReply(
         generation.reply_id("cmpl", request, body), model,
         logprob_count=body.logprobs, token_ids=bool(body.return_token_ids),

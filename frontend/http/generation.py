@@ -10,7 +10,6 @@ from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.engine import Engine, Prompt, RequestStream
 from frontend.events import Delta, Final
-from frontend.http.errors import not_supported
 from frontend.http.requests import GenerationRequest
 
 _SALT_LIMIT = 1024
@@ -33,9 +32,7 @@ def check_model(engine: Engine, model: str | None) -> str:
 
 
 def check_generation(body: GenerationRequest) -> None:
-    """Refuse what cannot be done (yet) and what does not fit the messages to the scheduler; raises RequestError."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise not_supported(f"response_format of type {body.response_format.type!r:.40} is", "response_format")
+    """Refuse what does not fit the messages to the scheduler; raises RequestError."""
     if body.priority is not None and abs(body.priority) > INT32_MAX:
         raise RequestError(f"priority: wanted an integer from {-INT32_MAX} to {INT32_MAX}", param="priority")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= _SALT_LIMIT:

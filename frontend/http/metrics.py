@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.messages import STEP_PARTS
 from frontend.engine import Engine
 from frontend.request import Request
 
@@ -101,6 +102,14 @@ class _SchedulerFigures(Collector):
         yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", usage)
         for name, (attribute, text) in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text, getattr(stats, attribute))
+        yield self._step_times()
+
+    def _step_times(self) -> CounterMetricFamily:
+        text = "Time that the steps took so far, by part"
+        family = CounterMetricFamily(self._prefix + "step_time_seconds", text, labels=["model_name", "part"])
+        for part, total_us in zip(STEP_PARTS, self._engine.core.step_totals_us().values(), strict=True):
+            family.add_metric([self._engine.model_names[0], part], total_us / 1e6)
+        return family
 
     def _family(
         self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, value: float

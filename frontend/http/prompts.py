@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import RequestError
+from frontend.chat.tool_formats import knows_tools
+from frontend.chat.tools import as_text, with_decoded_arguments
 from frontend.engine import ChatPrompt, Prompt
 
 PROMPT_LIMIT = 1024
@@ -42,8 +44,14 @@ def chat_prompt(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template: str = "",
 ) -> ChatPrompt:
-    """A chat as the templates expect it: every content a string.
+    """A chat as the templates expect it: every content a string, every call's arguments an object.
+
+    Args:
+        tools: checked descriptions of functions.
+        template: the model's, to see whether it knows tools.
 
     Raises:
         RequestError: no messages, one without a role, or content that is not text.
@@ -54,8 +62,12 @@ def chat_prompt(
         raise RequestError(
             "add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message"
         )
+    chat = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not knows_tools(template):
+        chat, tools = as_text(chat, tools), ()
     return ChatPrompt(
-        messages=[_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+        messages=chat,
+        tools=tools or None,
         add_generation_prompt=add_generation_prompt is not False,
         continue_final_message=bool(continue_final_message),
         template_kwargs=template_kwargs or {},
@@ -66,7 +78,11 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role: wanted a string such as 'user', got {role!r:.80}", param="messages")
-    return {**message, "role": _ROLES.get(role, role), "content": _text_of(message.get("content"), where)}
+    return {
+        **with_decoded_arguments(message, where),
+        "role": _ROLES.get(role, role),
+        "content": _text_of(message.get("content"), where),
+    }
 
 
 def _text_of(content: Any, where: str) -> str:

@@ -5,12 +5,15 @@ for the stream and the text. All others are dicts, encoded by msgspec.
 """
 
 import time
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from frontend.chat.answer import AnswerForm, AnswerParser
+from frontend.chat.parts import CallArguments, CallStart, Content, Message, Part, Reasoning
 from frontend.events import Delta, Final, SampleResult, TokenLogprob, Usage
 
 _encoder = msgspec.json.Encoder()
@@ -96,13 +99,16 @@ class ChatReply(Reply):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def choice(self, sample: SampleResult) -> dict[str, Any]:
+    def choice(self, sample: SampleResult, form: AnswerForm) -> dict[str, Any]:
         """One choice of a whole body."""
+        message: dict[str, Any] = {"role": "assistant", "content": sample.text}
+        if not form.is_plain:
+            message |= _message_fields(form.message(sample.text), form)
         choice = {
             "index": sample.index,
-            "message": {"role": "assistant", "content": sample.text},
+            "message": message,
             "logprobs": self._logprobs(sample.logprobs),
-            "finish_reason": sample.finish_reason,
+            "finish_reason": _finish_reason(sample.finish_reason, bool(message.get("tool_calls"))),
             "stop_reason": sample.stop_reason,
         }
         return choice | ({"token_ids": list(sample.token_ids)} if self.token_ids else {})
@@ -111,6 +117,32 @@ class ChatReply(Reply):
         """The first chunk of a choice."""
         delta = {"role": "assistant", "content": ""}
         return self.event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def answer_chunks(
+        self, index: int, delta: Delta, parser: AnswerParser, usage: dict[str, Any] | None = None
+    ) -> bytes:
+        """A delta of an answer that may hold more than content, as events: one for each piece, one for the end.
+
+        Log probabilities and token ids go with the first of them.
+        """
+        parts = parser.feed(delta.text) + (parser.finish() if delta.finish_reason else [])
+        is_bare = self.logprob_count is None and not self.token_ids and usage is None
+        chunks, rest = [], delta
+        for part in parts:
+            if is_bare and isinstance(part, Content):
+                chunks.append(self._plain_chunk(index, part.text))
+                continue
+            choice = {
+                **self.delta_choice(index, replace(rest, text="", finish_reason=None)),
+                "delta": _part_fields(part),
+            }
+            chunks.append(self.event(choice, usage))
+            rest = replace(delta, token_ids=array("i"), logprobs=[])
+        if delta.finish_reason or (not parts and not is_bare):
+            reason = _finish_reason(delta.finish_reason, parser.has_calls)
+            last = {**self.delta_choice(index, replace(rest, text="", finish_reason=reason)), "delta": {}}
+            chunks.append(self.event(last, usage))
+        return b"".join(chunks)
 
     def delta_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """The choice of a chunk."""
@@ -211,6 +243,39 @@ class CompletionReply(Reply):
     def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
         top = {candidate.text: candidate.logprob for candidate in reversed(entry.top[: self.logprob_count])}
         return {**top, text: entry.logprob} if self.logprob_count else {}
+
+
+def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    return "tool_calls" if reason == "stop" and has_calls else reason
+
+
+def _message_fields(message: Message, form: AnswerForm) -> dict[str, Any]:
+    """What a message holds when it is more than content."""
+    fields: dict[str, Any] = {"content": message.content}
+    if form.reasons:
+        reasoning = message.reasoning or None if form.shows_reasoning else None
+        fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if message.calls:
+        fields["content"] = message.content or None
+        fields["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.calls
+        ]
+    return fields
+
+
+def _part_fields(part: Part) -> dict[str, Any]:
+    """The `delta` of a chunk that holds one piece."""
+    match part:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 def finals_usage(finals: Sequence[Final], *, output_wanted: bool = True) -> dict[str, Any]:

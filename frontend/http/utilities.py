@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError
+from frontend.chat.tools import Tools
 from frontend.engine import Engine
 from frontend.http.errors import JsonResponse
 from frontend.http.generation import check_model
@@ -73,8 +74,11 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         ids = await engine.prompt_ids(body.prompt, body.add_special_tokens)
     else:
+        tools = Tools.of(body.tools, None).tools
         chat = chat_prompt(
             body.messages or [],
+            tools=tools,
+            template=engine.tokenizer.template_text(with_tools=bool(tools)),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,

@@ -164,15 +164,14 @@ def default_answers(default_case):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("condition", ["pressure", "chunk-block+1", "run-ahead-0"])
-def test_the_default_model_gives_the_tokens_of_transformers(default_case, default_answers, condition):
+def test_the_default_model_gives_the_same_tokens_under_other_conditions(default_case, default_answers, condition):
     _, model, prompts = default_case
-    limits = {"pressure": {"block_count": 100}}.get(condition, CONDITIONS[condition])
-    count = 6 if condition.startswith("chunk") else len(prompts)
+    limits = {"pressure": {"block_count": 40}}.get(condition, CONDITIONS[condition])
     engine = MemoryEngine(model, **limits)
-    assert engine.generate(prompts[:count], OUTPUT_COUNT) == default_answers[:count]
+    assert engine.generate(prompts[:8], 24) == [answer[:24] for answer in default_answers[:8]]
     if condition == "pressure":
         assert engine.core.stats().preemptions > 0
-        assert engine.generate(prompts, OUTPUT_COUNT) == default_answers, "with a warm prefix cache"
+        assert engine.generate(prompts[:4], 24) == [answer[:24] for answer in default_answers[:4]], "a warm cache"
 
 
 @pytest.mark.slow

@@ -152,6 +152,12 @@ class FakeLink:
         self.detail = detail
         self.is_ready.set()
 
+    def set_state(self, state: str) -> None:
+        self.state = state
+
+    def profile(self, order: m.Profile) -> None:
+        self.order(order)
+
     def order(self, order) -> None:
         self._orders.put(order)
         os.write(self._write_fd, b"x")

@@ -163,3 +163,66 @@ def test_run_ahead_bounds_the_plans_in_flight():
     assert [run.plan() is not None for _ in range(4)] == [True, True, True, False]
     run.deliver()
     assert run.plan() is not None and run.plan() is None
+
+
+def test_a_prompt_that_waits_for_a_shared_start_is_looked_up_once():
+    """Many equal long prompts behind one under way must not be looked up in every step."""
+    run = engine(max_num_batched_tokens=64)
+    lookups = []
+    cache = run.core.state.cache
+    original = cache.lookup
+    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    messages = [simple_request(i, prompt_of(1000), max_tokens=2) for i in range(10)]
+    for message in messages:
+        run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+    assert run.worker.computed_tokens == 1000 + 9 * 1 + 10 * 1
+    assert len(lookups) <= 3 * 10
+    assert run.plans <= -(-1000 // 64) + 3
+
+
+def test_a_prompt_waits_only_for_the_part_it_shares():
+    run = engine(max_num_batched_tokens=64)
+    run.send(simple_request(0, prompt_of(1000), max_tokens=1))
+    run.send(simple_request(1, prompt_of(1000)[:20] + prompt_of(30, 1), max_tokens=1))
+    steps = 0
+    while (1, 0) not in run.outputs:
+        run.step()
+        steps += 1
+    assert steps <= 4 and run.cached_counts[1, 0] == 20
+    run.run()
+
+
+def test_a_prompt_without_room_is_not_looked_up_in_every_step():
+    run = engine(block_count=40, max_num_batched_tokens=64)
+    lookups = []
+    cache = run.core.state.cache
+    original = cache.lookup
+    run.send(simple_request(0, prompt_of(40), max_tokens=100))
+    run.step()
+    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    run.send(simple_request(1, prompt_of(140, 1), max_tokens=4))
+    steps = 0
+    while run.step():
+        steps += 1
+    assert steps > 100 and len(lookups) <= 100 // 32 + 2
+    assert len(run.reasons) == 2
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_no_new_sequence_enters_while_a_preempted_one_waits(run_ahead):
+    random = Random(run_ahead)
+    run = engine(block_count=40, max_num_batched_tokens=24, run_ahead=run_ahead, max_num_seqs=6)
+    for i in range(40):
+        run.send(simple_request(i, prompt_of(random.choice((3, 10, 60)), i), max_tokens=random.randrange(1, 40)))
+    state, preempted_at_all = run.core.state, False
+    while not run.core.is_idle:
+        waiting_before, preempted_before = len(state.waiting), list(state.preempted)
+        planned = run.plan() is not None
+        if preempted_before and len(state.waiting) < waiting_before:
+            assert not any(sequence in state.preempted for sequence in preempted_before)
+        preempted_at_all = preempted_at_all or bool(preempted_before)
+        if not planned:
+            run.deliver()
+    assert preempted_at_all

@@ -51,7 +51,6 @@ class Harness:
         self.plans = bind_pull(self.context, self.config.endpoint("plans-0"))
         self.requests = connect_push(self.context, self.config.endpoint("requests"))
         self.results = connect_push(self.context, self.config.endpoint("results"))
-        self.worker = SimulatedWorker(block_size=4, block_count=64)
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.stats: list[EngineStats] = []
         (folder / "config.json").write_text(self.config.to_json())
@@ -73,9 +72,10 @@ class Harness:
     def order(self, message: Stop | PeerFailed) -> None:
         self.supervisor.send_multipart([b"scheduler", message.to_wire()])
 
-    def worker_ready(self) -> EngineReady:
+    def worker_ready(self, block_count: int = 64) -> EngineReady:
+        self.worker = SimulatedWorker(block_size=4, block_count=block_count)
         ready = WorkerReady(
-            protocol_version=PROTOCOL_VERSION, rank=0, max_model_len=200, block_size=4, block_count=64,
+            protocol_version=PROTOCOL_VERSION, rank=0, max_model_len=200, block_size=4, block_count=block_count,
             host_block_count=0, block_bytes=1, vocab_size=997, device_name="cpu",
         )  # fmt: skip
         self.results.send(ready.to_wire())
@@ -169,6 +169,20 @@ def test_serves_requests_and_survives_bad_bytes(harness):
     assert not harness.serve(15)
     assert harness.tokens == expected_outputs(messages)
     assert resident_bytes(harness.child.pid) < 80 << 20
+
+
+def test_a_small_cache_serves_everybody_who_can_be_served(harness):
+    """Faults C1, C3 and C8 through the real process: refusal, preemption with tokens in flight, prefix hits."""
+    harness.worker_ready(block_count=10)
+    messages = [simple_request(i, range(i % 3, 12), max_tokens=16) for i in range(12)]
+    harness.requests.send(simple_request(99, range(100), max_tokens=1).to_wire())
+    for message in messages:
+        harness.requests.send(message.to_wire())
+    failures = harness.serve(len(messages) + 1)
+    assert list(failures) == [99] and failures[99].error_code == "context_length_exceeded"
+    assert harness.tokens == expected_outputs(messages)
+    harness.serve_until_idle()
+    assert harness.stats[-1].preemptions > 0
 
 
 def test_random_aborts_leave_nothing_behind(harness):

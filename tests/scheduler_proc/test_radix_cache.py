@@ -129,7 +129,7 @@ def test_flush_forgets_what_nobody_holds():
     books.cache.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_longest_match_against_brute_force(seed):
     """Without eviction, the match is the longest start that any computed sequence shares."""

@@ -178,13 +178,13 @@ def replay(seed: int) -> None:
         raise
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_random_schedules(seed):
     replay(seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
 def test_colliding_hashes_are_not_mistaken(seed):
     bad_hashes = [lambda content, seed: 42, lambda content, seed: content[0]]

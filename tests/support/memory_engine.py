@@ -7,6 +7,7 @@ idle its books are recounted (check 1 of the fault list). Unused KV memory holds
 from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ from common.messages import (
 )
 from common.sampling_params import SamplingParams
 from scheduler_proc.core import SchedulerCore
+from scheduler_proc.grammar import Grammars
 from scheduler_proc.state import Limits
 from tests.support.poison import poison
 from worker_proc.kv_cache import KVCache, cache_specs
@@ -48,11 +50,19 @@ class MemoryEngine:
 
     Args:
         model: in its final form, on the CPU.
+        tokenizer_file: the model's tokenizer.json, for structured outputs.
         kv_cache_dtype: as the option.
         limits: what differs from `LIMITS`.
     """
 
-    def __init__(self, model: LlamaForCausalLM, *, kv_cache_dtype: str = "auto", **limits: object) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        tokenizer_file: Path | None = None,
+        *,
+        kv_cache_dtype: str = "auto",
+        **limits: object,
+    ) -> None:
         self.limits = replace(LIMITS, **limits)
         cache = KVCache(
             cache_specs(model.config, model.model.norm.weight.dtype, kv_cache_dtype),
@@ -64,7 +74,8 @@ class MemoryEngine:
         poison(cache)
         step_limits = StepLimits(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         self.runner = CpuRunner(model, cache, step_limits, self.limits.max_model_len, model.config.vocab_size)
-        self.core = SchedulerCore(self.limits, clock=lambda: 0.0)
+        grammars = None if tokenizer_file is None else Grammars(tokenizer_file, model.config.vocab_size)
+        self.core = SchedulerCore(self.limits, clock=lambda: 0.0, grammars=grammars)
         self.samples: dict[tuple[int, int], Sample] = {}
         self.failures: dict[int, RequestFailed] = {}
         self._in_flight: deque[StepPlan] = deque()

@@ -19,14 +19,10 @@ from common.messages import (
     decode_for_worker,
     decode_from_worker,
 )
-from kernels import interpreter
 from tests.support.poison import poison
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
 from worker_proc.runner import CpuRunner
-
-if not torch.cuda.is_available():
-    interpreter.enable()
 
 TINY = {
     "vocab_size": 131,
@@ -81,6 +77,16 @@ class DrivenRequest:
         return self.tokens[self.prompt_count :]
 
 
+def masked_ids(length: int) -> list[int]:
+    """What a masked request of that many tokens may sample next: each time another few ids."""
+    return sorted(Random(length).sample(range(TINY["vocab_size"]), 9))
+
+
+def mask_of(token_ids: list[int]) -> bytes:
+    """As `StepPlan.masks` has it."""
+    return sum(1 << token_id for token_id in token_ids).to_bytes(-(-TINY["vocab_size"] // 32) * 4, "little")
+
+
 class PlanDriver:
     """A scheduler for tests: gives requests slots and shuffled blocks, and runs the plans that a test asks for."""
 
@@ -112,6 +118,8 @@ class PlanDriver:
         decode_blocks = [self._append(request, 1) for request in decodes]
         chunk_blocks = [self._append(request, count) for request, count in chunks]
         self._step_id += 1
+        self._sampled = [*decodes, *(r for r, count in chunks if r.computed + count == len(r.tokens))]
+        masked = [request for request in self._sampled if request.sampling.masked]
         cleared, self._cleared = self._cleared, []
         plan = StepPlan(
             step_id=self._step_id,
@@ -124,8 +132,9 @@ class PlanDriver:
             block_ids=array("i", [block for blocks in decode_blocks + chunk_blocks for block in blocks]),
             new_slots=tuple(self._init(request) for request, _ in chunks if not request.started),
             cleared_slots=array("H", cleared),
+            mask_slots=array("H", [request.slot for request in masked]),
+            masks=tuple(mask_of(masked_ids(len(request.tokens))) for request in masked),
         )
-        self._sampled = [*decodes, *(r for r, count in chunks if r.computed + count == len(r.tokens))]
         for request, count in [*((request, 1) for request in decodes), *chunks]:
             request.computed += count
             request.started = True
@@ -208,20 +217,17 @@ def gpu_runner(model, cache: KVCache, limits: StepLimits, max_model_len: int, vo
 def make_driver():
     """make(folder or model, ...) -> a PlanDriver over a fresh runner whose cache holds NaN where nothing was written.
 
-    With `kernels` it is the GPU's runner, on the CPU in Triton's interpreter.
+    With `kernels` it is the GPU's runner, without a GPU in Triton's interpreter.
     """
 
     def make(
         folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
         kernels=False, kv_cache_dtype="auto",
     ):  # fmt: skip
-        model = (
-            load_model(folder, device=torch.device("cpu"), dtype=torch.float32) if isinstance(folder, Path) else folder
-        )
+        device = torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu")
+        model = load_model(folder, device=device, dtype=torch.float32) if isinstance(folder, Path) else folder
         specs = cache_specs(model.config, torch.float32, kv_cache_dtype)
-        cache = KVCache(
-            specs, block_size=block_size, block_count=block_count, host_block_count=4, device=torch.device("cpu")
-        )
+        cache = KVCache(specs, block_size=block_size, block_count=block_count, host_block_count=4, device=device)
         poison(cache)
         limits = StepLimits(slot_count, token_limit)
         if kernels:
@@ -233,6 +239,12 @@ def make_driver():
         return driver
 
     return make
+
+
+@pytest.fixture(name="masked_ids")
+def masked_ids_fixture():
+    """The function `masked_ids`."""
+    return masked_ids
 
 
 @pytest.fixture

@@ -52,6 +52,8 @@ SAMPLED = [
         bad_token_ids=((7,), (20, 21), tuple(range(3, 13))), end_token_ids=(2, 30), min_output_count=4,
     ),
     SlotSampling(temperature=1.0, seed=4, allowed_token_ids=array("i", range(40, 60))),
+    SlotSampling(temperature=0.0, masked=True, logprobs=2),
+    SlotSampling(temperature=1.2, seed=8, masked=True, top_p=0.9, presence_penalty=0.5),
 ]  # fmt: skip
 
 
@@ -70,6 +72,22 @@ def test_the_kernels_sample_what_the_cpu_samples(tiny_model, make_driver):
             assert (cpu.rank, cpu.top_token_ids) == (kernel.rank, kernel.top_token_ids)
             np.testing.assert_allclose(kernel.logprob, cpu.logprob, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(kernel.top_logprobs, cpu.top_logprobs, rtol=1e-4, atol=1e-4)
+
+
+@both_runners
+def test_masked_rows_sample_what_each_step_allows(kernels, tiny_model, make_driver, masked_ids):
+    _, folder = tiny_model("Llama")
+    driver = make_driver(folder, kernels=kernels)
+    free = driver.add(prompt(5))
+    masked = [driver.add(prompt(3 + i), SlotSampling(temperature=1.0, seed=i, masked=True)) for i in range(3)]
+    driver.run([free, *masked], 5, chunk=2)
+    for request in masked:
+        for place in range(request.prompt_count, len(request.tokens)):
+            assert request.tokens[place] in masked_ids(place)
+    alone = make_driver(folder)
+    other = alone.add(prompt(5))
+    alone.run([other], 5)
+    assert free.output == other.output, "a row without a mask is not touched"
 
 
 @pytest.mark.parametrize(("depth", "kernels"), [(1, False), (2, False), (2, True)])

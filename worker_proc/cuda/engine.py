@@ -4,6 +4,7 @@ Called by `worker_proc.engine`, which has loaded the model.
 """
 
 import logging
+import sys
 import time
 
 import torch
@@ -31,6 +32,9 @@ START_SECONDS = 10.0
 """After this long no further bucket is prepared at start. A first start on a machine compiles each kernel, which takes
 about 45 s for all; later ones find them on disk, and all buckets take about 4 s."""
 
+THREAD_SWITCH_S = 2e-4
+"""How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
+
 SAFETY_BYTES = 256 << 20
 """Left alone beside the utilisation asked for: fragmentation, and what the first real steps still load."""
 
@@ -41,12 +45,14 @@ def cuda_runner(
     """A runner that has run every bucket that start-up covers, and the size of its cache.
 
     Raises:
-        ConfigError: more sequences a step than the kernels take, or no memory left for the cache.
+        ConfigError: more sequences a step than the kernels take, no memory left for the cache, or --deterministic.
     """
     if limits.max_num_seqs > MAX_ROWS:
         raise ConfigError(f"--max-num-seqs is {limits.max_num_seqs}; at most {MAX_ROWS} are supported on a GPU")
     start = time.monotonic()
-    torch.cuda.set_stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
+    if config.worker.deterministic:
+        raise ConfigError("--deterministic is not supported on a GPU so far; leave it out, or use --device cpu")
+    prepare_thread()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     model_limit = model.config.context_limit
     max_len = min(config.model.max_model_len or model_limit, model_limit)
@@ -55,7 +61,7 @@ def cuda_runner(
         forward = _forward(model, limits, max_len)
         slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device)
         graph_bytes = _profile(forward, slots, limits, specs, vocabulary)
-    available = _available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
+    available = available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
     size = choose_size(config, limits, specs, model_limit, available)
     cache = KVCache(
         specs, block_size=config.cache.block_size, block_count=size.block_count,
@@ -66,6 +72,12 @@ def cuda_runner(
     torch.cuda.synchronize()
     logger.info("prepared %s, %.2f s after the weights were loaded", prepared, time.monotonic() - start)
     return runner, size
+
+
+def prepare_thread() -> None:
+    """This thread issues steps: on a stream of its own, since graphs cannot be captured on the default one."""
+    sys.setswitchinterval(THREAD_SWITCH_S)
+    torch.cuda.set_stream(torch.cuda.Stream())
 
 
 def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int) -> Forward:
@@ -102,7 +114,7 @@ def _profile(
     return GRAPH_ALLOWANCE * max(0, before - torch.cuda.mem_get_info()[0])
 
 
-def _available_bytes(utilization: float, graph_bytes: int) -> int:
+def available_bytes(utilization: float, graph_bytes: int) -> int:
     """What the cache may take: the share asked for, less what is used by now and what graphs will use."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -26,6 +26,7 @@ from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PromptPiece
 from worker_proc.slots import SlotMirror, StateWrites
+from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows
 
 PROMPT_LOGPROB_ROWS = 64
@@ -67,12 +68,14 @@ class CudaRunner:
         start = time.perf_counter_ns()
         lane = self._lanes.take()
         lane.begin()
-        packed = self._prepare(plan)
+        with span("input"):
+            packed = self._prepare(plan)
         input_us = (time.perf_counter_ns() - start) // 1000
         step = PendingStep(plan.step_id, lane, self._lanes, packed.sampled_rows, input_us)
         if packed.token_count:
             bucket = self._bucket(packed.decode_rows, packed.chunk_rows, packed.token_count)
-            step = self._run(step, packed, bucket)
+            with span("forward"):  # with the sampling, which is in the same graph
+                step = self._run(step, packed, bucket)
             lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
         lane.end()
         return step
@@ -122,6 +125,8 @@ class CudaRunner:
         packed = self._stager.pack(plan, self._ring.next_buffer())
         addresses, values = self._ring.copy(packed.size, writes)
         scatter_words(self.slots.memory, addresses, values)
+        if plan.masks:
+            self.slots.set_masks(plan.mask_slots, plan.masks)
         for init in plan.new_slots:
             self._special.start(init)
         return packed

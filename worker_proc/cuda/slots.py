@@ -3,6 +3,7 @@
 What the sampling kernel does not cover stays with `special_rows`. Called by the GPU runner.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from common.messages import SlotInit, SlotSampling
 from common.sampling_params import TEMPERATURE_FLOOR
 from kernels.sampling_state import BAD_WORD_TOKENS, CHOICE_COUNT, NUMBER_COUNT, SamplingState
 from worker_proc.slots import IntArray, SlotMemory, StateWrites, div_ceil
+from worker_proc.transfer import to_device
 
 MAX_BIASES, MAX_BANNED, MAX_BAD_WORDS = 320, 64, 32
 _WORD_WIDTH = BAD_WORD_TOKENS + 1
@@ -43,6 +45,12 @@ class DeviceSlots(SlotMemory):
             allowed=self.tables["allowed"],
             bad_words=self.tables["bad_words"].view(slot_count + 1, MAX_BAD_WORDS, _WORD_WIDTH),
         )
+
+    def set_masks(self, slots: Sequence[int], masks: Sequence[bytes]) -> None:
+        """Which token ids the slots may sample in the steps that follow, as in `StepPlan.masks`; in stream order."""
+        words = np.frombuffer(b"".join(masks), "<i4").reshape(len(slots), -1)
+        lines = to_device(np.column_stack((np.asarray(slots, np.int32), words)), self.device)
+        self.sampling.allowed.index_copy_(0, lines[:, 0].long(), lines[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,8 @@ def _choices(init: SlotInit, rules: KernelRules) -> IntArray:
     seed = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
     values = (
         sampling.top_k, -1, init.slot if is_penalised(sampling) else -1, rules.biases, rules.banned,
-        init.prompt_count + sampling.min_output_count, *seed, init.slot if sampling.allowed_token_ids else -1,
-        rules.bad_words,
+        init.prompt_count + sampling.min_output_count, *seed,
+        init.slot if sampling.allowed_token_ids or sampling.masked else -1, rules.bad_words,
     )  # fmt: skip
     choices = np.zeros(CHOICE_COUNT, dtype=np.int32)
     choices[: len(values)] = values

@@ -32,6 +32,8 @@ class Scheduler:
     """Answers every request with the tokens of ANSWER over and over, one step after another.
 
     Attributes:
+        answer: another text to answer with.
+        stops: the answer is given once, and ends with `stop`.
         aborted: ids of requests that were aborted.
         hold_after: tokens after which a request gets no more; None for never.
         fail_after: tokens after which a request fails; None for never.
@@ -42,6 +44,8 @@ class Scheduler:
         self.engine: Engine
         self.added: list[AddRequest] = []
         self.aborted: list[int] = []
+        self.answer = ANSWER
+        self.stops = False
         self.hold_after: int | None = None
         self.fail_after: int | None = None
         self.refuse: RequestFailed | None = None
@@ -65,8 +69,9 @@ class Scheduler:
         elif done == self.fail_after:
             handle(RequestFailed(request.request_id, "engine_dead", "worker-0 was killed", 503))
         elif done != self.hold_after and request.request_id not in self.aborted:
-            handle(self._tokens(request, done))
-            if done + 1 < request.params.max_tokens:
+            out = self._tokens(request, done)
+            handle(out)
+            if not out.finishes:
                 self._later(self._step, request, done + 1)
 
     def _refusal(self) -> tuple[Any, ...]:
@@ -74,9 +79,10 @@ class Scheduler:
         return refuse.error_code, refuse.message, refuse.status, refuse.param, refuse.retry_after_ms
 
     def _tokens(self, request: AddRequest, done: int) -> TokensOut:
-        answer = self.engine.tokenizer.encode(ANSWER, add_special_tokens=False)
+        answer = self.engine.tokenizer.encode(self.answer, add_special_tokens=False)
         rows = range(request.params.n)
-        last = done + 1 == request.params.max_tokens
+        stops = self.stops and done + 1 == len(answer)
+        last = stops or done + 1 == request.params.max_tokens
         token_ids = array("i", [answer[done % len(answer)] for _ in rows])
         logprobs = () if request.params.logprobs is None else tuple(entry(row, t) for row, t in enumerate(token_ids))
         prompt = ()
@@ -87,7 +93,7 @@ class Scheduler:
             sample_indices=array("B", rows),
             token_ids=token_ids,
             cached_counts=array("i", [3 for _ in rows]) if done == 0 else array("i"),
-            finishes=tuple(SampleFinish(row, "length") for row in rows) if last else (),
+            finishes=tuple(SampleFinish(row, "stop" if stops else "length") for row in rows) if last else (),
             logprobs=logprobs,
             prompt_logprobs=prompt,
         )
@@ -111,11 +117,13 @@ class Api:
             transport=httpx.ASGITransport(app=self.app, raise_app_exceptions=False), base_url="http://test"
         )
 
-    def ready(self) -> "Api":
+    def ready(self, max_model_len: int = 512) -> "Api":
         """Bring the engine up."""
         vocab_size = self.engine.tokenizer.vocab_size
         self.engine.core.handle(
-            EngineReady(max_model_len=512, max_num_seqs=8, block_size=16, block_count=64, vocab_size=vocab_size)
+            EngineReady(
+                max_model_len=max_model_len, max_num_seqs=8, block_size=16, block_count=64, vocab_size=vocab_size
+            )
         )
         return self
 

@@ -1,14 +1,10 @@
-"""Drivers of the GPU's runner: on a GPU in bfloat16 with graphs, elsewhere in Triton's interpreter in float32."""
+"""Drivers of the GPU's runner: on a GPU with graphs, elsewhere in Triton's interpreter."""
 
 import pytest
 import torch
 
 from common.config import StepLimits
-from kernels import interpreter, tuning
-
-if not torch.cuda.is_available():
-    interpreter.enable()
-
+from kernels import tuning
 from worker_proc.cuda.fused_forward import FusedForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
@@ -39,9 +35,8 @@ def make_gpu_driver(plan_driver):
     `padded` pads every step to its bucket without a GPU too; `eager` runs without graphs on one.
     """
 
-    def make(folder, device, *, slot_count=4, block_count=48, padded=False, eager=False):
+    def make(folder, device, *, slot_count=4, block_count=48, padded=False, eager=False, dtype=torch.float32):
         place = torch.device(device)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model = load_model(folder, device=place, dtype=dtype)
         limits = StepLimits(slot_count, 64)
         cache = KVCache(

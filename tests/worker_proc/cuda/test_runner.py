@@ -7,7 +7,10 @@ import torch
 
 from common.messages import SlotSampling
 
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU in this process")
+devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -15,14 +18,15 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 131) for _ in range(count)]
 
 
+@devices
 @pytest.mark.parametrize(("family", "extra"), [("Llama", {}), ("Qwen2", {}), ("Mistral", {"sliding_window": 6})])
 def test_greedy_batch_equals_transformers(
-    family, extra, tiny_model, make_gpu_driver, fused_sizes, reference_tokens, request
+    device, family, extra, tiny_model, make_gpu_driver, fused_sizes, reference_tokens, request
 ):
     if family != "Llama":
         request.getfixturevalue("library_products")
     reference, folder = tiny_model(family, **fused_sizes, **extra)
-    driver = make_gpu_driver(folder, "cpu")
+    driver = make_gpu_driver(folder, device)
     requests = [driver.add(prompt(length, seed=length)) for length in (1, 10)]
     driver.run(requests, 3, chunk=7)
     for sample in requests:
@@ -73,7 +77,7 @@ def test_bfloat16_logits_are_close_to_float32(tiny_model, make_gpu_driver, fused
 
     _, folder = tiny_model("Qwen3", **fused_sizes)
     ids = prompt(40)
-    driver = make_gpu_driver(folder, "cuda", eager=True)
+    driver = make_gpu_driver(folder, "cuda", eager=True, dtype=torch.bfloat16)
     request = driver.add(ids)
     plan = driver.plan([(request, len(ids))])
     step = driver.issue(plan)

@@ -1,0 +1,204 @@
+"""The frontend's core with everything recorded that it is told and tells: requests as they enter, events as they leave.
+
+    calls     [SUBMIT, prompt ids, params, options] [ABORT, id] [DRAIN] [FAIL_ALL, message, code, dead] [FLUSH]
+    events    [DELTA, request, delta] [FINAL, request, samples, usage] [FAILED, request, code, message] [REFUSED, ...]
+
+What the scheduler sends and gets is recorded where it leaves and enters the process (`main`). The HTTP API and the
+client socket are outside: what they do is turn bytes into calls, and events into bytes. `replay` makes the same calls
+on the same class, with a comparison in the place of the recorder.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from common.client_messages import Delta
+from common.errors import RequestError, WireError
+from common.recording import Link, Recorder
+from common.sampling_params import SamplingParams
+from common.wire import FieldReader, array_bytes, pack, unpack
+from frontend.core import Core
+from frontend.events import Final, Sink, Timings
+from frontend.request import Request
+
+SUBMIT, ABORT, DRAIN, FAIL_ALL, FLUSH = range(5)
+DELTA, FINAL, FAILED, REFUSED = range(4)
+
+
+class Log(Protocol):
+    """Takes what the core is told and tells; the first field is the kind."""
+
+    def call(self, *fields: Any) -> None:
+        """The core is called."""
+
+    def event(self, *fields: Any) -> None:
+        """The core has something for a client."""
+
+
+class RecorderLog:
+    """Has it recorded."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def call(self, *fields: Any) -> None:
+        """The core is called."""
+        self._recorder.received(Link.CALLS, pack(fields))
+
+    def event(self, *fields: Any) -> None:
+        """The core has something for a client."""
+        self._recorder.sent(Link.EVENTS, pack(fields))
+
+
+class RecordedSink:
+    """Records a request's events on their way to who asked.
+
+    Args:
+        log: takes what is to be recorded.
+        sink: takes the events.
+    """
+
+    __slots__ = ("_log", "_sink", "request_id")
+
+    def __init__(self, log: Log, sink: Sink) -> None:
+        self.request_id = -1
+        self._log = log
+        self._sink = sink
+
+    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+        """One more token of a sample."""
+        self._record(DELTA, sample_index, text, token_id)
+        self._sink.on_token(sample_index, text, token_id)
+
+    def on_delta(self, delta: Delta) -> None:
+        """New output of a sample."""
+        self._record(DELTA, *delta.to_list())
+        self._sink.on_delta(delta)
+
+    def on_final(self, final: Final) -> None:
+        """The request ended."""
+        usage = final.usage
+        samples = [
+            [s.text, array_bytes(s.token_ids), s.finish_reason, s.stop_reason, _lists(s.logprobs)]
+            for s in final.samples
+        ]
+        prompt_logprobs = _lists(final.prompt_logprobs)
+        usage_list = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
+        self._record(FINAL, samples, usage_list, prompt_logprobs)
+        self._sink.on_final(final)
+
+    def on_failed(self, error: RequestError) -> None:
+        """The request failed."""
+        self._record(FAILED, error.code, str(error))
+        self._sink.on_failed(error)
+
+    def _record(self, kind: int, *fields: Any) -> None:
+        self._log.event(kind, self.request_id, *fields)
+
+
+def _lists(entries: Any) -> Any:
+    return None if entries is None else [None if entry is None else entry.to_list() for entry in entries]
+
+
+class RecordedCore(Core):
+    """A core whose calls and events are recorded.
+
+    Args:
+        log: takes what is to be recorded.
+        arguments: Core's.
+    """
+
+    def __init__(self, log: Log, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._log = log
+
+    def submit(
+        self,
+        prompt_token_ids: "array[int]",
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        timings: Timings | None = None,
+        **options: Any,
+    ) -> Request:
+        """As Core's; raises RequestError."""
+        timings = timings or self.arrival()
+        arrival = [timings.arrived_at_s, timings.arrived_s]
+        self._log.call(SUBMIT, array_bytes(prompt_token_ids), params.to_wire(), options, arrival)
+        recorded = RecordedSink(self._log, sink)
+        try:
+            request = super().submit(prompt_token_ids, params, recorded, timings=timings, **options)
+        except RequestError as error:
+            self._log.event(REFUSED, -1, error.code, str(error))
+            raise
+        recorded.request_id = request.request_id
+        return request
+
+    def abort(self, request_id: int) -> None:
+        """As Core's."""
+        self._log.call(ABORT, request_id)
+        super().abort(request_id)
+
+    def drain(self) -> None:
+        """As Core's."""
+        self._log.call(DRAIN)
+        super().drain()
+
+    def fail_all(self, message: str, *, code: str = "engine_dead", dead: bool = True) -> None:
+        """As Core's."""
+        self._log.call(FAIL_ALL, message, code, dead)
+        super().fail_all(message, code=code, dead=dead)
+
+    def flush_cache(self) -> None:
+        """As Core's."""
+        self._log.call(FLUSH)
+        super().flush_cache()
+
+
+class DroppedEvents:
+    """A sink for requests that nobody reads any more."""
+
+    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+        """One more token."""
+
+    def on_delta(self, delta: Delta) -> None:
+        """New output."""
+
+    def on_final(self, final: Final) -> None:
+        """The end."""
+
+    def on_failed(self, error: RequestError) -> None:
+        """The end, with an error."""
+
+
+def repeat_call(core: Core, data: bytes) -> None:
+    """Make a recorded call again; a request that is refused is refused in silence.
+
+    Raises:
+        WireError: not a record of a call.
+    """
+    kind, fields = unpack(data)
+    read = FieldReader("call", fields)
+    calls: dict[int, Callable[[Core, FieldReader], None]] = {
+        SUBMIT: _submit_again,
+        ABORT: lambda core, read: core.abort(read.integer("request_id")),
+        DRAIN: lambda core, _: core.drain(),
+        FAIL_ALL: lambda core, read: core.fail_all(
+            read.text("message"), code=read.text("code"), dead=read.flag("dead")
+        ),
+        FLUSH: lambda core, _: core.flush_cache(),
+    }
+    if kind not in calls:
+        raise WireError(f"call {kind} is not known")
+    calls[kind](core, read)
+
+
+def _submit_again(core: Core, read: FieldReader) -> None:
+    token_ids = read.numbers("prompt_token_ids", "i")
+    params = SamplingParams.from_wire(read.mapping("params"))
+    options = read.mapping("options")
+    arrived_at_s, arrived_s = read.nested("arrival", lambda pair: pair)
+    try:
+        core.submit(token_ids, params, DroppedEvents(), timings=Timings(arrived_at_s, arrived_s), **options)
+    except RequestError:
+        return  # as it was when it was recorded

@@ -1,0 +1,80 @@
+"""How the GPU worker is put together: sizes and refusals, on a pretended card; models that fall back."""
+
+import pytest
+import torch
+
+from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits, WorkerOptions
+from common.errors import ConfigError
+from worker_proc.cuda import engine
+from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
+from worker_proc.cuda.plain_forward import PlainForward
+from worker_proc.kv_cache import cache_specs
+from worker_proc.loader import load_model
+
+GIB = 1 << 30
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.fixture
+def pretended_card(monkeypatch):
+    """The card as far as start-up asks it: 8 GiB, 3 of them free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (3 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda *_: None)
+    monkeypatch.setattr(engine, "prepare_thread", lambda: None)
+
+
+@pytest.fixture
+def start(tiny_model, pretended_card, library_products):
+    """start(options, **model values) -> (runner, size), on the CPU."""
+
+    def make(family="Llama", seqs=2, model_values=None, **groups):
+        _, folder = tiny_model(family, **(model_values or {}))
+        model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+        config = EngineConfig(scheduler=SchedulerOptions(max_num_seqs=seqs, max_num_batched_tokens=16), **groups)
+        specs = cache_specs(model.config, torch.float32, "auto")
+        return engine.cuda_runner(config, StepLimits(seqs, 16), model, specs, 131)
+
+    return make
+
+
+def test_the_cache_gets_what_the_share_leaves(pretended_card):
+    in_use = 5 * GIB
+    assert engine.available_bytes(0.9, 1000) == int(8 * GIB * 0.9) - in_use - 1000 - engine.SAFETY_BYTES
+    assert engine.available_bytes(0.5, 0) == 0
+
+
+def test_a_small_model_starts_and_every_bucket_runs(start):
+    runner, size = start(cache=CacheOptions(num_kv_blocks=40))
+    assert size.block_count == 40
+    assert runner.mirror.sampling == [None, None], "warming up took a slot"
+    assert not runner.slots.known_lengths.any(), "warming up wrote to a slot"
+
+
+def test_more_rows_than_the_kernels_take_are_refused(start):
+    with pytest.raises(ConfigError, match="--max-num-seqs is 2000; at most 1024"):
+        engine.cuda_runner(EngineConfig(), StepLimits(2000, 4096), None, [], 10)
+
+
+def test_determinism_is_refused(start):
+    with pytest.raises(ConfigError, match="--deterministic"):
+        start(worker=WorkerOptions(deterministic=True))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"head_dim": 16}, "head_dim 16"),
+        ({"head_dim": 64, "attention_bias": True}, "biases"),
+        ({"head_dim": 64, "rope_parameters": DYNAMIC_ROPE}, "rope type dynamic"),
+        ({"head_dim": 64}, None),
+    ],
+)
+def test_models_that_the_fused_pass_does_not_cover_fall_back(values, reason, tiny_model):
+    _, folder = tiny_model("Llama", **values)
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    found = unsupported_reason(model)
+    assert (found is None) == (reason is None) and (reason is None or reason in found), found
+    kind = FusedForward if reason is None else PlainForward
+    with torch.inference_mode():
+        assert isinstance(engine._forward(model, StepLimits(2, 16), 32), kind)

@@ -1,0 +1,131 @@
+"""`python -m worker_proc.replay DIR`: the worker alone, on the plans that a recording says it received.
+
+Loads the model as the recorded worker did, with a cache of the same size, and runs the plans in order, as far ahead of
+their results as they were. Results must be equal but for the times they report: the same machine computes the same
+tokens.
+"""
+
+import logging
+import sys
+import time
+from argparse import Namespace
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from common import log, replaying
+from common.config import EngineConfig, with_changes
+from common.errors import RecordingError, WireError
+from common.messages import STEP_PARTS, StepResult, WorkerReady, decode_for_worker, decode_from_worker
+from common.recording import Direction, Link, Recording
+from common.replaying import Comparison, Outcome, quantiles_us
+from worker_proc.main import limit_spinning
+
+WORKER_PARTS = STEP_PARTS[2:]
+
+
+def readable(link: int, data: bytes) -> object:
+    """A sent message without the times that its step took."""
+    message = decode_from_worker(data)
+    return replace(message, parts_us=array("i")) if isinstance(message, StepResult) else message
+
+
+def config_of(recording: Recording) -> EngineConfig:
+    """The recorded configuration, with the cache's size as it was found then.
+
+    Raises:
+        RecordingError: the worker never became ready.
+    """
+    config = recording.config
+    for record in recording.records:
+        if record.link == Link.RESULTS:
+            ready = decode_from_worker(record.data)
+            if isinstance(ready, WorkerReady):
+                cache = replace(config.cache, num_kv_blocks=ready.block_count)
+                model = replace(config.model, max_model_len=ready.max_model_len)
+                return with_changes(config, cache=cache, model=model)
+    raise RecordingError(f"{recording.path}: the worker ended before it was ready; there is nothing to replay")
+
+
+class Replay:
+    """Plans in, results out, in the recorded order.
+
+    Args:
+        rank: which worker this is.
+    """
+
+    def __init__(self, recording: Recording, rank: int) -> None:
+        from worker_proc.engine import load_engine
+        from worker_proc.pending import PendingStep
+        from worker_proc.worker import ready_message
+
+        self.comparison = Comparison(recording.records, readable)
+        self.step_ns: list[int] = []
+        self.parts_us: list[Sequence[int]] = []
+        self._records = recording.records
+        self._pending: deque[PendingStep] = deque()
+        config = config_of(recording)
+        self._runner = (engine := load_engine(config)).runner
+        self.comparison.sent(Link.RESULTS, ready_message(config, engine, rank).to_wire())
+
+    def run(self) -> None:
+        """All plans; those whose result was never recorded are left out."""
+        results = sum(record.link == Link.RESULTS for record in self._records) - 1
+        start_ns = time.perf_counter_ns()
+        for record in self._records:
+            if record.link == Link.PLANS and len(self.step_ns) + len(self._pending) < results:
+                self._execute(record.data)
+            elif record.link == Link.RESULTS and record.direction == Direction.OUT and self._pending:
+                self._report()
+                now_ns = time.perf_counter_ns()
+                self.step_ns.append(now_ns - start_ns)
+                start_ns = now_ns
+
+    def _execute(self, data: bytes) -> None:
+        try:
+            plan = decode_for_worker(data)
+        except WireError:
+            return  # as it was when it was recorded
+        self._pending.append(self._runner.execute(plan))
+
+    def _report(self) -> None:
+        result = self._pending.popleft().result()
+        self.parts_us.append(result.parts_us)
+        self.comparison.sent(Link.RESULTS, result.to_wire())
+
+
+def replay(recording: Recording, arguments: Namespace) -> Outcome:
+    """Run the worker on a recording.
+
+    Raises:
+        RecordingError: there is no step in it.
+        ConfigError: the model is not there any more, or does not fit.
+    """
+    limit_spinning()
+    from worker_proc.tracing import traced
+
+    work = Replay(recording, arguments.rank)
+    started_s = time.thread_time()
+    with traced(arguments.profile):
+        work.run()
+    cpu_s = time.thread_time() - started_s
+    work.comparison.finish()
+    parts = {
+        name: quantiles_us([part_us * 1000 for part_us in column])
+        for name, column in zip(WORKER_PARTS, zip(*work.parts_us, strict=True), strict=False)
+        if name != "report"
+    }
+    return Outcome(work.comparison, len(work.step_ns), cpu_s, work.step_ns, "step", {"parts_us": parts})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    parsed = replaying.parse("worker_proc", "worker", arguments)
+    log.set_up("replay", "warning", "text")
+    logging.captureWarnings(True)
+    return replaying.run(f"worker-{parsed.rank}", parsed, replay)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
