@@ -11,6 +11,7 @@ requests is sent a Pong, which fails for the one that is not there.
 """
 
 import asyncio
+import hashlib
 import logging
 import struct
 from array import array
@@ -115,6 +116,7 @@ class ClientRecord:
         identity: the ROUTER's name for its connection.
 
     Attributes:
+        key: names it in the log and to the scheduler; short, however long the identity is that it chose.
         live: its requests that have not ended, by its own names.
         task_count: its messages that are being worked on beside the loop.
         gone: it could not be reached; a message that still comes from there gets a record of its own.
@@ -124,7 +126,7 @@ class ClientRecord:
 
     def __init__(self, server: "ClientServer", identity: bytes) -> None:
         self.identity = identity
-        self.key = identity.hex()
+        self.key = hashlib.blake2b(identity, digest_size=8).hexdigest()
         self.live: dict[str, ClientSink] = {}
         self.rows: list[list[Any]] = []
         self.ends: list[bytes] = []
@@ -425,7 +427,8 @@ class ClientServer:
 
 def error_reply(request_id: str, error: RequestError) -> wire.ErrorReply:
     """An error as a message to the client."""
-    return wire.ErrorReply(request_id, error.code, str(error)[:8000], error.param, error.retry_after_ms, error.status)
+    param = None if error.param is None else error.param[: wire.PARAM_LIMIT]
+    return wire.ErrorReply(request_id, error.code, str(error)[:8000], param, error.retry_after_ms, error.status)
 
 
 def _never_begun(request_id: str, sample_count: int) -> wire.Final:

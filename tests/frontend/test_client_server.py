@@ -111,3 +111,15 @@ def test_a_message_without_an_answer_leaves_no_record(connect, shared_frontend):
     raw.send(wire.Abort("never heard of"), wire.Ping("p"))
     assert raw.receive() == wire.Pong("p")
     assert known_clients(shared_frontend) == 0
+
+
+def test_a_client_may_choose_the_longest_identity(connect):
+    raw = connect(b"x" * 255)
+    raw.send(generate("g", {"max_tokens": 2}, stream=False))
+    assert raw.until(wire.Final, "g").completion_tokens == 2
+
+
+def test_an_unknown_parameter_of_any_length_is_refused_by_name(connect):
+    raw = connect()
+    raw.send(generate("g", {"a" * 300: 1}))
+    assert raw.receive().param == "a" * wire.PARAM_LIMIT
