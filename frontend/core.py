@@ -297,7 +297,7 @@ class Core:
         if simple and not (out.logprobs or out.prompt_logprobs):
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
-            self._takerows_of(out, now)
+            self._take_rows(out, now)
         if self._abort_ids:
             self._send_aborts()
 
@@ -330,7 +330,7 @@ class Core:
             else:
                 self._emit(request, sample, text, (token_id,))
 
-    def _takerows_of(self, out: TokensOut, now: float) -> None:
+    def _take_rows(self, out: TokensOut, now: float) -> None:
         for row in rows_of(out):
             request = self._live.get(row.request_id)
             if request is None or row.sample_index >= len(request.samples):
