@@ -8,7 +8,10 @@ from common.errors import WireError
 from common.wire import INT32_MAX, FieldReader, array_bytes
 
 STEP_PARTS = ("plan", "wire", "input", "forward", "sampling", "report")
-"""The parts of a step whose times are reported, in the order of `StepResult.parts_us` and `EngineStats.parts_us`."""
+"""The parts of a step whose times are reported, in the order of `EngineStats.parts_us`."""
+
+WORKER_PARTS = STEP_PARTS[2:]
+"""Those that the worker reports, in the order of `StepResult.parts_us`."""
 
 TOKEN_MASK_LIMIT_BYTES = 1 << 20
 """A bit for each of eight million token ids."""
