@@ -41,6 +41,8 @@ TURN_INTERVAL_BEATS = 10
 """After how many heartbeats without a sign of it the main loop is woken to give one."""
 HANG_TIMEOUTS_S = {"frontend": 60, "scheduler": 60, "worker": 300}
 """How long a main loop may not turn while it serves; a worker's turn is a step, which on a CPU may take minutes."""
+READING_VOCABULARY = "reading the vocabulary"
+"""The state of a scheduler that may miss heartbeats because llguidance holds the interpreter."""
 DEATH_PIPE_VARIABLE = "TRIREME_DEATH_PIPE"
 """Environment variable with the number of the inherited pipe end that closes when the supervisor is gone."""
 

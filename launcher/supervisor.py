@@ -19,6 +19,7 @@ from pathlib import Path
 
 import zmq
 
+from common.child import READING_VOCABULARY
 from common.config import DEFAULT_MODEL, EngineConfig, with_changes
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
@@ -30,6 +31,7 @@ from common.run_dir import RunDir
 from common.sockets import bind_router, new_context
 
 HEARTBEAT_TIMEOUT_S = 2.0
+SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
 FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
@@ -309,7 +311,7 @@ class Supervisor:
             if paused_ourselves or peer.ready_after_s is None:
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
-            if silence_s > (TRACING_TIMEOUT_S if peer.state == TRACING else HEARTBEAT_TIMEOUT_S):
+            if silence_s > SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
     def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile) -> None:
