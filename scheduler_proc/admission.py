@@ -161,7 +161,10 @@ class Admission:
 
     def _whole_blocks(self, sequence: Sequence) -> Match:
         """What a swapped sequence still finds on the device, in whole blocks; the rest comes from the host."""
-        match = self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
+        limit = len(sequence.tokens) - 1
+        if sequence.prompt_logprobs is not None:  # what others have computed gave it no logits
+            limit = min(limit, sequence.swapped_count)
+        match = self._state.cache.lookup(sequence.chain, sequence.tokens, limit)
         count = match.token_count // self._block_size
         return Match(match.blocks[:count], count * self._block_size)
 
