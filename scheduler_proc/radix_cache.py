@@ -121,12 +121,16 @@ class RadixPrefixCache:
         if place is not None:
             self._put(*place, _sortable(tokens[full_count * size : token_count]), blocks[full_count])
 
-    def flush(self) -> None:
-        """Forget what no sequence holds."""
-        for block in self._pool.cached_blocks():
+    def drop(self, blocks: SequenceABC[int]) -> None:
+        """Forget those of the blocks that are indexed, with all that comes after them."""
+        for block in blocks:
             if self._nodes[block] is not None:
                 self._forget(block)
                 self._pool.unmark(block)
+
+    def flush(self) -> None:
+        """Forget what no sequence holds."""
+        self.drop(self._pool.cached_blocks())
 
     # ---- the tree
 

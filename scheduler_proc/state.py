@@ -169,15 +169,20 @@ class State:
         self.counters.preemptions += 1
         return blocks, sequence.host_blocks
 
-    def end(self, sequence: Sequence) -> None:
-        """The sequence is over, wherever it stands; its request goes with its last one."""
+    def end(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """The sequence is over, wherever it stands; its request goes with its last one.
+
+        Args:
+            is_sound: whether others may use what it has computed.
+        """
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._leave_running(sequence)
         elif sequence.status in (Status.PREEMPTED, Status.SWAPPED):
             self.preempted.remove(sequence)
-        self._index_computed(sequence)
+        if is_sound:
+            self._index_computed(sequence)
         self.give_back_blocks(sequence)
         sequence.status = Status.DONE
         self.grammar_count -= sequence.grammar is not None
@@ -193,6 +198,13 @@ class State:
         for sequence in request.sequences:
             if sequence.status is not Status.DONE:
                 self.end(sequence)
+
+    def distrust(self, sequences: list[Sequence]) -> None:
+        """Forget what these, which are over, have computed, but for the blocks that others read."""
+        read = {block for request in self.requests.values() for s in request.sequences for block in s.blocks}
+        for sequence in sequences:
+            match = self.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens))
+            self.cache.drop([block for block in match.blocks if block not in read])
 
     def free_slot(self, sequence: Sequence) -> None:
         """The next plan clears the sequence's slot, and may give it out again."""
