@@ -25,7 +25,7 @@ LOOKAHEAD = 64
 LOOKUP_LIMIT = 1 << 18
 """Tokens looked up in a step, about: finding prefixes takes some 30 ns a token, and the step waits for it."""
 RETRY_STEPS = 32
-"""Steps after which a sequence that found no room is looked up again although there is no more of it."""
+"""Steps after which a sequence that found no room, or too little of itself in the cache, is looked up again."""
 WATERMARK_DIVISOR = 100
 """One block in this many stays available to running sequences when another is let in."""
 
@@ -106,10 +106,9 @@ class Admission:
         return -(-sequence.planned_len // self._block_size) - len(sequence.blocks)
 
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int) -> Outcome:
-        length = len(sequence.tokens)
         is_new = sequence.status is Status.WAITING
-        must_finish = is_new and self._unfinished_count(draft) >= UNFINISHED_LIMIT
-        if (must_finish and length > draft.budget) or _is_ahead(sequence.leader):
+        most = draft.budget if is_new and self._unfinished_count(draft) >= UNFINISHED_LIMIT else sequence.max_len
+        if _is_ahead(sequence.leader) or (sequence.uncached_count > most and draft.step_id < sequence.retry_step):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
         room = self._pool.available_count - promised - (0 if alone else self._watermark)
@@ -117,21 +116,31 @@ class Admission:
             return Outcome.NO_ROOM
         match = self._lookup(sequence, draft)
         sequence.leader = None if match is None else self._leader(draft, sequence, match.token_count)
-        if match is None or sequence.leader is not None:
+        if match is None or sequence.leader is not None or self._exceeds(sequence, match, most, draft):
             return Outcome.LATER
         fitting = self._fitting(sequence, match, room)
         if fitting is None:
             needed = self._needed(sequence, match) - self._copies(match)
             self._refused = Refusal(sequence, needed, draft.step_id + RETRY_STEPS)
             return Outcome.NO_ROOM
+        if self._exceeds(sequence, fitting, most, draft):
+            return Outcome.LATER
         self._take_prefix(sequence, fitting, draft)
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         row = ChunkRow(sequence, sequence.computed_count, 0, is_new=True)
         draft.place(row)
-        draft.extend(row, share_of(length - sequence.computed_count, draft.budget, others=True), self._pool)
+        draft.extend(
+            row, share_of(len(sequence.tokens) - sequence.computed_count, draft.budget, others=True), self._pool
+        )
         sequence.slot = self._state.free_slots.popleft()
         return Outcome.PLACED
+
+    def _exceeds(self, sequence: Sequence, match: Match, most: int, draft: Draft) -> bool:
+        """Whether more than `most` tokens remain to be computed; if so, it is not looked up again for a while."""
+        sequence.uncached_count = len(sequence.tokens) - match.token_count
+        sequence.retry_step = draft.step_id + RETRY_STEPS
+        return sequence.uncached_count > most
 
     def _unfinished_count(self, draft: Draft) -> int:
         started = sum(sequence.unplanned_count > 0 for sequence in self._state.prefilling)

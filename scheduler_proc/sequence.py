@@ -78,6 +78,8 @@ class Sequence:
         last_step: the last step planned for it.
         chain: its place in the prefix cache.
         leader: a prompt that computes tokens which this one shares, and how many: it waits for them to be computed.
+        uncached_count: tokens that were not in the cache when they were last looked up; retry_step: from when on that
+            is worth another look.
         cached_count: prompt tokens found in the cache when it first ran, until reported; then -1.
         rank: place in the policy's order; lower goes first.
         next_event_len: the known length at which a block of output can be indexed, or the sequence ends; with a grammar
@@ -90,7 +92,7 @@ class Sequence:
         "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "grammar", "host_blocks",
         "last_step", "leader", "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank",
         "request",
-        "request_id", "sample_index", "slot", "status", "swapped_count", "tokens",
+        "request_id", "retry_step", "sample_index", "slot", "status", "swapped_count", "tokens", "uncached_count",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
@@ -113,6 +115,8 @@ class Sequence:
         self.last_step = 0
         self.chain = chain
         self.leader: tuple[Sequence, int] | None = None
+        self.uncached_count = 0
+        self.retry_step = 0
         self.cached_count = 0
         self.rank: Rank = (0.0, 0)
         self.next_event_len = 0
