@@ -106,17 +106,22 @@ class Admission:
         return -(-sequence.planned_len // self._block_size) - len(sequence.blocks)
 
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int) -> Outcome:
-        is_new = sequence.status is Status.WAITING
-        most = draft.budget if is_new and self._unfinished_count(draft) >= UNFINISHED_LIMIT else sequence.max_len
+        most = sequence.max_len  # tokens that may remain to be computed
+        if sequence.status is Status.WAITING and self._unfinished_count(draft) >= UNFINISHED_LIMIT:
+            most = draft.budget
         if _is_ahead(sequence.leader) or (sequence.uncached_count > most and draft.step_id < sequence.retry_step):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
         room = self._pool.available_count - promised - (0 if alone else self._watermark)
         if self._refused.holds(sequence, room, draft.step_id) and not alone:
             return Outcome.NO_ROOM
-        match = self._lookup(sequence, draft)
-        sequence.leader = None if match is None else self._leader(draft, sequence, match.token_count)
-        if match is None or sequence.leader is not None or self._exceeds(sequence, match, most, draft):
+        holder = self._holder(sequence, draft)
+        if holder is not None and not _has_prompt(holder, draft):
+            sequence.leader = holder, holder.prompt_count
+            return Outcome.LATER
+        match = self._lookup(sequence, holder)
+        sequence.leader = self._leader(draft, sequence, match.token_count)
+        if sequence.leader is not None or self._exceeds(sequence, match, most, draft):
             return Outcome.LATER
         fitting = self._fitting(sequence, match, room)
         if fitting is None:
@@ -146,8 +151,15 @@ class Admission:
         started = sum(sequence.unplanned_count > 0 for sequence in self._state.prefilling)
         return started + sum(row.is_new and not row.samples for row in draft.chunks)
 
-    def _lookup(self, sequence: Sequence, draft: Draft) -> Match | None:
-        """What need not be computed: found in the cache or with another sample; None if it soon will be there."""
+    def _holder(self, sequence: Sequence, draft: Draft) -> Sequence | None:
+        """Another sample of the request that has blocks, one that has computed the prompt if there is one."""
+        if sequence.status is Status.SWAPPED or sequence.prompt_logprobs is not None:
+            return None
+        holders = [s for s in sequence.request.sequences if s.blocks and s is not sequence]
+        return next((s for s in holders if _has_prompt(s, draft)), holders[0] if holders else None)
+
+    def _lookup(self, sequence: Sequence, holder: Sequence | None) -> Match:
+        """What need not be computed: found in the cache, or with another sample that has computed the prompt."""
         self._looked_up += len(sequence.tokens)
         if sequence.status is Status.SWAPPED:
             return self._whole_blocks(sequence)
@@ -155,18 +167,10 @@ class Admission:
             sequence.chain.rewind()
             return NO_MATCH
         match = self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
-        siblings = sequence.request.sequences
-        if len(siblings) == 1:
-            return match
         shared_count = min(sequence.prompt_count, len(sequence.tokens) - 1)
-        in_this_step = {row.sequence for row in draft.chunks}
-        holders = [s for s in siblings if s.blocks and s is not sequence]
-        for holder in holders:
-            if holder.planned_len > holder.prompt_count <= holder.computed_count and holder not in in_this_step:
-                if shared_count <= match.token_count:
-                    return match
-                return Match(holder.blocks[: -(-shared_count // self._block_size)], shared_count)
-        return None if holders else match
+        if holder is None or shared_count <= match.token_count:
+            return match
+        return Match(holder.blocks[: -(-shared_count // self._block_size)], shared_count)
 
     def _whole_blocks(self, sequence: Sequence) -> Match:
         """What a swapped sequence still finds on the device, in whole blocks; the rest comes from the host."""
@@ -252,6 +256,14 @@ class Admission:
             state.preempted.remove(sequence)
         sequence.status = Status.RUNNING
         state.prefilling.append(sequence)
+
+
+def _has_prompt(sequence: Sequence, draft: Draft) -> bool:
+    """Whether the sequence's prompt was computed in the steps before this one."""
+    is_computed = sequence.planned_len > sequence.prompt_count <= sequence.computed_count
+    return is_computed and not (
+        sequence.last_step == draft.step_id and any(r.sequence is sequence for r in draft.chunks)
+    )
 
 
 def _is_ahead(leader: tuple[Sequence, int] | None) -> bool:
