@@ -142,8 +142,9 @@ class SchedulerCore:
                 f"of {limits.block_size})",
                 param="prompt",
             )
-        if len(self.state.waiting) >= limits.max_queued:
-            return self._queue_full(message, f"{len(self.state.waiting)} sequences", limits.max_queued)
+        waiting_count = self.state.waiting.request_count
+        if waiting_count >= limits.max_queued:
+            return self._queue_full(message, f"{waiting_count} requests", limits.max_queued)
         waiting_tokens = self.state.waiting.token_count
         if limits.max_queued_tokens and waiting_tokens and waiting_tokens + prompt_count > limits.max_queued_tokens:
             return self._queue_full(message, f"{waiting_tokens} prompt tokens", limits.max_queued_tokens)

@@ -45,16 +45,17 @@ class Request:
         message: as it came.
         end_token_ids: ids that end a sample.
         sequences: one per sample, by sample index.
-        live_count: sequences that are not DONE.
+        live_count: sequences that are not DONE; waiting_count: those that wait for their first slot.
     """
 
-    __slots__ = ("end_token_ids", "live_count", "message", "sequences")
+    __slots__ = ("end_token_ids", "live_count", "message", "sequences", "waiting_count")
 
     def __init__(self, message: AddRequest) -> None:
         self.message = message
         self.end_token_ids = frozenset(message.end_token_ids)
         self.sequences: list[Sequence] = []
         self.live_count = 0
+        self.waiting_count = 0
 
 
 class Sequence:

@@ -26,8 +26,8 @@ class Limits:
         max_num_batched_tokens: tokens a step may compute.
         block_size, block_count, host_block_count: the KV cache.
         run_ahead: plans that may be in flight beside the one being computed.
-        max_queued: sequences that may wait.
-        max_queued_tokens: prompt tokens that may wait; 0 sets no limit.
+        max_queued: requests that may wait.
+        max_queued_tokens: their prompt tokens that may wait; 0 sets no limit.
         target_itl_s: time between tokens to aim for by limiting what a step holds; 0 does not.
         prefix_cache, policy, preemption: as the options of these names.
         block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way. For preemption `auto`.
@@ -284,6 +284,9 @@ class State:
     def _check_sequences(self, live: list[Sequence]) -> None:
         by_status: Counter[Status] = Counter(s.status for s in live)
         assert by_status[Status.WAITING] == len(self.waiting), "the waiting queue is miscounted"
+        waiting = {s.request_id: s.prompt_count for s in live if s.status is Status.WAITING}
+        assert self.waiting.request_count == len(waiting), "the requests that wait are miscounted"
+        assert self.waiting.token_count == sum(waiting.values()), "the prompt tokens that wait are miscounted"
         preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
         assert preempted == len(self.preempted), "the preempted list is miscounted"
         assert by_status[Status.RUNNING] == self.running_count, "the running lists are miscounted"

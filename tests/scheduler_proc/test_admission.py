@@ -38,6 +38,18 @@ def test_a_full_queue_refuses_at_once_with_a_retry_hint():
     assert run.outputs == expected_outputs(messages[:3])
 
 
+def test_a_request_for_several_samples_waits_as_one():
+    run = engine(max_queued=2, max_queued_tokens=11)
+    messages = [simple_request(i, range(5), n=8) for i in range(2)]
+    for message in messages:
+        run.send(message)
+    assert not run.failures
+    run.send(simple_request(2, range(1)))
+    assert "2 requests wait" in run.failures[2].message
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+
+
 def test_the_retry_hint_follows_the_rate_of_finished_requests():
     clock = Clock()
     run = engine(clock, max_queued=1)

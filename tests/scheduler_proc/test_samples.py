@@ -75,7 +75,7 @@ def test_samples_count_as_one_lookup_and_no_hit():
     run.run()
     assert set(run.cached_counts.values()) == {0}
     stats = run.core.stats()
-    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (20, 0)
+    assert (stats.prompt_tokens, stats.prefix_query_tokens, stats.prefix_hit_tokens) == (20, 20, 0)
 
 
 def test_samples_are_not_looked_up_while_the_first_computes_the_prompt():
