@@ -33,6 +33,8 @@ from scheduler_proc.state import Limits, State
 ForScheduler = AddRequest | AbortRequests | FlushCache
 ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
 
+ENDED_DEADLINES_LIMIT = 64
+"""Deadlines of ended requests, beyond one for each live request, that are kept at most."""
 RETRY_MIN_MS, RETRY_MAX_MS = 100, 60_000
 
 
@@ -95,7 +97,7 @@ class SchedulerCore:
         for sequence in request.sequences:
             state.waiting.push(sequence, now_s)
         if message.deadline_s is not None:
-            heapq.heappush(self._deadlines, (message.deadline_s, message.request_id))
+            self._note_deadline(message.deadline_s, message.request_id)
         return None
 
     def _start_grammars(self, message: AddRequest) -> list[Grammar]:
@@ -157,14 +159,27 @@ class SchedulerCore:
 
     # ---- time
 
+    def _note_deadline(self, deadline_s: float, request_id: int) -> None:
+        """Remember it; those of ended requests are left in until they are more than the live ones'."""
+        heapq.heappush(self._deadlines, (deadline_s, request_id))
+        requests = self.state.requests
+        if len(self._deadlines) > 2 * len(requests) + ENDED_DEADLINES_LIMIT:
+            live = [(at_s, key) for at_s, key in self._deadlines if self._is_deadline(at_s, key)]
+            heapq.heapify(live)
+            self._deadlines = live
+
+    def _is_deadline(self, deadline_s: float, request_id: int) -> bool:
+        """Whether a live request has this id and this deadline: ids are given out again."""
+        request = self.state.requests.get(request_id)
+        return request is not None and request.message.deadline_s == deadline_s
+
     def tick(self) -> list[ForFrontend]:
         """End the requests whose deadline has passed."""
         ended: list[ForFrontend] = []
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             deadline_s, request_id = heapq.heappop(self._deadlines)
-            request = self.state.requests.get(request_id)
-            if request is not None and request.message.deadline_s == deadline_s:
-                self.state.end_request(request)
+            if self._is_deadline(deadline_s, request_id):
+                self.state.end_request(self.state.requests[request_id])
                 message = "the request's deadline has passed"
                 ended.append(RequestFailed(request_id, "deadline_exceeded", message, status=408))
         return ended
