@@ -1,4 +1,4 @@
-"""The scheduler's core: messages in, plans and messages out. Deterministic; no sockets, and the clock is passed in.
+"""The scheduler's core: messages in, plans and messages out. Deterministic; no sockets, and the clocks are passed in.
 
     core.handle(message)       a request, an abort, a flush       -> messages for the frontend
     core.tick()                the time has moved on              -> messages for the frontend
@@ -45,13 +45,21 @@ class SchedulerCore:
         limits: what it works within.
         clock: seconds; wall clock time in the process, since deadlines come from another one.
         grammars: for structured outputs; without it requests that want them are refused.
+        monotonic: seconds that never go back, for whatever is a difference of times; without it `clock`.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float], grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float],
+        grammars: Grammars | None = None,
+        monotonic: Callable[[], float] | None = None,
+    ) -> None:
         self.limits = limits
         self._grammars = grammars
         self.state = State(limits)
         self._clock = clock
+        self._monotonic = monotonic or clock
         self._planner = Planner(self.state)
         self._collector = Collector(self.state)
         self._deadlines: list[tuple[float, int]] = []
@@ -90,7 +98,7 @@ class SchedulerCore:
             sequence.grammar = grammars[sample_index] if grammars else None
             request.sequences.append(sequence)
         request.live_count = len(request.sequences)
-        now_s = self._clock()
+        now_s = self._monotonic()
         state.requests[message.request_id] = request
         state.several_samples_count += request.live_count > 1
         state.grammar_count += len(grammars)
@@ -196,7 +204,7 @@ class SchedulerCore:
             return None
         plan = self._planner.plan_step()
         if plan is not None:
-            self.state.in_flight[-1].planned_at_s = self._clock()
+            self.state.in_flight[-1].planned_at_s = self._monotonic()
         return plan
 
     def handle_result(self, result: StepResult) -> list[ForFrontend]:
@@ -205,7 +213,7 @@ class SchedulerCore:
         Raises:
             ResultError: the result does not fit the plans that were sent.
         """
-        now_s = self._clock()
+        now_s = self._monotonic()
         flight = self.state.in_flight[0] if self.state.in_flight else None
         out = self._collector.apply(result)
         if flight is not None:
@@ -218,7 +226,7 @@ class SchedulerCore:
         return [out]
 
     def _note_finishes(self, count: int) -> None:
-        now = self._clock()
+        now = self._monotonic()
         if self._finished_at_s is not None:
             self._finish_interval_s += 0.1 * ((now - self._finished_at_s) / count - self._finish_interval_s)
         self._finished_at_s = now

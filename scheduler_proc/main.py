@@ -95,7 +95,7 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     if limits.preemption != "recompute" and not limits.host_block_count:
         logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
     grammars = Grammars(Path(config.tokenizer_dir or config.model_dir) / "tokenizer.json", ready.vocab_size)
-    core = SchedulerCore(limits, clocks.wall, grammars)
+    core = SchedulerCore(limits, clocks.wall, grammars, clocks.monotonic)
     transport.send_out(engine_ready(limits, ready))
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
     gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
