@@ -306,7 +306,7 @@ class Loop:
         if self._failure is None:
             code, text = "shutting_down", "the engine is shutting down"
         else:
-            code, text = "engine_dead", f"{self._failure.process} failed: {self._failure.message}"
+            code, text = "engine_dead", self._failure.message  # which names the process
         self._outbox += self._core.fail_all(code, text)
         self._outbox += self._compilation.fail_all(code, text)
         self._send_outbox()
