@@ -9,9 +9,9 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 
 from common.errors import TriremeError
-from common.messages import SampleFinish, StepResult, TokenLogprobs, TokensOut
+from common.messages import NOT_A_TOKEN, SampleFinish, StepResult, TokenLogprobs, TokensOut
 from scheduler_proc.grammar import Grammar, GrammarError
-from scheduler_proc.sequence import NOT_A_NUMBER, Sequence, Status
+from scheduler_proc.sequence import Sequence, Status
 from scheduler_proc.state import Flight, State
 
 
@@ -62,7 +62,7 @@ class Collector:
             _keep_prompt_logprobs(flight, result)
         rows = Rows()
         several = self._state.several_samples_count > 0
-        if result.token_counts or result.logprobs or NOT_A_NUMBER in result.token_ids:
+        if result.token_counts or result.logprobs or NOT_A_TOKEN in result.token_ids:
             self._apply_any(rows, flight, result)
         else:
             self._apply_single(rows, flight.sampled, result.token_ids)
@@ -111,7 +111,7 @@ class Collector:
         start = 0
         broken = []
         for sequence, count in zip(flight.sampled, counts, strict=True):
-            if NOT_A_NUMBER in result.token_ids[start : start + count]:
+            if NOT_A_TOKEN in result.token_ids[start : start + count]:
                 broken.append(sequence)
             if sequence.status is not Status.DONE:
                 rows.sequences.append(sequence)
@@ -124,7 +124,7 @@ class Collector:
         """The row's tokens, up to its end; the number taken."""
         for taken in range(count):
             token = token_ids[start + taken]
-            if token == NOT_A_NUMBER:
+            if token == NOT_A_TOKEN:
                 detail = "the model's output for this sample was not a number"
                 self._finish(rows, sequence, "error", detail, is_sound=False)
                 return taken

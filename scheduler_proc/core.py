@@ -16,22 +16,18 @@ from collections.abc import Callable
 from common.messages import (
     AbortRequests,
     AddRequest,
-    EngineReady,
     EngineStats,
-    FlushCache,
+    ForFrontend,
+    ForScheduler,
     RequestFailed,
     StepPlan,
     StepResult,
-    TokensOut,
 )
 from scheduler_proc.collector import Collector
 from scheduler_proc.grammar import Grammar, GrammarError, Grammars
 from scheduler_proc.planner import Planner
 from scheduler_proc.sequence import Request, Sequence, Status
 from scheduler_proc.state import Limits, State
-
-ForScheduler = AddRequest | AbortRequests | FlushCache
-ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
 
 ENDED_DEADLINES_LIMIT = 64
 """Deadlines of ended requests, beyond one for each live request, that are kept at most."""

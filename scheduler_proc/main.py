@@ -19,10 +19,19 @@ from typing import Protocol
 from common import recording
 from common.child import SupervisorLink
 from common.config import EngineConfig, step_limits
-from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
+from common.messages import (
+    AddRequest,
+    EngineReady,
+    ForFrontend,
+    PeerFailed,
+    RequestFailed,
+    StepResult,
+    Stop,
+    WorkerReady,
+)
 from common.profiling import StepTraces
 from common.recording import reading, recorder_for
-from scheduler_proc.core import ForFrontend, SchedulerCore
+from scheduler_proc.core import SchedulerCore
 from scheduler_proc.grammar import Compilation, Grammars
 from scheduler_proc.state import Limits
 from scheduler_proc.transport import SocketTransport, Transport

@@ -19,10 +19,9 @@ import zmq
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import ForChild, StepResult, WorkerReady, decode_for_scheduler, decode_from_worker
+from common.messages import ForChild, ForScheduler, StepResult, WorkerReady, decode_for_scheduler, decode_from_worker
 from common.recording import Link, Recorder, receiving, sending
 from common.sockets import bind_pull, connect_push, new_context
-from scheduler_proc.core import ForScheduler
 
 logger = logging.getLogger(__name__)
 
