@@ -8,7 +8,6 @@ from common.sampling_params import sample_seed
 from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
 
-
 Rank = tuple[float, int]
 """A place in the policy's order: what the policy says, then the number of the arrival."""
 
