@@ -154,7 +154,7 @@ class Core:
             request_id=self._allot_id(),
             prompt_token_ids=prompt_token_ids,
             params=params,
-            end_token_ids=self._end_token_ids(params),
+            end_token_ids=self._end_token_ids(params, limits),
             tokenizer=self.tokenizer,
             sink=sink,
             stream=stream,
@@ -167,7 +167,7 @@ class Core:
             prompt_token_ids=prompt_token_ids,
             params=params,
             end_token_ids=tuple(sorted(request.end_token_ids)),
-            bad_token_ids=self.tokenizer.bad_word_ids(params) if params.bad_words else (),
+            bad_token_ids=self._bad_token_ids(params, limits),
             priority=priority,
             client_key=client_key,
             cache_salt=cache_salt,
@@ -252,8 +252,15 @@ class Core:
             changes["seed"] = self._random.getrandbits(63)
         return dataclasses.replace(params, **changes) if changes else params
 
-    def _end_token_ids(self, params: SamplingParams) -> set[int]:
-        return set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.tokenizer.end_token_ids))
+    def _end_token_ids(self, params: SamplingParams, limits: EngineReady) -> set[int]:
+        """Without ids that the model lacks: folders name some, and tokens added to a tokenizer may be such."""
+        own = () if params.ignore_eos else self.tokenizer.end_token_ids
+        return set(params.stop_token_ids) | {token_id for token_id in own if token_id < limits.vocab_size}
+
+    def _bad_token_ids(self, params: SamplingParams, limits: EngineReady) -> tuple[tuple[int, ...], ...]:
+        """Without words that the model cannot sample: they need no ban."""
+        words = self.tokenizer.bad_word_ids(params) if params.bad_words else ()
+        return tuple(word for word in words if max(word) < limits.vocab_size)
 
     def _allot_id(self) -> int:
         while self._next_id in self._live:

@@ -340,3 +340,13 @@ def test_any_course_of_events_ends_each_request_once(byte_tokenizer, helpers, da
                 own = [delta for delta in events.deltas if delta.sample_index == sample.index]
                 assert [i for delta in own for i in delta.token_ids] == list(sample.token_ids)
     assert engine.core.live_count == 0
+
+
+def test_ids_that_the_model_lacks_go_no_further(memory_engine, submit, monkeypatch):
+    """A tokenizer may hold added tokens, and a folder may name end ids, that lie beyond the embedding."""
+    tokenizer = memory_engine.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "end_token_ids", (1, 100_000))
+    monkeypatch.setattr(tokenizer, "bad_word_ids", lambda _: ((5,), (5, 100_000), (100_000,)))
+    submit(bad_words=("x",), min_tokens=1)
+    assert memory_engine.sent[0].end_token_ids == (1,)
+    assert memory_engine.sent[0].bad_token_ids == ((5,),)
