@@ -9,12 +9,11 @@ from collections.abc import Iterator
 import uvicorn
 
 from common.config import EngineConfig, ServerOptions
-from common.http_socket import bind_http, http_url, inherited_http_socket
+from common.http_socket import BACKLOG, bind_http, http_url, inherited_http_socket
 from frontend.engine import Engine
 from frontend.http.app import build_app
 from frontend.http.protocol import Protocol
 
-BACKLOG = 2048
 KEEP_ALIVE_S = 75
 _START_POLL_S = 0.005
 
@@ -37,7 +36,7 @@ class HttpServer:
     Args:
         engine: what serves the requests.
         options: keys, origins, TLS.
-        listener: bound to the address, not yet listening.
+        listener: bound to the address.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions, listener: socket.socket) -> None:
