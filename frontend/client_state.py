@@ -56,11 +56,13 @@ class ClientState:
         """A place for a new request's replies.
 
         Raises:
-            RequestError: the id is in use.
+            RequestError: the id is in use, or too long.
         """
         if request_id is None:
             self._next_number += 1
             request_id = f"r{self._next_number}"
+        if not isinstance(request_id, str) or len(request_id) > wire.ID_LIMIT:
+            raise RequestError(f"request_id: wanted a string of at most {wire.ID_LIMIT} characters", param="request_id")
         if request_id in self._live:
             raise RequestError(f"request id {request_id!r} is in use", code="duplicate_request_id")
         inbox = self._live[request_id] = self._inbox_type(request_id)
@@ -84,12 +86,17 @@ class ClientState:
             return
         if isinstance(message, wire.Pong) and not message.request_id:
             return  # the engine only looks whether we are there
-        request_id = HELLO_ID if isinstance(message, wire.Welcome) else message.request_id
-        inbox = self._live.pop(request_id, None)
+        inbox = self._live.pop(self._whose(message), None)
         if inbox is not None:
             inbox.put(message)
         elif isinstance(message, wire.ErrorReply):
             logger.warning("the engine reports: %s", message.message)
+
+    def _whose(self, message: Any) -> str:
+        request_id: str = HELLO_ID if isinstance(message, wire.Welcome) else message.request_id
+        if isinstance(message, wire.ErrorReply) and request_id not in self._live and len(self._live) == 1:
+            return request_id or next(iter(self._live))  # the engine could not read a message: ours, there is no other
+        return request_id
 
     def lost(self, why: str) -> None:
         """The connection is gone: every live request ends."""
@@ -129,12 +136,12 @@ def generate_message(
     add_special_tokens: bool | None = None,
     chat: Mapping[str, Any] | None = None,
 ) -> wire.Generate:
-    """A request as a message."""
+    """A request as a message; raises RequestError for parameters of the wrong kind."""
     complete = isinstance(params, SamplingParams)
     return wire.Generate(
         request_id=request_id,
         prompt=prompt,
-        params=params.to_wire() if isinstance(params, SamplingParams) else dict(params or {}),
+        params=params.to_wire() if isinstance(params, SamplingParams) else _params_to_wire(params or {}),
         model_defaults=not complete,
         stream=stream,
         priority=priority,
@@ -143,6 +150,14 @@ def generate_message(
         add_special_tokens=add_special_tokens,
         chat=chat or {},
     )
+
+
+def _params_to_wire(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Some parameters by name; `logit_bias` as pairs, since the wire has no map with integer keys."""
+    plain = dict(params)
+    if isinstance(bias := plain.get("logit_bias"), Mapping):
+        plain["logit_bias"] = [[token_id, value] for token_id, value in bias.items()]
+    return plain
 
 
 def chat_params(params: Params) -> Params:

@@ -15,6 +15,7 @@ from common.errors import EngineDeadError, RequestError
 from common.sampling_params import SamplingParams
 from common.wire import pack
 from frontend import AsyncClient, Client
+from frontend.client_state import ClientState, raise_error
 
 
 def test_generate_returns_text_tokens_and_usage(frontend):
@@ -106,6 +107,31 @@ def test_a_client_that_goes_away_loses_its_requests(frontend):
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
     client.close()
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 0)
+
+
+def test_integer_keys_of_logit_bias_are_taken_in_a_map(frontend):
+    """Msgpack maps have string keys on our wire: such a request was unreadable, and its caller waited for ever."""
+    with Client(frontend.endpoint) as client:
+        assert client.generate("a", {"logit_bias": {5: 1.0}, "max_tokens": 1}, timeout_s=20).samples
+    assert dict(frontend.scheduler.added[0].params.logit_bias) == {5: 1.0}
+
+
+def test_a_request_id_that_the_wire_does_not_take_is_refused_here(shared_frontend):
+    with Client(shared_frontend.endpoint) as client:
+        for request_id in ("x" * 257, 7):
+            with pytest.raises(RequestError, match="at most 256 characters"):
+                client.submit("a", request_id=request_id)
+
+
+def test_an_error_about_an_unreadable_message_ends_the_only_request():
+    state = ClientState()
+    only = state.open("a")
+    state.take(wire.ErrorReply("", "bad_message", "what is this?").to_wire())
+    with pytest.raises(RequestError, match="what is this"):
+        raise_error(only.replies.popleft())
+    first, second = state.open("b"), state.open("c")
+    state.take(wire.ErrorReply("", "bad_message", "what is this?").to_wire())
+    assert not first.replies and not second.replies  # it might be either's
 
 
 def test_one_id_may_not_be_live_twice_but_clients_do_not_collide(frontend):
