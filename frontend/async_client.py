@@ -217,6 +217,7 @@ class AsyncClient:
             self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
 
     async def _send(self, message: wire.FromClient) -> None:
+        data = client_state.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
         if not self._connected.is_set():
@@ -225,7 +226,7 @@ class AsyncClient:
             except TimeoutError:
                 why = f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s"
                 raise EngineDeadError(why) from None
-        self._socket.send(message.to_wire(), zmq.NOBLOCK)  # no high-water mark: it never waits
+        self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
         self._reader.recheck()
 
     async def _ask(self, inbox: AsyncInbox, message: wire.FromClient, kind: type[ReplyT]) -> ReplyT:

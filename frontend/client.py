@@ -262,6 +262,7 @@ class Client:
                 self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
 
     def _send(self, message: wire.FromClient) -> None:
+        data = client_state.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
         deadline_s = time.monotonic() + self.timeout_s
@@ -271,7 +272,7 @@ class Client:
             if wait_ms <= 0 or not self._monitor.poll(wait_ms):
                 raise EngineDeadError(f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s")
             self._look_at_connection()
-        self._socket.send(message.to_wire(), zmq.NOBLOCK)  # no high-water mark: it never waits
+        self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
 
     def _ask(self, inbox: Inbox, message: wire.FromClient, kind: type[ReplyT], what: str = "is silent") -> ReplyT:
         self._send(message)

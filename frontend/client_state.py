@@ -105,6 +105,18 @@ class ClientState:
             inbox.put(EngineDeadError(why))
 
 
+def encoded(message: wire.FromClient) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        RequestError: it holds what the wire cannot carry: a set, a lone surrogate, an integer beyond 64 bits.
+    """
+    try:
+        return message.to_wire()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"this request cannot be sent: {error}") from None
+
+
 def raise_error(reply: Reply) -> None:
     """Raise what a reply says, if it says an error.
 
@@ -154,6 +166,8 @@ def generate_message(
 
 def _params_to_wire(params: Mapping[str, Any]) -> dict[str, Any]:
     """Some parameters by name; `logit_bias` as pairs, since the wire has no map with integer keys."""
+    if not isinstance(params, Mapping):
+        raise RequestError(f"params: wanted SamplingParams or a map, got {type(params).__name__}", param="params")
     plain = dict(params)
     if isinstance(bias := plain.get("logit_bias"), Mapping):
         plain["logit_bias"] = [[token_id, value] for token_id, value in bias.items()]

@@ -6,6 +6,7 @@ import sys
 import threading
 from itertools import islice
 
+import numpy as np
 import pytest
 import zmq
 
@@ -220,6 +221,31 @@ def test_bad_prompts_are_refused(shared_frontend, prompt):
         with pytest.raises(RequestError, match="prompt"):
             client.generate(prompt, SamplingParams(max_tokens=1))
         assert client.generate([5] * 2047, SamplingParams(max_tokens=9)).completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[5, "a", 7], [5, 1.5], [5.0], [True, 5], [2**31], b"abc", {5, 6}, 7, None, {"text": "a"}, [{"role": "user"}, 5],
+     "\ud800"],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused_whole(shared_frontend, prompt):
+    """Entries that were not `int` were dropped, and the rest was answered as if it were the prompt."""
+    with Client(shared_frontend.endpoint) as client, pytest.raises(RequestError):
+        client.generate(prompt, SamplingParams(max_tokens=1), timeout_s=20)
+
+
+@pytest.mark.parametrize("prompt", [[np.int64(5), 6], np.array([5, 6]), (5, 6), {"prompt_token_ids": [5, 6]}], ids=repr)
+def test_whatever_stands_for_token_ids_is_taken(shared_frontend, prompt):
+    with Client(shared_frontend.endpoint) as client:
+        final = client.generate(prompt, SamplingParams(max_tokens=1), timeout_s=20)
+        assert list(final.prompt_token_ids) == [5, 6]
+
+
+@pytest.mark.parametrize("params", [{"stop": {"a"}}, {"seed": 2**70}, {"stop": "\ud800"}, ["stop"]], ids=repr)
+def test_parameters_that_the_wire_cannot_carry_are_refused(shared_frontend, params):
+    with Client(shared_frontend.endpoint) as client, pytest.raises(RequestError):
+        client.generate("a", params, timeout_s=20)
 
 
 def test_a_refusal_of_the_scheduler_reaches_the_client(frontend):
