@@ -174,11 +174,12 @@ class Client:
             chat: chat options as the wire has them.
         """
         inbox = self._state.open(request_id)
-        message = client_state.generate_message(
-            inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
-            timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
-        )  # fmt: skip
-        self._send(message)
+        with self._state.freed_on_error(inbox):
+            message = client_state.generate_message(
+                inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
+                timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
+            )  # fmt: skip
+            self._send(message)
         return Stream(self, inbox, timeout_s)
 
     def abort(self, request_id: str) -> None:
@@ -275,8 +276,9 @@ class Client:
         self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
 
     def _ask(self, inbox: Inbox, message: wire.FromClient, kind: type[ReplyT], what: str = "is silent") -> ReplyT:
-        self._send(message)
-        reply = self.next_reply(inbox, time.monotonic() + self.timeout_s, what)
+        with self._state.freed_on_error(inbox):
+            self._send(message)
+            reply = self.next_reply(inbox, time.monotonic() + self.timeout_s, what)
         assert isinstance(reply, kind), f"wanted {kind.__name__}, got {type(reply).__name__}"
         return reply
 

@@ -3,10 +3,11 @@
 No sockets and no waiting: `client.Client` and `async_client.AsyncClient` bring those.
 """
 
+import contextlib
 import logging
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from common import client_messages as wire
@@ -67,6 +68,15 @@ class ClientState:
             raise RequestError(f"request id {request_id!r} is in use", code="duplicate_request_id")
         inbox = self._live[request_id] = self._inbox_type(request_id)
         return inbox
+
+    @contextlib.contextmanager
+    def freed_on_error(self, inbox: Inbox) -> Iterator[None]:
+        """What fails in here leaves the request's id free again."""
+        try:
+            yield
+        except BaseException:
+            self._live.pop(inbox.request_id, None)
+            raise
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request's end has not come yet."""

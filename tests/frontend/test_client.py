@@ -248,6 +248,21 @@ def test_parameters_that_the_wire_cannot_carry_are_refused(shared_frontend, para
         client.generate("a", params, timeout_s=20)
 
 
+def test_an_id_is_free_again_after_a_submit_that_raised(shared_frontend):
+    with Client(shared_frontend.endpoint) as client:
+        with pytest.raises(RequestError):
+            client.submit([2**31], request_id="mine")
+        assert client.submit([5], SamplingParams(max_tokens=1), request_id="mine").result().samples
+
+    async def main() -> None:
+        async with AsyncClient(shared_frontend.endpoint) as client:
+            with pytest.raises(RequestError):
+                await client.submit("a", {"stop": {"a"}}, request_id="mine")
+            assert (await client.generate([5], {"max_tokens": 1}, request_id="mine")).samples
+
+    asyncio.run(main())
+
+
 def test_a_refusal_of_the_scheduler_reaches_the_client(frontend):
     frontend.scheduler.refusal = ("queue_full", "4096 requests wait, the most there may be", 429)
     with Client(frontend.endpoint) as client, pytest.raises(RequestError, match="4096") as caught:
