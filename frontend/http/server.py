@@ -15,6 +15,8 @@ from frontend.http.app import build_app
 from frontend.http.protocol import Protocol
 
 KEEP_ALIVE_S = 75
+ACCEPTED_AT_ONCE = 16
+"""Connections that asyncio accepts in one go: so many file descriptors are in use before their protocol knows."""
 _START_POLL_S = 0.005
 
 
@@ -52,7 +54,7 @@ class HttpServer:
                 http=Protocol,
                 ws="none",
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 root_path=options.root_path,
                 ssl_keyfile=options.ssl_keyfile or None,
@@ -69,6 +71,7 @@ class HttpServer:
                 await self._task
                 raise RuntimeError("the HTTP server ended while it started")
             await asyncio.sleep(_START_POLL_S)
+        self._listener.listen(BACKLOG)  # asyncio has set its own
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, close idle ones, and cut those that still write after `grace_s` seconds."""
