@@ -149,12 +149,14 @@ class Core:
         limits = self.check_serving()
         self._check_prompt(prompt_token_ids, limits)
         params = self._complete(params, limits, len(prompt_token_ids), exact_max_tokens)
+        end_token_ids, bad_token_ids = self._end_token_ids(params, limits), self._bad_token_ids(params, limits)
+        params.check_sampleable(end_token_ids, bad_token_ids)
         timings = timings or self.arrival()
         request = Request(
             request_id=self._allot_id(),
             prompt_token_ids=prompt_token_ids,
             params=params,
-            end_token_ids=self._end_token_ids(params, limits),
+            end_token_ids=end_token_ids,
             tokenizer=self.tokenizer,
             sink=sink,
             stream=stream,
@@ -167,7 +169,7 @@ class Core:
             prompt_token_ids=prompt_token_ids,
             params=params,
             end_token_ids=tuple(sorted(request.end_token_ids)),
-            bad_token_ids=self._bad_token_ids(params, limits),
+            bad_token_ids=bad_token_ids,
             priority=priority,
             client_key=client_key,
             cache_salt=cache_salt,

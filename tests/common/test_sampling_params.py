@@ -36,6 +36,7 @@ def test_integers_that_are_none_are_refused(name, value):
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-45),
         ("n", 0),
         ("n", 10**6),
         ("logprobs", 10**6),

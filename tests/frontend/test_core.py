@@ -350,3 +350,14 @@ def test_ids_that_the_model_lacks_go_no_further(memory_engine, submit, monkeypat
     submit(bad_words=("x",), min_tokens=1)
     assert memory_engine.sent[0].end_token_ids == (1,)
     assert memory_engine.sent[0].bad_token_ids == ((5,),)
+
+
+def test_allowed_ids_of_which_nothing_is_left_are_refused(submit, memory_engine, monkeypatch):
+    """They passed every check and came back as a failure of the server."""
+    monkeypatch.setattr(memory_engine.engine.tokenizer, "bad_word_ids", lambda _: ((5,), (6, 7)))
+    for params in ({"min_tokens": 1, "allowed_token_ids": [1]}, {"bad_words": ["x"], "allowed_token_ids": [5]}):
+        with pytest.raises(RequestError, match="leave none of allowed_token_ids") as caught:
+            submit(**params)
+        assert (caught.value.status, caught.value.param) == (400, "allowed_token_ids")
+    submit(allowed_token_ids=[1])
+    submit(allowed_token_ids=[7], bad_words=["x"], min_tokens=1)
