@@ -102,6 +102,14 @@ def test_min_tokens_keeps_stop_strings_from_ending(memory_engine, submit):
     assert events.end.usage.completion_tokens == 4
 
 
+def test_a_stop_string_that_begins_before_min_tokens_and_completes_after_ends_the_output(memory_engine, submit):
+    events = submit(stop="ab", min_tokens=3)
+    say(memory_engine, events, "xaa")
+    say(memory_engine, events, "ba")
+    assert events.text() == events.end.samples[0].text == "xa"
+    assert events.end.samples[0].stop_reason == "ab"
+
+
 def test_the_end_token_is_counted_but_not_shown(memory_engine, submit):
     events = submit(skip_special_tokens=False)
     say(memory_engine, events, "ab<|end|>", finish="stop")
