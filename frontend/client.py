@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, overload
 import zmq
 
 from common import client_messages as wire
-from common.errors import EngineDeadError
+from common.errors import EngineDeadError, RequestError
 from common.sockets import connect_client, tells_connected
 from frontend import client_state
 from frontend.client_state import HELLO_ID, ClientState, Inbox, Params, Reply
@@ -129,6 +129,8 @@ class Client:
     ) -> list[wire.Final]:
         """Run many requests at once; results in the order of the prompts.
 
+        No more are sent at a time than the engine's queue takes, and what finds it full is sent again.
+
         Args:
             prompts: texts, token ids or chats.
             params: one for all, or one for each.
@@ -140,12 +142,40 @@ class Client:
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
-        running = [self.submit(prompt, own, stream=False, **options) for prompt, own in zip(prompts, each, strict=True)]
+        finals: dict[int, wire.Final] = {}
+        while left := [index for index in range(len(prompts)) if index not in finals]:
+            served, full = self._run_round([(index, prompts[index], each[index]) for index in left], options)
+            finals |= served
+            if full is not None:
+                if not finals:
+                    raise full
+                time.sleep((full.retry_after_ms or 0) / 1000)
+        return [finals[index] for index in range(len(prompts))]
+
+    def _run_round(
+        self, wanted: Sequence[tuple[int, wire.Prompt, Params]], options: Mapping[str, Any]
+    ) -> tuple[dict[int, wire.Final], RequestError | None]:
+        """Results by index, and the refusal of those that found the queue full."""
+        streams: dict[int, Stream] = {}
+        finals: dict[int, wire.Final] = {}
+        full: RequestError | None = None
+        window = client_state.batch_window([params for _, _, params in wanted])
         try:
-            return [stream.result() for stream in running]
+            for index, prompt, params in wanted:
+                while self._state.live_count >= window:
+                    self._pump(None)
+                streams[index] = self.submit(prompt, params, stream=False, **options)
+            for index, stream in streams.items():
+                try:
+                    finals[index] = stream.result()
+                except RequestError as error:
+                    if error.code != "queue_full":
+                        raise
+                    full = error
         finally:
-            for stream in running:
+            for stream in streams.values():
                 stream.close()
+        return finals, full
 
     def submit(
         self,

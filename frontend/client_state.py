@@ -20,6 +20,9 @@ HELLO_ID = ""
 TIMEOUT_SLACK_S = 5.0
 """How much longer than a request's own timeout the client waits for its end."""
 
+BATCH_SAMPLES = 2048
+"""Samples of one batch that are under way at once: more than any engine runs, fewer than its queue takes."""
+
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters: complete, or only some by name (the model's own defaults fill in the rest), or none."""
 Reply = wire.Delta | wire.ToClient | TriremeError
@@ -68,6 +71,11 @@ class ClientState:
             raise RequestError(f"request id {request_id!r} is in use", code="duplicate_request_id")
         inbox = self._live[request_id] = self._inbox_type(request_id)
         return inbox
+
+    @property
+    def live_count(self) -> int:
+        """Requests whose end has not come yet."""
+        return len(self._live)
 
     @contextlib.contextmanager
     def freed_on_error(self, inbox: Inbox) -> Iterator[None]:
@@ -189,6 +197,13 @@ def chat_params(params: Params) -> Params:
     if params is None or isinstance(params, Mapping):
         return {"max_tokens": None, **(params or {})}
     return params
+
+
+def batch_window(params: Sequence[Params]) -> int:
+    """How many requests of a batch may be under way at once."""
+    counts = [each.n if isinstance(each, SamplingParams) else (each or {}).get("n", 1) for each in params]
+    greatest = max((count for count in counts if isinstance(count, int)), default=1)
+    return max(1, BATCH_SAMPLES // max(1, greatest))
 
 
 def chat_options(

@@ -15,7 +15,7 @@ from common import messages as m
 from common.errors import EngineDeadError, RequestError
 from common.sampling_params import SamplingParams
 from common.wire import pack
-from frontend import AsyncClient, Client
+from frontend import AsyncClient, Client, client_state
 from frontend.client_state import ClientState, raise_error
 
 
@@ -61,6 +61,38 @@ def test_batch_keeps_the_order(frontend):
         for number, result in enumerate(results):
             assert list(result.prompt_token_ids) == client.tokenize(prompts[number])
             assert result.completion_tokens == 1 + number % 3
+
+
+class EverySecond(tuple):
+    """A refusal that holds for every second request."""
+
+    count = 0
+
+    def __bool__(self) -> bool:
+        self.count += 1
+        return self.count % 2 == 0
+
+
+def test_a_batch_keeps_within_the_queue_and_sends_again_what_found_it_full(frontend, monkeypatch):
+    """`LLM.generate` with more prompts than the queue takes failed as a whole."""
+    monkeypatch.setattr(client_state, "BATCH_SAMPLES", 6)
+    frontend.scheduler.refusal = EverySecond(("queue_full", "the queue is full", 429))
+    with Client(frontend.endpoint) as client:
+        submit, live_counts = client.submit, []
+
+        def counted(*arguments, **options):
+            live_counts.append(client._state.live_count)
+            return submit(*arguments, **options)
+
+        monkeypatch.setattr(client, "submit", counted)
+        prompts = [[number] for number in range(5, 25)]
+        finals = client.generate_batch(prompts, SamplingParams(max_tokens=2, n=2))
+        assert [list(final.prompt_token_ids) for final in finals] == prompts
+        assert max(live_counts) == 2
+        assert len(live_counts) > len(prompts)
+        frontend.scheduler.refusal = ("queue_full", "the queue is full", 429)
+        with pytest.raises(RequestError, match="queue is full"):
+            client.generate_batch(prompts)
 
 
 def test_samples_of_one_request(frontend):
