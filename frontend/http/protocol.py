@@ -9,6 +9,7 @@ import resource
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -54,7 +55,14 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the client; ends the connection if a request's head has no end."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("this is no HTTP request")
+            return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES:
@@ -69,8 +77,26 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The parser has seen the end of the head."""
         self._in_head = False
+        if self.parser.should_upgrade():
+            return  # the parser ends here, see `_go_on_without_upgrade`
         self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The parser has seen the end of a request."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Read the request anew without its wish for another protocol: the parser would take the body for that one."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":  # wishes for another protocol by itself
+            self.send_400_response("this is no proxy: CONNECT is not served")
+            return
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] not in (b"upgrade", b"connection")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no proper HTTP request, and close."""

@@ -337,8 +337,9 @@ def serve(api, talk):
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20), b"400", b"head is larger than 65536 bytes"),
         (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 100_000, b"400", b"head is larger than 65536 bytes"),
         (b"\x80\x02nonsense\r\n\r\n", b"400", b'"code":"bad_request"'),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", b"400", b"CONNECT is not served"),
     ],
-    ids=["good", "one header", "many headers", "no http"],
+    ids=["good", "one header", "many headers", "no http", "connect"],
 )
 def test_served_by_uvicorn_on_a_real_socket(make_api, sent, status, found):
     async def talk(address):
@@ -385,3 +386,28 @@ def test_a_connection_that_sends_no_head_is_ended(make_api, monkeypatch, sent):
 def test_the_limit_of_open_files_bounds_connections(monkeypatch, files, connections):
     monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
     assert protocol.connection_limit() == connections
+
+
+@pytest.mark.parametrize("cut", [0, 30, 150, 260])
+@pytest.mark.parametrize("length", [b"content-length: 30", b"transfer-encoding: chunked"], ids=["counted", "chunked"])
+def test_a_wish_for_another_protocol_is_passed_over(make_api, cut, length):
+    """The parser took the body for that protocol's, and the application saw none (curl --http2 asks so)."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    length = length.replace(b"30", b"%d" % len(body))
+    framed = body if b"content" in length else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    sent = head + b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n" + length + b"\r\n\r\n" + framed + GOOD
+
+    async def talk(address):
+        reader, writer = await asyncio.open_connection(*address)
+        for part in (sent[:cut], sent[cut:]):
+            writer.write(part)
+            await writer.drain()
+        reply = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return reply
+
+    reply = serve(make_api(port=0).ready(), talk)
+    assert reply.count(b"HTTP/1.1 200") == 2, reply
+    assert b'"text_completion"' in reply
