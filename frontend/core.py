@@ -30,6 +30,7 @@ from common.messages import (
     RequestFailed,
     TokensOut,
 )
+from common.messages.fields import SHORT_IDS_LIMIT
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
@@ -261,8 +262,15 @@ class Core:
 
     def _bad_token_ids(self, params: SamplingParams, limits: EngineReady) -> tuple[tuple[int, ...], ...]:
         """Without words that the model cannot sample: they need no ban."""
-        words = self.tokenizer.bad_word_ids(params) if params.bad_words else ()
-        return tuple(word for word in words if max(word) < limits.vocab_size)
+        if not params.bad_words:
+            return ()
+        sequences = self.tokenizer.bad_word_ids(params)
+        longest = max(map(len, sequences), default=0)
+        if longest > SHORT_IDS_LIMIT:
+            raise RequestError(
+                f"bad_words: a word may have up to {SHORT_IDS_LIMIT} tokens, one has {longest}", param="bad_words"
+            )
+        return tuple(word for word in sequences if max(word) < limits.vocab_size)
 
     def _allot_id(self) -> int:
         while self._next_id in self._live:
@@ -293,7 +301,7 @@ class Core:
         if simple and not (out.logprobs or out.prompt_logprobs):
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
-            self._takerows_of(out, now)
+            self._take_rows(out, now)
         if self._abort_ids:
             self._send_aborts()
 
@@ -326,7 +334,7 @@ class Core:
             else:
                 self._emit(request, sample, text, (token_id,))
 
-    def _takerows_of(self, out: TokensOut, now: float) -> None:
+    def _take_rows(self, out: TokensOut, now: float) -> None:
         for row in rows_of(out):
             request = self._live.get(row.request_id)
             if request is None or row.sample_index >= len(request.samples):

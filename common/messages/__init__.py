@@ -29,7 +29,7 @@ samples is one AddRequest; what comes back is addressed by request id and sample
 
 from common.errors import WireError
 from common.messages.control import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop
-from common.messages.fields import STEP_PARTS, TokenLogprobs
+from common.messages.fields import STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
     AbortRequests,
@@ -48,6 +48,7 @@ __all__ = [
     "FINISH_REASONS",
     "PROTOCOL_VERSION",
     "STEP_PARTS",
+    "WORKER_PARTS",
     "AbortRequests",
     "AddRequest",
     "EngineReady",

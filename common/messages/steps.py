@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from common.errors import WireError
 from common.messages.fields import (
+    WORKER_PARTS,
     TokenLogprobs,
     empty_i32,
     empty_u8,
@@ -346,7 +347,7 @@ class StepResult:
         logprobs: for slots that asked; `row_index` counts along `token_ids`.
         prompt_logprobs: pairs of slot and entries for the prompt positions whose logits this step computed;
             `row_index` is the position in the prompt of the token that was predicted.
-        parts_us: int32, microseconds of the worker's STEP_PARTS (input, forward, sampling, report).
+        parts_us: int32, microseconds of WORKER_PARTS (input, forward, sampling, report); may be empty.
     """
 
     CODE: ClassVar[int] = 21
@@ -384,4 +385,8 @@ class StepResult:
             parts_us=read.numbers("parts_us", "i", 64),
         )
         read.done()
+        if len(message.parts_us) not in (0, len(WORKER_PARTS)):
+            raise WireError(
+                f"StepResult.parts_us: wanted 0 or {len(WORKER_PARTS)} numbers, got {len(message.parts_us)}"
+            )
         return message

@@ -21,10 +21,12 @@ from frontend.http.errors import error_response
 from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
 from frontend.http.profiling import start_profile, stop_profile
+from frontend.http.responses import responses
 
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/models", utilities.models),
     Route("/v1/models/{model_id:path}", utilities.model),
     Route("/health", utilities.health),

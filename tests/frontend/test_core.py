@@ -369,3 +369,12 @@ def test_allowed_ids_of_which_nothing_is_left_are_refused(submit, memory_engine,
         assert (caught.value.status, caught.value.param) == (400, "allowed_token_ids")
     submit(allowed_token_ids=[1])
     submit(allowed_token_ids=[7], bad_words=["x"], min_tokens=1)
+
+
+def test_a_bad_word_of_too_many_tokens_is_refused_by_name(memory_engine, submit):
+    with pytest.raises(RequestError, match="1024 tokens") as caught:
+        submit(bad_words=("🌊" * 1100,))
+    assert caught.value.param == "bad_words"
+    assert (memory_engine.sent, memory_engine.core.live_count) == ([], 0)
+    submit(bad_words=("sea",))
+    assert memory_engine.sent[0].bad_token_ids
