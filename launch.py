@@ -40,7 +40,7 @@ from common.errors import ConfigError, EngineDeadError, StartupError, TriremeErr
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, file_identity, http_url, is_private, remove_own
 from common.messages import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
-from common.processes import Child, DeathPipe, Wakeup, raise_file_limit, seconds_since_start
+from common.processes import Child, DeathPipe, Wakeup, open_standard_files, raise_file_limit, seconds_since_start
 from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
@@ -452,6 +452,7 @@ VERBS = ("serve", "status", "stop", "chat", "bench")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
+    open_standard_files()
     setproctitle.setproctitle("trireme-supervisor")
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "serve"

@@ -173,6 +173,19 @@ def seconds_since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
 
 
+def open_standard_files() -> None:
+    """Open /dev/null for stdin, stdout and stderr where they are closed.
+
+    Otherwise the next files opened get their numbers, and are written to by whatever prints.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def raise_file_limit() -> None:
     """Let this process and its children open as many files as they may: every client connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
