@@ -411,3 +411,20 @@ def test_a_wish_for_another_protocol_is_passed_over(make_api, cut, length):
     reply = serve(make_api(port=0).ready(), talk)
     assert reply.count(b"HTTP/1.1 200") == 2, reply
     assert b'"text_completion"' in reply
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_is_no_error(make_api, caplog):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+
+    async def talk(address):
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(head + b"{")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        while "left while it sent" not in caplog.text:
+            await exchange(address, GOOD)
+
+    with caplog.at_level(logging.DEBUG, logger="frontend.http.middleware"):
+        serve(make_api(port=0).ready(), talk)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
