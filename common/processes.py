@@ -123,6 +123,8 @@ class Child:
         if code is not None and code < 0:
             hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
             return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name}){hint}"
+        if code == 0:  # told by somebody else, by a signal as a rule; its last line says nothing of it
+            return f"{self.name} ended with exit code 0 unexpectedly"
         self._relay.join(timeout=1.0)
         last_line = last_error_line(self._tail.decode(errors="replace"))
         return f"{self.name} ended with exit code {code}" + (f": {last_line}" if last_line else "")
