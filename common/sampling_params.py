@@ -6,6 +6,7 @@ scheduler and the worker can carry out. Checks that need the model (vocabulary, 
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -235,11 +236,14 @@ def _as_bias(value: Any) -> dict[int, float]:
     return bias
 
 
+_ID = re.compile("[0-9]{1,20}")
+
+
 def _as_id(value: Any) -> int:
     # JSON objects have string keys, so the HTTP API sends ids as decimal strings
     if type(value) is int:
         return value
-    if isinstance(value, str) and len(value) <= 20:
+    if isinstance(value, str) and _ID.fullmatch(value):
         return int(value)
     raise TypeError(value)
 
