@@ -2,8 +2,8 @@
 
     with Client("tcp://127.0.0.1:5555") as client:
         print(client.generate("The sea", SamplingParams(max_tokens=32)).text)
-        for delta in client.chat([{"role": "user", "content": "Hello"}], stream=True):
-            print(delta.text, end="")
+        for delta in client.chat([{"role": "user", "content": "Hello"}], {"max_tokens": 200}, stream=True):
+            print(delta.text, end="", flush=True)
 
 Needs pyzmq and msgpack only. A client belongs to one thread at a time; connections are cheap, so give each thread its
 own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if no engine is at the
@@ -137,7 +137,7 @@ class Client:
             options: see `submit`.
 
         Raises:
-            RequestError: the first error of any of them, after the others were aborted.
+            RequestError: the first error of any of them, after the others were aborted; so is any other error.
         """
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -196,7 +196,7 @@ class Client:
             prompt: a text, token ids, or chat messages.
             params: how to sample.
             stream: have the engine send deltas; without them the stream holds nothing but its result.
-            request_id: your own name for it, unique among this client's live requests.
+            request_id: your own name for it, unique among this client's live requests; `auto:` begins those of others.
             priority: lower goes first.
             cache_salt: cached prefixes are shared only under the same salt.
             timeout_s: seconds after which the engine ends the request with an error.

@@ -17,6 +17,9 @@ from common.sampling_params import SamplingParams
 HELLO_ID = ""
 """Where replies go that name no request: Welcome, and errors about unreadable messages."""
 
+AUTOMATIC_PREFIX = "auto:"
+"""Begins the ids of requests that the caller gave none; his own should not begin with it."""
+
 TIMEOUT_SLACK_S = 5.0
 """How much longer than a request's own timeout the client waits for its end."""
 
@@ -64,7 +67,7 @@ class ClientState:
         """
         if request_id is None:
             self._next_number += 1
-            request_id = f"r{self._next_number}"
+            request_id = f"{AUTOMATIC_PREFIX}{self._next_number}"
         if not isinstance(request_id, str) or len(request_id) > wire.ID_LIMIT:
             raise RequestError(f"request_id: wanted a string of at most {wire.ID_LIMIT} characters", param="request_id")
         if request_id in self._live:
