@@ -17,12 +17,10 @@ from dataclasses import replace
 from common import log, replaying
 from common.config import EngineConfig, with_changes
 from common.errors import RecordingError, WireError
-from common.messages import STEP_PARTS, StepResult, WorkerReady, decode_for_worker, decode_from_worker
+from common.messages import WORKER_PARTS, StepResult, WorkerReady, decode_for_worker, decode_from_worker
 from common.recording import Direction, Link, Recording
 from common.replaying import Comparison, Outcome, quantiles_us
 from worker_proc.main import limit_spinning
-
-WORKER_PARTS = STEP_PARTS[2:]
 
 
 def readable(link: int, data: bytes) -> object:

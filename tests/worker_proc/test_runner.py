@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from common.messages import SlotInit, SlotSampling, StepPlan
+from worker_proc.cuda.attention import cuda_attention
+from worker_proc.cuda.plain_forward import PlainForward
 
 BLOCK = 4
 both_runners = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
@@ -101,6 +103,22 @@ def test_run_ahead_gives_the_same_tokens_with_penalties_and_bad_words(depth, ker
         driver.run_ahead(requests, 4 if kernels else 7, ahead)
         results.append([request.output for request in requests])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_the_plain_pass_reads_an_8_bit_cache_as_the_cpu_does(kv_cache_dtype, tiny_model, make_driver, monkeypatch):
+    """Models that the fused pass does not cover, here for a bias, with the GPU's attention kernels."""
+    _, folder = tiny_model("Llama", num_hidden_layers=1, head_dim=64, attention_bias=True)
+    outputs = []
+    for kernels in (False, True):
+        driver = make_driver(folder, kernels=kernels, kv_cache_dtype=kv_cache_dtype)
+        if kernels:
+            assert isinstance(driver.runner.program._forward, PlainForward)
+            monkeypatch.setattr("worker_proc.attention.cpu_attention", cuda_attention)
+        requests = [driver.add(prompt(length, seed=length)) for length in (3, 9)]
+        driver.run(requests, 3, chunk=5)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
 
 
 @both_runners

@@ -101,7 +101,8 @@ class PendingStep:
             token_ids=token_ids,
             logprobs=self._entries(),
             prompt_logprobs=entries_by_slot(self.prompt_pieces),
-            parts_us=array("i", [0, 0, self.input_us, forward_us, 0, report_us]),
+            # Sampling is in the forward pass's graph, and so in its time.
+            parts_us=array("i", [self.input_us, forward_us, 0, report_us]),
         )
 
     def _entries(self) -> tuple[TokenLogprobs, ...]:
