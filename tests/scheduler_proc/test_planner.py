@@ -259,11 +259,13 @@ def test_a_sequence_that_is_alone_may_have_every_block():
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
-def test_no_new_sequence_enters_while_a_preempted_one_waits(run_ahead):
+@pytest.mark.parametrize(("lengths", "block_count"), [((3, 10, 60), 40), ((1, 1, 3, 10), 30)])
+def test_no_new_sequence_enters_while_a_preempted_one_waits(run_ahead, lengths, block_count):
+    """Neither one that finds no room nor one whose last tokens are still in flight is overtaken."""
     random = Random(run_ahead)
-    run = engine(block_count=40, max_num_batched_tokens=24, run_ahead=run_ahead, max_num_seqs=6)
+    run = engine(block_count=block_count, max_num_batched_tokens=24, run_ahead=run_ahead, max_num_seqs=6)
     for i in range(40):
-        run.send(simple_request(i, prompt_of(random.choice((3, 10, 60)), i), max_tokens=random.randrange(1, 40)))
+        run.send(simple_request(i, prompt_of(random.choice(lengths), i), max_tokens=random.randrange(1, 40)))
     state, preempted_at_all = run.core.state, False
     while not run.core.is_idle:
         waiting_before, preempted_before = len(state.waiting), list(state.preempted)
