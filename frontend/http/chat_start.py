@@ -64,6 +64,11 @@ async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> Sta
     return StartedChat(model, stream, params, form)
 
 
+def chat_prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
+    """The prompt that a chat would start with; raises RequestError as `start_chat` does."""
+    return _prompt(body, Tools.of(body.tools, body.tool_choice), tokenizer)
+
+
 def _prompt(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> ChatPrompt:
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
