@@ -11,6 +11,7 @@ import torch
 from common.messages import SlotInit, SlotSampling
 from common.sampling_params import sample_seed
 from kernels.noise import noise_bits_reference
+from worker_proc.logit_rules import LogitRules
 from worker_proc.noise import gumbel_from_bits, gumbel_noise, random_bits
 from worker_proc.sampler import Sampler, choose
 from worker_proc.slots import SlotMemory, SlotMirror
@@ -117,6 +118,21 @@ def test_choices_equal_plain_formulas_in_float64(seed):
     logits, sampling = random_logits(seed)[0], random_sampling(seed)
     expected = expected_token(adjusted(logits, tokens, 7, sampling), sampling, len(tokens))
     assert Bench().alone(logits, tokens, sampling, 7) == expected, sampling
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rules_equal_plain_formulas_in_float64_on_every_id(seed):
+    """Also where it does not change the choice: negative logits, ids that stand in the output more than once."""
+    rng = Random(seed)
+    tokens = [rng.randrange(VOCAB) for _ in range(7)] + [rng.choice([10, 11, 5, 20]) for _ in range(9)]
+    logits, sampling = random_logits(seed)[0], random_sampling(seed)
+    found = logits.copy()
+    rules = LogitRules.of(sampling)
+    assert rules is not None
+    rules.apply(found, np.array(tokens, dtype=np.int32), 7)
+    np.testing.assert_allclose(
+        found, adjusted(logits, tokens, 7, sampling), rtol=1e-5, atol=1e-5, err_msg=str(sampling)
+    )
 
 
 def test_every_row_gets_the_token_that_it_gets_alone():
