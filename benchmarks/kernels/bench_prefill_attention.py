@@ -47,8 +47,8 @@ def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan, p
     from kernels.prefill_attention import COUNTER_COUNT, prefill_attention
 
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device_and_dtype()[0])
-    scale = shape.head_dim**-0.5
-    return lambda: prefill_attention(*inputs.prefill_arguments, counters, plan, scale=scale, pdl=pdl)
+    scale, output = shape.head_dim**-0.5, torch.empty_like(inputs.query)
+    return lambda: prefill_attention(output, *inputs.prefill_inputs, counters, plan, scale=scale, pdl=pdl)
 
 
 def torch_call(shape: AttentionShape) -> Callable[[], torch.Tensor]:

@@ -1,4 +1,5 @@
-"""Random paged batches for the attention benchmarks, blocks in random order. Called by bench_*_attention.py."""
+"""Random paged batches for the attention benchmarks, blocks in random order. Called by bench_*_attention.py and by
+the attention tests, which make other batches of the same class."""
 
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ from benchmarks.kernels.shapes import AttentionShape
 
 @dataclass
 class PagedInputs:
-    """The tensors of one call; layouts in kernels/paged_kv.py."""
+    """Inputs of both attention operations (layouts: kernels/paged_kv.py)."""
 
-    output: torch.Tensor
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -22,11 +22,16 @@ class PagedInputs:
     row_slots: torch.Tensor
     context_lengths: torch.Tensor
     query_starts: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
     @property
-    def decode_arguments(self) -> tuple[torch.Tensor, ...]:
+    def scales(self) -> dict[str, torch.Tensor | None]:
+        return {"key_scales": self.key_scales, "value_scales": self.value_scales}
+
+    @property
+    def decode_inputs(self) -> tuple[torch.Tensor, ...]:
         return (
-            self.output,
             self.query,
             self.key_cache,
             self.value_cache,
@@ -36,8 +41,8 @@ class PagedInputs:
         )
 
     @property
-    def prefill_arguments(self) -> tuple[torch.Tensor, ...]:
-        return (*self.decode_arguments, self.query_starts)
+    def prefill_inputs(self) -> tuple[torch.Tensor, ...]:
+        return (*self.decode_inputs, self.query_starts)
 
 
 def device_and_dtype() -> tuple[str, torch.dtype]:
@@ -54,7 +59,6 @@ def make_inputs(shape: AttentionShape) -> PagedInputs:
     tables = torch.randperm(cache_size[0], device=device).int().view(shape.batch, blocks_per_row)
     rows = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     return PagedInputs(
-        output=torch.empty_like(query),
         query=query,
         key_cache=torch.randn(cache_size, device=device, dtype=dtype),
         value_cache=torch.randn(cache_size, device=device, dtype=dtype),
