@@ -7,6 +7,7 @@ They start as zeros, since unwritten positions take part in products whose weigh
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
+from common.messages import StepPlan
 from kernels.kv_format import SCALE_DTYPE
 from worker_proc.attention import KERNEL_HEAD_DIMS
 from worker_proc.model_config import ModelConfig
@@ -173,6 +175,15 @@ class KVCache:
         scales = [tensor for tensor in (*self.key_scales, *self.value_scales) if tensor is not None]
         return [*self.key_caches, *self.value_caches, *scales]
 
+    def move_blocks(self, plan: StepPlan) -> None:
+        """The plan's swap-outs, copies and swap-ins, in this order."""
+        if plan.swap_out_block_ids:
+            self.swap_out(_pairs(plan.swap_out_block_ids))
+        if plan.copy_block_ids:
+            self.copy_blocks(_pairs(plan.copy_block_ids))
+        if plan.swap_in_block_ids:
+            self.swap_in(_pairs(plan.swap_in_block_ids))
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to device blocks, all reads before all writes; pairs are (source, destination)."""
         sources, destinations = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.key_caches[0].device)
@@ -188,6 +199,11 @@ class KVCache:
         """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
         for cache, host in zip(self._device, self._host, strict=True):
             _copy_blocks(host, cache, pairs)
+
+
+def _pairs(ids: "array[int]") -> list[tuple[int, int]]:
+    """Flat pairs as tuples."""
+    return list(zip(ids[::2], ids[1::2], strict=True))
 
 
 def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
