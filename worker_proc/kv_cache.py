@@ -191,29 +191,46 @@ class KVCache:
             cache.index_copy_(0, destinations, cache[sources])
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device blocks to host blocks, in stream order; pairs are (device block, host block)."""
+        """Copy device blocks to host blocks, in stream order; pairs are (device block, host block).
+
+        The blocks are gathered on the device, so that a run of host blocks is one copy, whatever blocks it comes from.
+        """
+        blocks = self._device_blocks([device for device, _ in pairs])
+        runs = block_runs([host for _, host in pairs])
         for cache, host in zip(self._device, self._host, strict=True):
-            _copy_blocks(cache, host, pairs)
+            gathered = cache[blocks]
+            for first, start, count in runs:
+                host[start : start + count].copy_(gathered[first : first + count], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
+        blocks = self._device_blocks([device for _, device in pairs])
+        runs = block_runs([host for host, _ in pairs])
         for cache, host in zip(self._device, self._host, strict=True):
-            _copy_blocks(host, cache, pairs)
+            gathered = cache.new_empty((len(pairs), *cache.shape[1:]))
+            for first, start, count in runs:
+                gathered[first : first + count].copy_(host[start : start + count], non_blocking=True)
+            cache.index_copy_(0, blocks, gathered)
+
+    def _device_blocks(self, blocks: list[int]) -> torch.Tensor:
+        return to_device(np.array(blocks, dtype=np.int64), self.key_caches[0].device)
+
+
+def block_runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Runs of consecutive numbers: index of the first, its number, how many."""
+    runs: list[tuple[int, int, int]] = []
+    for index, block in enumerate(blocks):
+        if runs and block == runs[-1][1] + runs[-1][2]:
+            first, start, count = runs[-1]
+            runs[-1] = (first, start, count + 1)
+        else:
+            runs.append((index, block, 1))
+    return runs
 
 
 def _pairs(ids: "array[int]") -> list[tuple[int, int]]:
     """Flat pairs as tuples."""
     return list(zip(ids[::2], ids[1::2], strict=True))
-
-
-def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks between tensors, each (from, to); one by one where that crosses to or from a GPU."""
-    if source.device == target.device:
-        froms, tos = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        target.index_copy_(0, tos, source[froms])
-        return
-    for from_block, to_block in pairs:
-        target[to_block].copy_(source[from_block], non_blocking=True)
 
 
 def _movable(cache: torch.Tensor) -> torch.Tensor:
