@@ -85,7 +85,7 @@ class Quality:
         return PagedModel(self.model(variant.dtype), variant.kv_cache_dtype, row_count, max_tokens)
 
     def add(self, measurement: str, variant: Variant, metrics: dict[str, Any], **limit: Any) -> None:
-        """Keep a result, and print it."""
+        """Keep a result, print it, and write it where it was asked for."""
         options = {name: value for name, value in vars(self.options).items() if name not in ("output", "only")}
         entry = records.record(
             benchmark="quality", workload=measurement, metrics=metrics, model=self.options.model, limit=limit,
@@ -93,6 +93,8 @@ class Quality:
             device=self.device.type if self.device.type == "cpu" else "",
         )  # fmt: skip
         self.results.append(entry)
+        if self.options.output:
+            records.save([entry], self.options.output)
         shown = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         print(f"{measurement:<11} {variant.name:<8} {shown}", flush=True)
 
@@ -281,9 +283,6 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         quality = Quality(options)
         for name in options.only.split(","):
             getattr(quality, name)()
-            if options.output:
-                records.save(quality.results, options.output)
-                quality.results = []
     return quality.results
 
 

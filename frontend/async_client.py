@@ -143,11 +143,15 @@ class AsyncClient:
     ) -> "AsyncStream":
         """Start a request; arguments as `client.Client.submit` has them."""
         inbox = self._inbox(request_id)
-        message = client_state.generate_message(
-            inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
-            timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
-        )  # fmt: skip
-        await self._send(message)
+        try:
+            message = client_state.generate_message(
+                inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
+                timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
+            )  # fmt: skip
+            await self._send(message)
+        except BaseException:
+            self._state.forget(inbox.request_id)
+            raise
         return AsyncStream(self, inbox, timeout_s)
 
     async def abort(self, request_id: str) -> None:

@@ -2,8 +2,8 @@
 
     with Client("tcp://127.0.0.1:5555") as client:
         print(client.generate("The sea", SamplingParams(max_tokens=32)).text)
-        for delta in client.chat([{"role": "user", "content": "Hello"}], stream=True):
-            print(delta.text, end="")
+        for delta in client.chat([{"role": "user", "content": "Hello"}], {"max_tokens": 200}, stream=True):
+            print(delta.text, end="", flush=True)
 
 Needs pyzmq and msgpack only. A client belongs to one thread at a time; connections are cheap, so give each thread its
 own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if no engine is at the
@@ -135,13 +135,15 @@ class Client:
             options: see `submit`.
 
         Raises:
-            RequestError: the first error of any of them, after the others were aborted.
+            RequestError: the first error of any of them, after the others were aborted; so is any other error.
         """
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
-        running = [self.submit(prompt, own, stream=False, **options) for prompt, own in zip(prompts, each, strict=True)]
+        running: list[Stream] = []
         try:
+            for prompt, own in zip(prompts, each, strict=True):
+                running.append(self.submit(prompt, own, stream=False, **options))
             return [stream.result() for stream in running]
         finally:
             for stream in running:
@@ -166,7 +168,7 @@ class Client:
             prompt: a text, token ids, or chat messages.
             params: how to sample.
             stream: have the engine send deltas; without them the stream holds nothing but its result.
-            request_id: your own name for it, unique among this client's live requests.
+            request_id: your own name for it, unique among this client's live requests; `auto:` begins those of others.
             priority: lower goes first.
             cache_salt: cached prefixes are shared only under the same salt.
             timeout_s: seconds after which the engine ends the request with an error.
@@ -174,11 +176,15 @@ class Client:
             chat: chat options as the wire has them.
         """
         inbox = self._state.open(request_id)
-        message = client_state.generate_message(
-            inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
-            timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
-        )  # fmt: skip
-        self._send(message)
+        try:
+            message = client_state.generate_message(
+                inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
+                timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
+            )  # fmt: skip
+            self._send(message)
+        except BaseException:
+            self._state.forget(inbox.request_id)
+            raise
         return Stream(self, inbox, timeout_s)
 
     def abort(self, request_id: str) -> None:

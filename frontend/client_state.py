@@ -16,6 +16,9 @@ from common.sampling_params import SamplingParams
 HELLO_ID = ""
 """Where replies go that name no request: Welcome, and errors about unreadable messages."""
 
+AUTOMATIC_PREFIX = "auto:"
+"""Begins the ids of requests that the caller gave none; his own should not begin with it."""
+
 TIMEOUT_SLACK_S = 5.0
 """How much longer than a request's own timeout the client waits for its end."""
 
@@ -60,11 +63,15 @@ class ClientState:
         """
         if request_id is None:
             self._next_number += 1
-            request_id = f"r{self._next_number}"
+            request_id = f"{AUTOMATIC_PREFIX}{self._next_number}"
         if request_id in self._live:
             raise RequestError(f"request id {request_id!r} is in use", code="duplicate_request_id")
         inbox = self._live[request_id] = self._inbox_type(request_id)
         return inbox
+
+    def forget(self, request_id: str) -> None:
+        """A request that could not be sent; its id is free again."""
+        self._live.pop(request_id, None)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request's end has not come yet."""

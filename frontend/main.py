@@ -5,7 +5,8 @@ endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders com
 
 Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
 answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
-finish within the grace, end the rest with an error. A failed peer: every request ends with an error, then exit code 1.
+finish within the grace, end the rest with an error. A failed peer, or bytes of the scheduler's that are no message:
+every request ends with an error, then exit code 1.
 """
 
 import asyncio
@@ -24,7 +25,6 @@ from common.messages import EngineReady, PeerFailed, Profile, Stop, TokensOut, d
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
-from frontend import request_log
 from frontend.client_server import ClientServer
 from frontend.engine import Engine
 from frontend.tokenizer import Tokenizer
@@ -91,8 +91,6 @@ class Frontend:
         self._engine = Engine(config, tokenizer, send, self._recorder)
         self._engine.order_profile = link.profile
         self._traces: StepTraces | None = None
-        if config.log.enable_log_requests:
-            request_log.attach(self._engine.core)
         self._clients = ClientServer(self._engine, router)
         self._outputs = outputs
         self._outputs_reader = ZmqReader(outputs, self._on_output, self._clients.flush)
@@ -122,8 +120,10 @@ class Frontend:
             self._recorder.received(Link.OUTPUTS, frames[0])
         try:
             message = decode_for_frontend(frames[0])
-        except WireError as error:
-            logger.error("dropped a message from the scheduler: %s", error)
+        except WireError as error:  # the requests that it is about would wait for ever
+            why = f"a message of the scheduler cannot be read: {error}"
+            self._link.failed(why)
+            self._fail(why)
             return
         self._engine.core.handle(message)
         if isinstance(message, TokensOut) and self._traces is not None:
@@ -155,10 +155,14 @@ class Frontend:
                     if self._traces is not None:
                         self._traces.order(order)
                 case PeerFailed():
-                    logger.error("%s", order.message)
-                    self._engine.core.fail_all(order.message)
-                    self._clients.flush()
-                    self._end(1, 0.0)
+                    self._fail(order.message)
+
+    def _fail(self, why: str) -> None:
+        """The engine cannot serve any more: every request ends with an error, then the process ends."""
+        logger.error("%s", why)
+        self._engine.core.fail_all(why)
+        self._clients.flush()
+        self._end(1, 0.0)
 
     def _end(self, code: int, grace_s: float) -> None:
         if not self._ended.done():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.messages import SlotInit, SlotSampling
+from common.messages import NOT_A_TOKEN, SlotInit, SlotSampling
 from common.sampling_params import TEMPERATURE_FLOOR
 from worker_proc.logit_rules import LogitRules
 from worker_proc.logprobs import LogprobTable, logprob_table
@@ -23,9 +23,6 @@ from worker_proc.slots import IntArray, SlotMemory, SlotMirror
 
 TOP_P_FIRST_LOOK = 4096
 """Of so many of the likeliest tokens top_p looks at the mass first; mostly it suffices, and all need not be sorted."""
-
-NOT_A_TOKEN = -1
-"""Reported for a row whose logits are not numbers, or leave nothing to sample."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.kernels import harness
-from benchmarks.kernels.paged_inputs import device_and_dtype, make_inputs, multiprocessor_count
+from benchmarks.kernels.paged_inputs import cache_dtype_of, device_and_dtype, make_inputs, multiprocessor_count
 from benchmarks.kernels.shapes import DECODE_SHAPES, SMOKE_DECODE_SHAPES, AttentionShape
 from kernels import interpreter
 
@@ -20,16 +20,17 @@ def kernel_calls(shape: AttentionShape, pdl: bool = False, **plan_options: int) 
     from kernels.decode_attention import decode_attention, launch_plan
 
     plan = launch_plan(
-        shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim, multiprocessor_count(), **plan_options
-    )
+        shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim, multiprocessor_count(),
+        **{"quantised": shape.cache != "auto"} | plan_options,
+    )  # fmt: skip
     device, _ = device_and_dtype()
     partials = torch.empty(plan.workspace_floats, device=device)
     counters = torch.zeros(plan.counter_count, dtype=torch.int32, device=device)
     scale = shape.head_dim**-0.5
 
     def call_on(inputs) -> Callable[[], None]:
-        output = torch.empty_like(inputs.query)
-        return lambda: decode_attention(output, *inputs.decode_inputs, partials, counters, plan, scale=scale, pdl=pdl)
+        output, options = torch.empty_like(inputs.query), {"scale": scale, "pdl": pdl, **inputs.scales}
+        return lambda: decode_attention(output, *inputs.decode_inputs, partials, counters, plan, **options)
 
     return [call_on(make_inputs(shape)) for _ in range(harness.copies_to_exceed_l2(bytes_of(shape)))]
 
@@ -37,8 +38,8 @@ def kernel_calls(shape: AttentionShape, pdl: bool = False, **plan_options: int) 
 def bytes_of(shape: AttentionShape) -> int:
     from kernels.decode_attention import bytes_moved
 
-    element_bytes = device_and_dtype()[1].itemsize
-    return bytes_moved([shape.context] * shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim, element_bytes)
+    heads = (shape.query_heads, shape.kv_heads, shape.head_dim)
+    return bytes_moved([shape.context] * shape.batch, *heads, device_and_dtype()[1].itemsize, cache_dtype_of(shape))
 
 
 def main() -> None:

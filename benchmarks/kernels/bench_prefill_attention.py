@@ -30,8 +30,10 @@ def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
     token_count = shape.batch * shape.query_tokens
     heads = HeadShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.block_size)
     capability_major = torch.cuda.get_device_capability()[0] if harness.has_cuda() else 0
-    is_possible = can_specialise(heads, device_and_dtype()[1], capability_major=capability_major)
-    options = {"specialised": is_possible and token_count >= SPECIALISED_TOKENS} | plan_options
+    quantised = shape.cache != "auto"
+    is_possible = can_specialise(heads, device_and_dtype()[1], quantised=quantised, capability_major=capability_major)
+    is_specialised = is_possible and token_count >= SPECIALISED_TOKENS
+    options = {"specialised": is_specialised, "quantised": quantised} | plan_options
     return launch_plan(
         token_count,
         shape.batch,
@@ -47,8 +49,9 @@ def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan, p
     from kernels.prefill_attention import COUNTER_COUNT, prefill_attention
 
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device_and_dtype()[0])
-    scale, output = shape.head_dim**-0.5, torch.empty_like(inputs.query)
-    return lambda: prefill_attention(output, *inputs.prefill_inputs, counters, plan, scale=scale, pdl=pdl)
+    output = torch.empty_like(inputs.query)
+    options = {"scale": shape.head_dim**-0.5, "pdl": pdl, **inputs.scales}
+    return lambda: prefill_attention(output, *inputs.prefill_inputs, counters, plan, **options)
 
 
 def torch_call(shape: AttentionShape) -> Callable[[], torch.Tensor]:
@@ -79,7 +82,7 @@ def main() -> None:
         options = {"block_size": shape.block_size, "kernel": "hopper" if plan.specialised else "plain"}
         runs_us = harness.time_runs_us([kernel_call(shape, make_inputs(shape), plan)])
         report.add(shape.name, runs_us, flops=flops_of(shape), options=options)
-        if shape.query_tokens == shape.context:
+        if shape.query_tokens == shape.context and shape.cache == "auto":
             runs_us = harness.time_runs_us([torch_call(shape)])
             report.add(shape.name, runs_us, flops=flops_of(shape), engine="torch")
     report.write(arguments.output)

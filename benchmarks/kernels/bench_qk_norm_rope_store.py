@@ -3,6 +3,7 @@
 python -m benchmarks.kernels.bench_qk_norm_rope_store --output benchmarks/results/qk_norm_rope_store.jsonl
 """
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -19,8 +20,10 @@ def cases(smoke: bool) -> Iterator[Case]:
 
     device, dtype = device_and_dtype()
     shapes = [(2, 4, 2, 64)] if smoke else [(t, 16, 8, 128) for t in (1, 8, 64, 256, 8192)] + [(8192, 32, 8, 128)]
-    for tokens, query_heads, kv_heads, head_dim in shapes:
-        moved = bytes_moved(tokens, query_heads, kv_heads, head_dim, dtype.itemsize)
+    caches = {"": dtype, "_int8": torch.int8, "_fp8": torch.float8_e4m3fn}
+    for (tokens, query_heads, kv_heads, head_dim), suffix in itertools.product(shapes, caches):
+        cache_dtype = caches[suffix]
+        moved = bytes_moved(tokens, query_heads, kv_heads, head_dim, dtype.itemsize, cache_dtype)
         copies = copies_to_exceed_l2(moved, at_most=8)
         blocks = tokens // BLOCK_SIZE + 1
         table = torch.randn(MAX_POSITION, head_dim, device=device)
@@ -31,10 +34,15 @@ def cases(smoke: bool) -> Iterator[Case]:
         for _ in range(copies):
             qkv = torch.randn(tokens, (query_heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
             q_out = torch.empty(tokens, query_heads, head_dim, dtype=dtype, device=device)
-            caches = [torch.empty(blocks, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, device=device) for _ in range(2)]
-            arguments = (qkv, q_out, *caches, slots, positions, table, *weights)
-            calls.append(lambda a=arguments: qk_norm_rope_store(*a))
-        yield Case(f"t{tokens}_h{query_heads}_kv{kv_heads}_d{head_dim}", moved, calls)
+            size = (blocks, kv_heads, BLOCK_SIZE, head_dim)
+            keys, values = (torch.empty(size, dtype=cache_dtype, device=device) for _ in range(2))
+            arguments = (qkv, q_out, keys, values, slots, positions, table, *weights)
+            scales = {}
+            if suffix:
+                scales = {name: torch.empty(size[:3], dtype=torch.float16, device=device)
+                          for name in ("k_scales", "v_scales")}  # fmt: skip
+            calls.append(lambda a=arguments, s=scales: qk_norm_rope_store(*a, **s))
+        yield Case(f"t{tokens}_h{query_heads}_kv{kv_heads}_d{head_dim}{suffix}", moved, calls)
 
 
 if __name__ == "__main__":

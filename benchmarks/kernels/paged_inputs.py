@@ -50,6 +50,11 @@ def device_and_dtype() -> tuple[str, torch.dtype]:
     return ("cuda", torch.bfloat16) if has_cuda() else ("cpu", torch.float32)
 
 
+def cache_dtype_of(shape: AttentionShape) -> torch.dtype:
+    """The element type of the shape's cache."""
+    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(shape.cache, device_and_dtype()[1])
+
+
 def make_inputs(shape: AttentionShape) -> PagedInputs:
     """Fresh random tensors for one shape."""
     device, dtype = device_and_dtype()
@@ -58,15 +63,27 @@ def make_inputs(shape: AttentionShape) -> PagedInputs:
     query = torch.randn(shape.batch * shape.query_tokens, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     tables = torch.randperm(cache_size[0], device=device).int().view(shape.batch, blocks_per_row)
     rows = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    caches = [_random_cache(cache_size, cache_dtype_of(shape)) for _ in range(2)]
+    has_scales = shape.cache != "auto"
+    scales = [torch.rand(cache_size[:3], device=device).half() if has_scales else None for _ in range(2)]
     return PagedInputs(
         query=query,
-        key_cache=torch.randn(cache_size, device=device, dtype=dtype),
-        value_cache=torch.randn(cache_size, device=device, dtype=dtype),
+        key_cache=caches[0],
+        value_cache=caches[1],
         block_tables=tables,
         row_slots=rows[:-1].clone(),
         context_lengths=torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device),
         query_starts=rows * shape.query_tokens,
+        key_scales=scales[0],
+        value_scales=scales[1],
     )
+
+
+def _random_cache(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    device = device_and_dtype()[0]
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, size, device=device, dtype=dtype)
+    return torch.randn(size, device=device, dtype=device_and_dtype()[1]).to(dtype)
 
 
 def multiprocessor_count() -> int:

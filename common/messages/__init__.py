@@ -41,11 +41,20 @@ from common.messages.requests import (
     SampleFinish,
     TokensOut,
 )
-from common.messages.steps import PROTOCOL_VERSION, SlotInit, SlotSampling, StepPlan, StepResult, WorkerReady
+from common.messages.steps import (
+    NOT_A_TOKEN,
+    PROTOCOL_VERSION,
+    SlotInit,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+)
 from common.wire import unpack
 
 __all__ = [
     "FINISH_REASONS",
+    "NOT_A_TOKEN",
     "PROTOCOL_VERSION",
     "STEP_PARTS",
     "WORKER_PARTS",
@@ -56,6 +65,8 @@ __all__ = [
     "Failed",
     "FlushCache",
     "ForChild",
+    "ForFrontend",
+    "ForScheduler",
     "Heartbeat",
     "PeerFailed",
     "Profile",

@@ -20,6 +20,8 @@ from common.messages.fields import (
 from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
 
 PROTOCOL_VERSION = 2
+NOT_A_TOKEN = -1
+"""Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,8 +343,8 @@ class StepResult:
 
     Attributes:
         step_id: the plan's.
-        token_ids: int32: the sampled slots' tokens, in the order of `StepPlan.sampled_slots`; -1 where the logits
-            were not numbers (that request fails, the others go on).
+        token_ids: int32: the sampled slots' tokens, in the order of `StepPlan.sampled_slots`; NOT_A_TOKEN where
+            the logits were not numbers (that request fails, the others go on).
         token_counts: uint8, tokens per sampled slot; empty when each has one.
         logprobs: for slots that asked; `row_index` counts along `token_ids`.
         prompt_logprobs: pairs of slot and entries for the prompt positions whose logits this step computed;

@@ -30,7 +30,7 @@ SEEDED = {"max_tokens": 400, "seed": 5, "temperature": 1.0}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tiny.save_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=2048)
-    with Server(folder, "--dtype", "float32", "--num-kv-blocks", "512") as running:
+    with Server(folder, "--served-model-name", "tiny", "--dtype", "float32", "--num-kv-blocks", "512") as running:
         yield running
 
 
@@ -75,6 +75,21 @@ def test_a_tool_call_whole_and_streamed(client, choice):
     ]
     again = client.chat.completions.create(model="tiny", messages=answered, tools=[TOOL], max_tokens=4)
     assert again.choices[0].finish_reason in ("length", "stop")
+
+
+def test_responses_whole_and_streamed(client):
+    options = {"model": "tiny", "input": "Hi", "max_output_tokens": 400, "temperature": 0.0}
+    text = {"format": {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}}
+    whole = client.responses.create(text=text, **options)
+    assert whole.status == "completed"
+    assert_weather(whole.output_text)
+    with client.responses.stream(text=text, **options) as stream:
+        assert stream.get_final_response().output_text == whole.output_text
+    tool = {"type": "function", "strict": True, **TOOL["function"]}
+    called = client.responses.create(tools=[tool], tool_choice="required", parallel_tool_calls=False, **options)
+    (call,) = called.output
+    assert (call.type, call.name) == ("function_call", "weather")
+    assert_weather(call.arguments)
 
 
 def test_a_wrong_schema_is_refused_whole_and_streamed(client):

@@ -61,6 +61,30 @@ def test_batch_keeps_the_order(frontend):
             assert result.completion_tokens == 1 + number % 3
 
 
+def test_a_batch_that_cannot_be_submitted_whole_leaves_nothing_running(frontend):
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        with pytest.raises(TypeError):
+            client.generate_batch(["one", "two", object()], SamplingParams(max_tokens=2000))
+        frontend.scheduler.wait_until(lambda: len(frontend.scheduler.aborted) == 2)
+
+
+def test_the_id_of_a_request_that_could_not_be_sent_is_free_again(shared_frontend):
+    with Client(shared_frontend.endpoint) as client:
+        with pytest.raises(TypeError):
+            client.submit(object(), request_id="mine")
+        assert client.submit("a", SamplingParams(max_tokens=1), request_id="mine").result().completion_tokens == 1
+
+
+def test_automatic_ids_leave_the_usual_ones_to_the_caller(frontend):
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        streams = [client.submit("a", SamplingParams(max_tokens=1)) for _ in range(3)]
+        streams += [client.submit("a", SamplingParams(max_tokens=1), request_id=name) for name in ("r1", "1", "r2")]
+        frontend.scheduler.gate.set()
+        assert [stream.result().completion_tokens for stream in streams] == [1] * 6
+
+
 def test_samples_of_one_request(frontend):
     with Client(frontend.endpoint) as client:
         final = client.generate("abc", SamplingParams(n=3, max_tokens=4))
@@ -215,6 +239,17 @@ def test_a_failed_peer_ends_every_request(frontend):
             assert caught.value.status == 503
     frontend.join(30)
     assert frontend.exit_code == 1
+
+
+def test_bytes_of_the_schedulers_that_are_no_message_end_every_request(frontend):
+    frontend.scheduler.garbage = b"\xc1"
+    with Client(frontend.endpoint) as client:
+        with pytest.raises(RequestError, match="a message of the scheduler cannot be read") as caught:
+            client.generate("a", SamplingParams(max_tokens=9))
+        assert caught.value.status == 503
+    frontend.join(30)
+    assert frontend.exit_code == 1
+    assert "cannot be read" in frontend.link.detail
 
 
 def test_stop_lets_requests_finish_and_refuses_new_ones(frontend):

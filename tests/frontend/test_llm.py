@@ -1,5 +1,6 @@
 """`LLM` without an engine: its command line, its prompts. With one: tests/e2e/test_llm.py."""
 
+import io
 import sys
 from array import array
 
@@ -31,6 +32,24 @@ def test_an_engine_that_does_not_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(llm, "command_line", lambda *_: [sys.executable, "-c", script])
     with pytest.raises(StartupError, match=r"exit code 1\): no such model$"):
         llm.LLM("folder")
+
+
+def test_the_engines_log_goes_to_a_logger_with_its_levels(caplog):
+    lines = [
+        "a line of nobody's",
+        "12:00:01.123 INFO    scheduler  ready",
+        "12:00:01.124 WARNING worker-0   few blocks",
+        "Traceback (most recent call last):",
+        "",
+        '{"time": 1.5, "level": "error", "process": "frontend", "message": "no \\u6d77"}',
+        "12:00:01.125 DEBUG   frontend   caf\ufffd",
+    ]
+    caplog.set_level("DEBUG", "trireme")
+    log = llm.EngineLog(io.BytesIO("\n".join(lines).replace("\ufffd", "\udcff").encode(errors="surrogateescape")))
+    log.wait()
+    assert [record.getMessage() for record in caplog.records] == [line for line in lines if line]
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING", "WARNING", "ERROR", "DEBUG"]
+    assert log.last_line == lines[-1]
 
 
 @pytest.mark.parametrize(

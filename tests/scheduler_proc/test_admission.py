@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from scheduler_proc.admission import Admission
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
 
@@ -36,6 +37,18 @@ def test_a_full_queue_refuses_at_once_with_a_retry_hint():
     assert failure.retry_after_ms >= 100 and "3" in failure.message
     run.run()
     assert run.outputs == expected_outputs(messages[:3])
+
+
+def test_a_request_for_several_samples_waits_as_one():
+    run = engine(max_queued=2, max_queued_tokens=11)
+    messages = [simple_request(i, range(5), n=8) for i in range(2)]
+    for message in messages:
+        run.send(message)
+    assert not run.failures
+    run.send(simple_request(2, range(1)))
+    assert "2 requests wait" in run.failures[2].message
+    run.run()
+    assert run.outputs == expected_outputs(messages)
 
 
 def test_the_retry_hint_follows_the_rate_of_finished_requests():
@@ -83,6 +96,23 @@ def test_a_deadline_of_a_finished_request_means_nothing():
     run.tick()
     run.run()
     assert not run.failures
+
+
+def test_deadlines_of_ended_requests_are_not_kept():
+    """Every request may have a deadline an hour away, and end in a second."""
+    clock = Clock()
+    run = engine(clock, max_model_len=2000, block_count=500)
+    run.send(replace(simple_request(0, range(5), max_tokens=1900), deadline_s=4000.0))
+    for request_id in range(1, 200):
+        run.send(replace(simple_request(request_id, [1], max_tokens=1), deadline_s=4600.0 + request_id % 7))
+        while (request_id, 0) not in run.reasons:
+            run.step()
+    assert len(run.core._deadlines) < 80
+    assert run.core.next_deadline_s() == 4000.0
+    clock.now = 4000.0
+    run.tick()
+    assert list(run.failures) == [0]
+    run.run()
 
 
 def test_an_empty_prompt_is_refused():
@@ -138,3 +168,17 @@ def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything():
     assert "100 prompt tokens" in run.failures[0].message and "50" in run.failures[0].message
     run.run()
     assert run.outputs == expected_outputs([big])
+
+
+def test_a_burst_does_not_cost_its_square(monkeypatch):
+    """The fault: the unfinished prompts of a step were counted anew for each candidate."""
+    counted = []
+    count = Admission._unfinished_count
+    monkeypatch.setattr(Admission, "_unfinished_count", lambda *known: counted.append(1) or count(*known))
+    run = engine(max_num_seqs=64, max_num_batched_tokens=512, block_count=1000)
+    messages = [simple_request(i, range(5), max_tokens=2) for i in range(64)]
+    for message in messages:
+        run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+    assert len(counted) < 16

@@ -182,6 +182,33 @@ def test_a_prompt_that_waits_for_a_shared_start_is_looked_up_once():
     assert run.plans <= -(-1000 // 64) + 3
 
 
+def test_a_cached_prompt_does_not_wait_for_two_unfinished_ones():
+    """What counts against the budget is what must be computed, not how long the prompt is."""
+    run = engine(max_num_batched_tokens=64)
+    run.send(simple_request(0, prompt_of(1000), max_tokens=1))
+    run.run()
+    for i in (1, 2, 3):
+        run.send(simple_request(i, prompt_of(1000, i), max_tokens=1))
+    run.step()
+    run.send(simple_request(4, prompt_of(1000), max_tokens=1))
+    run.step()
+    assert run.outputs.keys() == {(0, 0), (4, 0)}
+    run.run()
+
+
+def test_prompts_behind_two_unfinished_ones_are_looked_up_now_and_then():
+    run = engine(max_num_batched_tokens=64)
+    lookups = []
+    cache = run.core.state.cache
+    original = cache.lookup
+    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    for i in range(5):
+        run.send(simple_request(i, prompt_of(2000, i), max_tokens=1))
+    run.run()
+    assert run.plans >= 5 * 2000 // 64
+    assert len(lookups) <= 5 + 3 * run.plans // 32
+
+
 def test_a_prompt_waits_only_for_the_part_it_shares():
     run = engine(max_num_batched_tokens=64)
     run.send(simple_request(0, prompt_of(1000), max_tokens=1))
