@@ -195,7 +195,7 @@ class Core:
         self._send_aborts()
 
     def flush_cache(self) -> None:
-        """Have the scheduler forget cached prefixes."""
+        """Have the scheduler forget every cached prefix that no live request holds."""
         self._send(FlushCache().to_wire())
 
     def check_serving(self) -> EngineReady:

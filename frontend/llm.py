@@ -29,7 +29,7 @@ from typing import IO, Any
 from common import client_messages as wire
 from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
-from common.errors import ConfigError, EngineDeadError, StartupError
+from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
 from frontend.client_state import Params, chat_options
@@ -37,7 +37,6 @@ from frontend.client_state import Params, chat_options
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 15.0
 LOG_TIMEOUT_S = 2.0
-CONFIG_EXIT_CODE = 2
 LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -268,7 +267,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log:
         if code is not None:
             log.wait()
             last_line = log.last_line or "it said nothing"
-            kind = ConfigError if code == CONFIG_EXIT_CODE else StartupError
+            kind = ConfigError if code == EXIT_CODES[ConfigError] else StartupError
             raise kind(f"the engine did not start (exit code {code}): {last_line.removeprefix('trireme: ')}")
         time.sleep(START_POLL_S)
     ready: dict[str, Any] = json.loads(ready_file.read_text())

@@ -90,10 +90,6 @@ class SlotMemory:
         """Carry out writes that were collected in a `StateWrites`; both int32 [n] on this device."""
         self.memory.index_copy_(0, addresses.long(), values)
 
-    def bytes_used(self) -> int:
-        """Bytes of device memory."""
-        return self.memory.numel() * 4
-
 
 class StateWrites:
     """What the host changes in a `SlotMemory` before a step: int32 values with the addresses they go to."""
