@@ -19,7 +19,7 @@ from common.sampling_params import TEMPERATURE_FLOOR
 from worker_proc.logit_rules import LogitRules
 from worker_proc.logprobs import LogprobTable, logprob_table
 from worker_proc.noise import gumbel_noise
-from worker_proc.slots import IntArray, SlotMemory, SlotMirror
+from worker_proc.slots import IntArray, SlotMemory, SlotMirror, known_ids
 
 TOP_P_FIRST_LOOK = 4096
 """Of so many of the likeliest tokens top_p looks at the mass first; mostly it suffices, and all need not be sorted."""
@@ -55,7 +55,7 @@ class Sampler:
 
     def start(self, init: SlotInit) -> None:
         """A slot gets a request."""
-        sampling = init.sampling
+        sampling = known_ids(init.sampling, self._vocab_size)
         self._rules[init.slot] = LogitRules.of(sampling)
         greedy = sampling.temperature < TEMPERATURE_FLOOR
         self._plain[init.slot] = greedy and self._rules[init.slot] is None and not sampling.masked

@@ -307,3 +307,13 @@ def test_logprobs_are_of_the_raw_distribution_and_finite():
     assert list(entry.top_token_ids) == expected.topk(5).indices.tolist()
     np.testing.assert_allclose([entry.logprob, *entry.top_logprobs], [expected[token], *expected.topk(5).values], 1e-6)
     assert entry.row_index == 0
+
+
+def test_end_ids_and_bad_words_that_the_model_lacks_are_left_alone():
+    """One legal request with an added token in `bad_words`, or a folder's stray end id, cost the whole engine."""
+    sampling = SlotSampling(
+        temperature=0.0, end_token_ids=(VOCAB + 5, 7), min_output_count=3, bad_token_ids=((VOCAB,), (3, VOCAB), (9,))
+    )
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[[7, 9, 11]] = 5.0, 4.0, 3.0
+    assert Bench().alone(logits, [3], sampling) == 11
