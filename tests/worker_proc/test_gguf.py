@@ -1,5 +1,6 @@
 """GGUF files become model folders: weights, q/k layout, configuration and tokenizer survive the round trip."""
 
+import json
 from pathlib import Path
 
 import gguf
