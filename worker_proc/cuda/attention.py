@@ -46,9 +46,11 @@ def cuda_attention(
     """Store this step's K and V, then attend; see `worker_proc.attention.attention`."""
     from worker_proc.attention import store_reference
 
-    key_cache, value_cache = context.key_caches[layer_index], context.value_caches[layer_index]
-    store_reference(key, key_cache, context.slot_mapping)
-    store_reference(value, value_cache, context.slot_mapping)
+    (key_cache, key_scales), (value_cache, value_scales) = (
+        context.layer_keys(layer_index), context.layer_values(layer_index)
+    )  # fmt: skip
+    store_reference(key, key_cache, context.slot_mapping, key_scales)
+    store_reference(value, value_cache, context.slot_mapping, value_scales)
     plans = context.plans.get("attention")
     if plans is None:
         plans = AttentionPlans.of(query.shape[0], context.row_count, query.shape[1], key_cache)
@@ -56,7 +58,8 @@ def cuda_attention(
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     shared = (output, query, key_cache, value_cache, context.block_tables, context.row_slots, context.context_lengths)
     options = {
-        "scale": scale, "sliding_window": sliding_window or 0, "decode_row_count": context.device_decode_row_count
+        "scale": scale, "sliding_window": sliding_window or 0, "decode_row_count": context.device_decode_row_count,
+        "key_scales": key_scales, "value_scales": value_scales,
     }  # fmt: skip
     decode.decode_attention(*shared, plans.partials, plans.decode_counters, plans.decode_plan, **options)
     prefill.prefill_attention(*shared, context.query_starts, plans.prefill_counters, plans.prefill_plan, **options)
