@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +167,7 @@ class LLM:
         """
         self._check_alive()
         many = _as_many(prompts)
-        finals = self.client.generate_batch([_plain(prompt) for prompt in many], sampling_params, **options)
+        finals = self.client.generate_batch(many, sampling_params, **options)
         return [_output(final, prompt, number) for number, (final, prompt) in enumerate(zip(finals, many, strict=True))]
 
     def chat(
@@ -289,17 +288,10 @@ def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+    """One prompt is made a list of one: a text, a map, or a sequence of what has no length."""
+    if isinstance(prompts, str | bytes | Mapping) or (len(prompts) and not hasattr(prompts[0], "__len__")):
         return [prompts]
     return prompts
-
-
-def _plain(prompt: Any) -> wire.Prompt:
-    if isinstance(prompt, Mapping):
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    return prompt if isinstance(prompt, array) else list(prompt)
 
 
 def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:

@@ -12,6 +12,7 @@ import setproctitle
 
 from common.config import DEFAULT_MODEL
 from common.errors import EXIT_CODES, ConfigError, TriremeError, exit_code
+from common.processes import open_standard_files
 from launcher import serve
 from launcher.supervisor import ProcessLost
 
@@ -20,6 +21,7 @@ VERBS = ("serve", "status", "stop", "chat", "bench")
 
 def run(argv: Sequence[str]) -> int:
     """Run one verb; returns the exit code."""
+    open_standard_files()
     setproctitle.setproctitle("trireme-supervisor")
     arguments = list(argv)
     verb = arguments.pop(0) if arguments and _is_verb(arguments[0]) else "serve"

@@ -22,7 +22,7 @@ import zmq
 from common.child import READING_VOCABULARY
 from common.config import DEFAULT_MODEL, EngineConfig, with_changes
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
-from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, http_url
+from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, file_identity, http_url, remove_own
 from common.messages import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
 from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
@@ -108,6 +108,7 @@ class Supervisor:
         self._timeline: list[str] = []
         self._death_pipe = DeathPipe()
         self._http_socket = bind_http(config.server) if config.server.http else None
+        self._uds_identity = file_identity(config.server.uds)
         self.http = http_url(config.server, self._http_socket) if self._http_socket else ""
         self._context = new_context()
         self._router = bind_router(self._context, config.endpoint("supervisor"))
@@ -180,8 +181,7 @@ class Supervisor:
         self._death_pipe.close()
         if self._http_socket:
             self._http_socket.close()
-        if self.config.server.uds:
-            Path(self.config.server.uds).unlink(missing_ok=True)
+        remove_own(self.config.server.uds, self._uds_identity)
 
     def _spawn(self, name: str, arguments: list[str]) -> None:
         inherits = name == "frontend" and self._http_socket is not None

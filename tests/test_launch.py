@@ -229,6 +229,14 @@ def test_what_a_child_writes_reaches_our_stderr(capfd):
     assert sorted(capfd.readouterr().err.split()) == ["err", "out"]
 
 
+def test_the_last_line_of_a_child_that_ended_well_is_no_reason():
+    """SIGTERM to a worker showed its last INFO line as what had gone wrong."""
+    child = run_child_script("import sys; print('INFO all is well', file=sys.stderr)")
+    child._process.wait()
+    assert child.describe_end() == "child ended with exit code 0 unexpectedly"
+    child.close()
+
+
 def test_the_last_error_line_of_a_traceback():
     text = 'Traceback (most recent call last):\n  File "x.py", line 1\n    1/0\nZeroDivisionError: division by zero\n\n'
     assert last_error_line(text) == "ZeroDivisionError: division by zero"

@@ -13,10 +13,11 @@ import torch
 
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
-from common.messages import StepPlan, StepResult
+from common.messages import StepPlan
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
+from worker_proc.pending import PendingStep
 from worker_proc.runner import CpuRunner
 from worker_proc.vocabulary import tokenizer_vocab_size
 
@@ -29,17 +30,10 @@ KERNEL_MAX_ROWS = 1024
 logger = logging.getLogger(__name__)
 
 
-class Pending(Protocol):
-    """A step that has been issued."""
-
-    def result(self, report_us: int = 0) -> StepResult:
-        """Wait for the step and make its result; `report_us` is how long the report before this one took."""
-
-
 class StepRunner(Protocol):
     """What the worker runs plans with: `CpuRunner`, or the GPU's `cuda.runner.CudaRunner`."""
 
-    def execute(self, plan: StepPlan) -> Pending:
+    def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, on a GPU as far as issuing it."""
 
 

@@ -40,6 +40,7 @@ ROUTES = [
     Route("/detokenize", utilities.detokenize, methods=["POST"]),
     Route("/start_profile", start_profile, methods=["POST"]),
     Route("/stop_profile", stop_profile, methods=["POST"]),
+    Route("/flush_cache", utilities.flush_cache, methods=["POST"]),
 ]
 
 

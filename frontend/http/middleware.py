@@ -8,6 +8,7 @@ import logging
 import re
 import uuid
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import RequestError
@@ -51,6 +52,8 @@ class RequestId:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            logger.debug("a client left while it sent its request")
         except Exception:
             logger.exception("a request failed")
             if started:

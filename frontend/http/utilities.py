@@ -1,4 +1,4 @@
-"""The small endpoints: models, health, version, tokenizing, metrics."""
+"""The small endpoints: models, health, version, tokenizing, the prefix cache."""
 
 import time
 
@@ -28,6 +28,14 @@ async def health(request: Request) -> Response:
 async def version(_: Request) -> Response:
     """The engine's version."""
     return JsonResponse({"version": own_version()})
+
+
+async def flush_cache(request: Request) -> Response:
+    """Have the engine forget every cached prefix that no live request holds, before any request that comes later."""
+    engine: Engine = request.app.state.engine
+    engine.core.check_serving()
+    engine.core.flush_cache()
+    return JsonResponse({"status": "flushed"})
 
 
 async def models(request: Request) -> Response:

@@ -96,6 +96,7 @@ def test_an_interrupt_while_starting_leaves_nothing(tiny_model_dir):
         server.assert_nothing_is_left(pids)
     finally:
         server.close()
+    assert not server.folder.exists()
 
 
 def test_what_a_killed_supervisor_left_is_cleared_by_the_next_start(tiny_model_dir, run_dirs):

@@ -4,8 +4,10 @@ import io
 import sys
 from array import array
 
+import numpy as np
 import pytest
 
+from common import client_messages as wire
 from common.cli import OptionParser, config_from
 from common.errors import ConfigError, StartupError
 from frontend import llm
@@ -60,9 +62,14 @@ def test_the_engines_log_goes_to_a_logger_with_its_levels(caplog):
         ([1, 2], [[1, 2]]),
         ([[1, 2], [3]], [[1, 2], [3]]),
         ({"prompt_token_ids": (1, 2)}, [[1, 2]]),
-        ([{"prompt": "text"}, array("i", [1])], ["text", array("i", [1])]),
+        ([{"prompt": "text"}, array("i", [1])], ["text", [1]]),
+        ([np.int64(5), np.int64(6)], [[5, 6]]),
+        (np.array([5, 6]), [[5, 6]]),
+        ([np.array([5, 6]), (7,)], [[5, 6], [7]]),
         ([], []),
     ],
 )
 def test_prompts_of_all_shapes(prompts, plain):
-    assert [llm._plain(prompt) for prompt in llm._as_many(prompts)] == plain
+    sent = [wire.Generate(request_id="a", prompt=prompt).to_wire() for prompt in llm._as_many(prompts)]
+    received = [wire.decode_from_client(data).prompt for data in sent]
+    assert [prompt if isinstance(prompt, str) else list(prompt) for prompt in received] == plain

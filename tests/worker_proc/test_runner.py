@@ -140,6 +140,22 @@ def test_prompt_logprobs_equal_transformers_over_chunks(kernels, tiny_model, mak
         np.testing.assert_allclose(entry.top_logprobs, row.topk(2).values.tolist(), rtol=2e-4)
 
 
+@both_runners
+def test_prompt_logprobs_leave_out_ids_that_the_tokenizer_lacks(kernels, tiny_model, make_driver):
+    reference, folder = tiny_model("Llama")
+    driver = make_driver(folder, kernels=kernels, vocab=90)
+    tokens = [token % 90 for token in prompt(8)]
+    request = driver.add(tokens, SlotSampling(temperature=0.0, prompt_logprobs=131))
+    driver.run([request], 1, chunk=5)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0, :, :90].log_softmax(-1)
+    assert len(request.prompt_logprobs) == 7
+    for place, entry in enumerate(request.prompt_logprobs, 1):
+        np.testing.assert_allclose(entry.logprob, expected[place - 1, tokens[place]].item(), rtol=2e-4)
+        assert sorted(entry.top_token_ids[:90]) == list(range(90))
+        assert entry.rank <= 90
+
+
 def test_padding_rows_and_poisoned_free_blocks_change_nothing(tiny_model, make_driver, monkeypatch):
     """FAULTS F1, F2 and check 4: the driver's cache is NaN wherever nothing was written."""
     _, folder = tiny_model("Qwen3")
