@@ -28,7 +28,9 @@ class AttentionPlans:
         """For a step of that size over `cache` [block, kv_head, position, head_dim]."""
         _, kv_head_count, _, head_dim = cache.shape
         sizes = (row_count, head_count, kv_head_count, head_dim, multiprocessor_count(cache.device))
-        decode_plan, prefill_plan = decode.launch_plan(*sizes), prefill.launch_plan(token_count, *sizes)
+        quantised = cache.dtype.itemsize == 1
+        decode_plan = decode.launch_plan(*sizes, quantised=quantised)
+        prefill_plan = prefill.launch_plan(token_count, *sizes, quantised=quantised)
         integers = {"dtype": torch.int32, "device": cache.device}
         return cls(
             decode_plan,
@@ -46,9 +48,10 @@ def cuda_attention(
     """Store this step's K and V, then attend; see `worker_proc.attention.attention`."""
     from worker_proc.attention import store_reference
 
-    key_cache, value_cache = context.key_caches[layer_index], context.value_caches[layer_index]
-    store_reference(key, key_cache, context.slot_mapping)
-    store_reference(value, value_cache, context.slot_mapping)
+    key_cache, key_scales = context.layer_keys(layer_index)
+    value_cache, value_scales = context.layer_values(layer_index)
+    store_reference(key, key_cache, context.slot_mapping, key_scales)
+    store_reference(value, value_cache, context.slot_mapping, value_scales)
     plans = context.plans.get("attention")
     if plans is None:
         plans = AttentionPlans.of(query.shape[0], context.row_count, query.shape[1], key_cache)
@@ -56,7 +59,8 @@ def cuda_attention(
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     shared = (output, query, key_cache, value_cache, context.block_tables, context.row_slots, context.context_lengths)
     options = {
-        "scale": scale, "sliding_window": sliding_window or 0, "decode_row_count": context.device_decode_row_count
+        "scale": scale, "sliding_window": sliding_window or 0, "decode_row_count": context.device_decode_row_count,
+        "key_scales": key_scales, "value_scales": value_scales,
     }  # fmt: skip
     decode.decode_attention(*shared, plans.partials, plans.decode_counters, plans.decode_plan, **options)
     prefill.prefill_attention(*shared, context.query_starts, plans.prefill_counters, plans.prefill_plan, **options)

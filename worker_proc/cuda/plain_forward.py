@@ -38,6 +38,8 @@ class PlainForward:
             block_tables=slots.block_tables,
             key_caches=cache.key_caches,
             value_caches=cache.value_caches,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
             block_size=cache.block_size,
             decode_row_count=0,
             prompt_lengths=prompt_lengths,
