@@ -33,6 +33,7 @@ import setproctitle
 import zmq
 
 from common import log
+from common.child import READING_VOCABULARY
 from common.cli import MODEL_DESTINATION, OptionParser, config_from
 from common.config import DEFAULT_MODEL, EngineConfig, with_changes
 from common.errors import ConfigError, EngineDeadError, StartupError, TriremeError, WireError
@@ -45,6 +46,7 @@ from common.run_dir import RunDir, write_atomically
 from common.sockets import bind_router, new_context
 
 HEARTBEAT_TIMEOUT_S = 2.0
+SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
 FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
@@ -324,7 +326,7 @@ class Supervisor:
             if paused_ourselves or peer.ready_after_s is None:
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
-            if silence_s > (TRACING_TIMEOUT_S if peer.state == TRACING else HEARTBEAT_TIMEOUT_S):
+            if silence_s > SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
     def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile) -> None:

@@ -58,6 +58,7 @@ class FakeScheduler(threading.Thread):
         gate: steps are taken only while it is set; messages are read all the time.
         added, aborted: what came, in order.
         refusal: answers every request instead of running it, if set.
+        garbage: goes to the frontend in place of the next step's tokens, if set.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class FakeScheduler(threading.Thread):
         self.added: list[AddRequest] = []
         self.aborted: list[int] = []
         self.refusal: tuple[str, str, int] | None = None
+        self.garbage: bytes | None = None
         self.changed = threading.Condition()
         self._config = config
         self._script = script
@@ -106,7 +108,7 @@ class FakeScheduler(threading.Thread):
             if requests.poll(wait_s * 1000):
                 self._read(requests, outputs)
             elif busy:
-                outputs.send(self._step().to_wire())
+                outputs.send(self._step().to_wire() if self.garbage is None else self.garbage)
                 next_step_s = max(next_step_s, time.monotonic() - self._step_interval_s) + self._step_interval_s
         outputs.close()
         requests.close()

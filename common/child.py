@@ -34,6 +34,8 @@ from common.messages import Failed, ForChild, Heartbeat, Profile, Ready, Stop, d
 from common.sockets import connect_dealer, new_context
 
 HEARTBEAT_INTERVAL_MS = 500
+READING_VOCABULARY = "reading the vocabulary"
+"""The state of a scheduler that may miss heartbeats because llguidance holds the interpreter."""
 DEATH_PIPE_VARIABLE = "TRIREME_DEATH_PIPE"
 """Environment variable with the number of the inherited pipe end that closes when the supervisor is gone."""
 

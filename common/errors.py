@@ -3,7 +3,8 @@
     TriremeError
     ├── ConfigError        an option or a model that cannot be served: start-up ends with one line and exit code 2
     ├── StartupError       a process failed to start or did not get ready in time: exit code 3
-    ├── WireError          bytes on a socket that are not a message of that socket: costs that one message
+    ├── WireError          bytes that are not a message of their socket: costs a client that one message; ends a process
+    │                      that got them from a process of the engine, as what they were about would never end
     ├── RecordingError     a file that is no whole recording of the process that is to be run on it: exit code 2
     ├── RequestError       a request that cannot be served as asked; `code`, `param` and `status` go to the client
     └── EngineDeadError    a process of the engine is gone; every request in flight ends with this

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import TriremeError
+from common.errors import TriremeError, WireError
 from common.recording import Direction, Link, Record, Recording
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
@@ -86,7 +86,10 @@ class Comparison:
             self.first = Difference(Link(link), number, self._read(link, wanted), self._read(link, got))
 
     def _read(self, link: int, data: bytes | None) -> object:
-        return None if data is None else self._readable(link, data)
+        try:
+            return None if data is None else self._readable(link, data)
+        except WireError:
+            return data  # a changed recording can hold anything
 
 
 @dataclass

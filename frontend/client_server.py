@@ -1,7 +1,8 @@
 """The client socket: a ROUTER that client programs connect to, translated to and from the engine.
 
-Owns the socket, and one record per client and per live request of it. Called by the frontend's main: `flush` after
-every batch of messages from the scheduler, `close` at the end. Knows the wire only through `common.client_messages`.
+Owns the socket, one record per client that anything is under way for, and one per live request. Called by the
+frontend's main: `flush` after every batch of messages from the scheduler, `close` at the end. Knows the wire only
+through `common.client_messages`.
 
 What one step gives one client goes out as one message. A client that does not read is cut off: when
 `CLIENT_QUEUE_LIMIT` messages wait for it, its requests are aborted. A client that is gone loses its requests too: each
@@ -10,6 +11,7 @@ requests is sent a Pong, which fails for the one that is not there.
 """
 
 import asyncio
+import hashlib
 import logging
 import struct
 from array import array
@@ -112,22 +114,30 @@ class ClientRecord:
     Args:
         server: whose client it is.
         identity: the ROUTER's name for its connection.
+
+    Attributes:
+        key: names it in the log and to the scheduler; short, however long the identity is that it chose.
+        live: its requests that have not ended, by its own names.
+        task_count: its messages that are being worked on beside the loop.
+        gone: it could not be reached; a message that still comes from there gets a record of its own.
     """
 
-    __slots__ = ("_server", "ends", "gone", "identity", "key", "live", "rows")
+    __slots__ = ("_server", "ends", "gone", "identity", "key", "live", "rows", "task_count")
 
     def __init__(self, server: "ClientServer", identity: bytes) -> None:
         self.identity = identity
-        self.key = identity.hex()
+        self.key = hashlib.blake2b(identity, digest_size=8).hexdigest()
         self.live: dict[str, ClientSink] = {}
         self.rows: list[list[Any]] = []
         self.ends: list[bytes] = []
+        self.task_count = 0
         self.gone = False
         self._server = server
 
     def touch(self) -> None:
-        """Have the next flush send something to this client."""
-        self._server.touched[self.identity] = self
+        """Have the next flush send something to this client, and forget it if nothing of it is under way."""
+        if not self.gone:  # the identity may be that of a new record by now
+            self._server.touched[self.identity] = self
 
     def end(self, request_id: str, reply: wire.Final | wire.ErrorReply) -> None:
         """A request of this client is over; its last message goes out after its deltas."""
@@ -169,11 +179,6 @@ class ClientServer:
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor_reader = ZmqReader(self._monitor, lambda _: None, self._on_disconnect)
 
-    @property
-    def client_count(self) -> int:
-        """Clients with live requests."""
-        return len(self._clients)
-
     def flush(self) -> None:
         """Send what has gathered since the last flush. Never blocks."""
         while self.touched:
@@ -181,8 +186,8 @@ class ClientServer:
             for message in client.messages():
                 if not self._send(client, message):
                     break
-            if not client.live:
-                self._clients.pop(client.identity, None)
+            if not client.live and not client.task_count and not client.gone:
+                del self._clients[client.identity]
         self._reader.recheck()
 
     def close(self, linger_ms: int = 1000) -> None:
@@ -234,7 +239,7 @@ class ClientServer:
     def _drop(self, client: ClientRecord, why: str, level: int = logging.INFO) -> None:
         """End all requests of a client that cannot be reached."""
         client.gone = True
-        self._clients.pop(client.identity, None)
+        del self._clients[client.identity]
         if client.live:
             logger.log(level, "client %s: aborting its requests (%d): %s", client.key, len(client.live), why)
         for sink in list(client.live.values()):
@@ -247,7 +252,10 @@ class ClientServer:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         identity, data = frames[0], frames[-1]
-        client = self._clients.get(identity) or ClientRecord(self, identity)
+        client = self._clients.get(identity)
+        if client is None:
+            client = self._clients[identity] = ClientRecord(self, identity)
+        client.touch()
         try:
             if len(frames) != 2:
                 raise WireError(f"a message is one frame, got {len(frames) - 1}")
@@ -298,8 +306,12 @@ class ClientServer:
                 logger.exception("a client's request failed")
                 failure = RequestError(f"internal error: {error}", code="internal_error", status=500)
                 self._reply(client, error_reply(request_id, failure))
+            finally:
+                client.task_count -= 1
+                client.touch()
             self.flush()
 
+        client.task_count += 1
         task = asyncio.get_running_loop().create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -341,12 +353,8 @@ class ClientServer:
                 client.live.pop(message.request_id, None)
                 raise
 
-        self._admit(sink)
+        client.live[message.request_id] = sink
         self._start(client, message.request_id, encode_and_submit())
-
-    def _admit(self, sink: ClientSink) -> None:
-        self._clients[sink.client.identity] = sink.client
-        sink.client.live[sink.request_id] = sink
 
     def _submit(
         self, sink: ClientSink, message: wire.Generate, token_ids: "array[int]", params: SamplingParams
@@ -363,7 +371,7 @@ class ClientServer:
             timeout_s=None if message.timeout_ms is None else message.timeout_ms / 1000,
             name=message.request_id,
         )
-        self._admit(sink)
+        sink.client.live[sink.request_id] = sink
 
     def _abort(self, client: ClientRecord, request_id: str) -> None:
         sink = client.live.get(request_id)
@@ -419,7 +427,8 @@ class ClientServer:
 
 def error_reply(request_id: str, error: RequestError) -> wire.ErrorReply:
     """An error as a message to the client."""
-    return wire.ErrorReply(request_id, error.code, str(error)[:8000], error.param, error.retry_after_ms, error.status)
+    param = None if error.param is None else error.param[: wire.PARAM_LIMIT]
+    return wire.ErrorReply(request_id, error.code, str(error)[:8000], param, error.retry_after_ms, error.status)
 
 
 def _never_begun(request_id: str, sample_count: int) -> wire.Final:

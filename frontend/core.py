@@ -30,6 +30,7 @@ from common.messages import (
     RequestFailed,
     TokensOut,
 )
+from common.messages.fields import SHORT_IDS_LIMIT
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
@@ -149,6 +150,7 @@ class Core:
         limits = self.check_serving()
         self._check_prompt(prompt_token_ids, limits)
         params = self._complete(params, limits, len(prompt_token_ids), exact_max_tokens)
+        bad_token_ids = self._bad_token_ids(params)
         timings = timings or self.arrival()
         request = Request(
             request_id=self._allot_id(),
@@ -167,7 +169,7 @@ class Core:
             prompt_token_ids=prompt_token_ids,
             params=params,
             end_token_ids=tuple(sorted(request.end_token_ids)),
-            bad_token_ids=self.tokenizer.bad_word_ids(params) if params.bad_words else (),
+            bad_token_ids=bad_token_ids,
             priority=priority,
             client_key=client_key,
             cache_salt=cache_salt,
@@ -255,6 +257,17 @@ class Core:
     def _end_token_ids(self, params: SamplingParams) -> set[int]:
         return set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.tokenizer.end_token_ids))
 
+    def _bad_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        sequences = self.tokenizer.bad_word_ids(params)
+        longest = max(map(len, sequences), default=0)
+        if longest > SHORT_IDS_LIMIT:
+            raise RequestError(
+                f"bad_words: a word may have up to {SHORT_IDS_LIMIT} tokens, one has {longest}", param="bad_words"
+            )
+        return sequences
+
     def _allot_id(self) -> int:
         while self._next_id in self._live:
             self._next_id = (self._next_id + 1) & INT32_MAX
@@ -284,7 +297,7 @@ class Core:
         if simple and not (out.logprobs or out.prompt_logprobs):
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
-            self._takerows_of(out, now)
+            self._take_rows(out, now)
         if self._abort_ids:
             self._send_aborts()
 
@@ -317,7 +330,7 @@ class Core:
             else:
                 self._emit(request, sample, text, (token_id,))
 
-    def _takerows_of(self, out: TokensOut, now: float) -> None:
+    def _take_rows(self, out: TokensOut, now: float) -> None:
         for row in rows_of(out):
             request = self._live.get(row.request_id)
             if request is None or row.sample_index >= len(request.samples):

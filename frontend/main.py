@@ -5,7 +5,8 @@ endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders com
 
 Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
 answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
-finish within the grace, end the rest with an error. A failed peer: every request ends with an error, then exit code 1.
+finish within the grace, end the rest with an error. A failed peer, or bytes of the scheduler's that are no message:
+every request ends with an error, then exit code 1.
 """
 
 import asyncio
@@ -122,8 +123,10 @@ class Frontend:
             self._recorder.received(Link.OUTPUTS, frames[0])
         try:
             message = decode_for_frontend(frames[0])
-        except WireError as error:
-            logger.error("dropped a message from the scheduler: %s", error)
+        except WireError as error:  # the requests that it is about would wait for ever
+            why = f"a message of the scheduler cannot be read: {error}"
+            self._link.failed(why)
+            self._fail(why)
             return
         self._engine.core.handle(message)
         if isinstance(message, TokensOut) and self._traces is not None:
@@ -155,10 +158,14 @@ class Frontend:
                     if self._traces is not None:
                         self._traces.order(order)
                 case PeerFailed():
-                    logger.error("%s", order.message)
-                    self._engine.core.fail_all(order.message)
-                    self._clients.flush()
-                    self._end(1, 0.0)
+                    self._fail(order.message)
+
+    def _fail(self, why: str) -> None:
+        """The engine cannot serve any more: every request ends with an error, then the process ends."""
+        logger.error("%s", why)
+        self._engine.core.fail_all(why)
+        self._clients.flush()
+        self._end(1, 0.0)
 
     def _end(self, code: int, grace_s: float) -> None:
         if not self._ended.done():

@@ -87,10 +87,7 @@ class Replay:
         if record.link == Link.CALLS:
             repeat_call(self._core, record.data)
         elif record.link == Link.OUTPUTS:
-            try:
-                message = decode_for_frontend(record.data)
-            except WireError:
-                return  # as it was when it was recorded
+            message = decode_for_frontend(record.data)
             if isinstance(message, TokensOut):
                 self.token_count += len(message.token_ids)
             self._core.handle(message)

@@ -9,6 +9,7 @@ imported only where a chat is rendered, or where a folder has no tokenizer.json 
 
 import json
 import re
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -264,9 +265,10 @@ class _DecoderRules:
     def token_bytes(self, token: str) -> bytes:
         """The bytes of one token."""
         if self.byte_level:
-            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
-            known = [value for value in values if value is not None]
-            return bytes(known) if len(known) == len(values) else token.encode()
+            try:
+                return token.translate(_LATIN_1_OF_CHARACTER).encode("latin-1")
+            except UnicodeEncodeError:  # it holds a character that stands for no byte
+                return token.encode()
         for old, new in self.replacements:
             token = token.replace(old, new)
         byte_token = _BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
@@ -283,14 +285,19 @@ def _decoder_rules(decoder: Mapping[str, Any]) -> _DecoderRules | None:
     return rules if order in known else None
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's mapping: printable Latin-1 characters stand for themselves, the other bytes for 256 and following."""
+def _latin_1_of_character() -> dict[int, int]:
+    """GPT-2's mapping: printable Latin-1 characters stand for themselves, the other bytes for 256 and following.
+
+    As a table for `str.translate` that gives each byte as the character of that number; the characters below 256 that
+    stand for no byte become one that Latin-1 lacks.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+    none = dict.fromkeys(others, sys.maxunicode)
+    return none | {value: value for value in printable} | {256 + n: value for n, value in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_of_character()
+_LATIN_1_OF_CHARACTER = _latin_1_of_character()
 
 
 def _token_text(value: Any) -> str:

@@ -78,13 +78,14 @@ class Admission:
         if draft.decode_rows and not state.step_time.admits():
             return
         promised = sum(self._missing_blocks(sequence) for sequence in state.prefilling)
+        unfinished = self._unfinished_count(draft)
         passed_over = 0
         self._looked_up = 0
         admitted: list[ChunkRow] = []
         for sequence in self._candidates():
             if not draft.budget or not state.free_slots or passed_over > LOOKAHEAD or self._looked_up > LOOKUP_LIMIT:
                 break
-            outcome = self._try_admit(sequence, draft, promised)
+            outcome = self._try_admit(sequence, draft, promised, unfinished)
             if outcome is Outcome.NO_ROOM or (outcome is Outcome.LATER and sequence.status is not Status.WAITING):
                 break  # nobody overtakes a preempted sequence
             if outcome is Outcome.LATER:
@@ -92,6 +93,7 @@ class Admission:
                 continue
             promised += self._missing_blocks(sequence)
             admitted.append(draft.chunks[-1])
+            unfinished += not draft.chunks[-1].samples
         for row in admitted:
             self._enter(row)
 
@@ -105,10 +107,10 @@ class Admission:
     def _missing_blocks(self, sequence: Sequence) -> int:
         return -(-sequence.planned_len // self._block_size) - len(sequence.blocks)
 
-    def _try_admit(self, sequence: Sequence, draft: Draft, promised: int) -> Outcome:
+    def _try_admit(self, sequence: Sequence, draft: Draft, promised: int, unfinished: int) -> Outcome:
         length = len(sequence.tokens)
         is_new = sequence.status is Status.WAITING
-        must_finish = is_new and self._unfinished_count(draft) >= UNFINISHED_LIMIT
+        must_finish = is_new and unfinished >= UNFINISHED_LIMIT
         if (must_finish and length > draft.budget) or _is_ahead(sequence.leader):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)

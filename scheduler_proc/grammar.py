@@ -11,11 +11,13 @@ core, the collector and the process main.
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.child import READING_VOCABULARY
 from common.errors import TriremeError
 from common.messages import AbortRequests, AddRequest, FlushCache, RequestFailed
 from common.structured_outputs import WHITESPACE, StructuredOutputs
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 COMPILED_LIMIT = 128
 """Grammars kept for the next request that wants the same."""
+ANNOUNCEMENT_S = 0.05
+"""The heartbeat that announces the reading of the vocabulary gets so much time to leave."""
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 
@@ -163,7 +167,8 @@ class Grammars:
 
 
 def load_tokenizer(file: Path, vocab_size: int) -> "LLTokenizer":
-    """llguidance's view of a tokenizer.json. In steps, since each holds the interpreter for a part of a second.
+    """llguidance's view of a tokenizer.json, with which text that the grammar leaves no choice about is written in the
+    tokens that the model knows. In two steps, since each holds the interpreter for a part of a second.
 
     Raises:
         GrammarError: there is no such file.
@@ -172,10 +177,7 @@ def load_tokenizer(file: Path, vocab_size: int) -> "LLTokenizer":
 
     if not file.is_file():
         raise GrammarError(f"structured outputs need a tokenizer.json, and there is none in {file.parent}")
-    description = json.loads(file.read_text(encoding="utf-8"))
-    if description["model"].get("type") == "BPE":
-        description["model"]["merges"] = []  # not needed to know which tokens may follow
-    plain = LLTokenizer(json.dumps(description), n_vocab=vocab_size, slices=[])
+    plain = LLTokenizer(str(file), n_vocab=vocab_size, slices=[])
     return plain.with_slices(LLTokenizer.general_slices())
 
 
@@ -204,17 +206,24 @@ class Compilation:
 
     Args:
         grammars: where the core finds them afterwards.
+        set_state: tells the supervisor, before the vocabulary is read, that heartbeats may be missing, and afterwards
+            that all is as usual again.
         observe: wraps the count of requests that are ready, the one thing here that depends on another thread, so that
             it can be recorded and replayed.
     """
 
     def __init__(
-        self, grammars: Grammars, observe: Callable[[Callable[[], float]], Callable[[], float]] = lambda count: count
+        self,
+        grammars: Grammars,
+        set_state: Callable[[str], None] = lambda state: None,
+        observe: Callable[[Callable[[], float]], Callable[[], float]] = lambda count: count,
     ) -> None:
+        self._set_state = set_state
         self._grammars = grammars
         self._ready_count = observe(self._count_ready)
         self._released: set[tuple[str, str]] = set()
         self._threads: ThreadPoolExecutor | None = None
+        self._has_vocabulary = False
         self._held: dict[int, tuple[AddRequest, Future[Any]]] = {}
 
     @property
@@ -232,7 +241,10 @@ class Compilation:
         wanted = message.params.structured_outputs
         if wanted.key in self._released:
             return True
-        self._threads = self._threads or ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+            self._set_state(READING_VOCABULARY)
+            self._threads.submit(time.sleep, ANNOUNCEMENT_S)
         self._held[message.request_id] = message, self._threads.submit(self._grammars.compile, wanted)
         return False
 
@@ -261,6 +273,9 @@ class Compilation:
     def _release(self, message: AddRequest) -> None:
         del self._held[message.request_id]
         assert message.params.structured_outputs is not None, "only requests with a grammar are held"
+        if not self._has_vocabulary:
+            self._has_vocabulary = True
+            self._set_state("serving")
         if len(self._released) >= COMPILED_LIMIT // 2:
             self._released.clear()
         self._released.add(message.params.structured_outputs.key)

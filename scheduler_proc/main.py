@@ -101,7 +101,7 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
     gc.set_threshold(100_000, 50, 100)
     traces = StepTraces("scheduler", config.profiling, link)
-    Loop(core, Compilation(grammars, clocks.compiled), transport, link, clocks, traces).run()
+    Loop(core, Compilation(grammars, link.set_state, clocks.compiled), transport, link, clocks, traces).run()
     traces.stop()
 
 

@@ -25,7 +25,6 @@ from common.messages import (
     decode_for_frontend,
     decode_for_scheduler,
     decode_for_worker,
-    decode_from_worker,
 )
 from common.messages.fields import empty_i32
 from common.recording import Direction, Link, Recording, reading_of
@@ -33,7 +32,7 @@ from common.replaying import Comparison, Outcome, StepClock
 from common.tracing import traced
 from scheduler_proc.core import ForScheduler
 from scheduler_proc.main import Clocks, serve
-from scheduler_proc.transport import Message
+from scheduler_proc.transport import Message, read_result, refusal_of
 
 T = TypeVar("T")
 
@@ -105,11 +104,19 @@ class RecordedTransport:
 
     def requests(self, limit: int) -> Iterator[ForScheduler]:
         """The turn's requests."""
-        return self._take(Link.REQUESTS, decode_for_scheduler)
+        for data in self._take(Link.REQUESTS, bytes):
+            try:
+                message = decode_for_scheduler(data)
+            except WireError as error:
+                refusal = refusal_of(data, error)
+                if refusal is not None:
+                    self.send_out(refusal)
+                continue
+            yield message
 
     def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
         """The turn's results."""
-        return self._take(Link.RESULTS, decode_from_worker)
+        return self._take(Link.RESULTS, read_result)
 
     def send_out(self, message: Message) -> None:
         """Compare what would go to the frontend."""
@@ -122,10 +129,7 @@ class RecordedTransport:
     def _take(self, link: Link, decode: Callable[[bytes], T]) -> Iterator[T]:
         for data in self._turn.messages.pop(link, ()):
             self.received_count += 1
-            try:
-                yield decode(data)
-            except WireError:
-                continue  # as it was when it was recorded
+            yield decode(data)
 
 
 class NoLink:

@@ -5,28 +5,36 @@
     outputs    PUSH, the frontend binds
     plans-N    PUSH, worker N binds
 
-Bytes that are not a message of their socket cost that message; the first of each socket is logged in full. With a
-recorder, everything that the loop acts upon is recorded: messages, orders, turns. `SocketTransport` is made by the
-process main, `replay` has one of its own.
+No message is lost without a word. A request that cannot be read is refused if at least its number can be; what is not
+even that is logged, the first in full. A result that cannot be read ends the process: whoever waits for it would wait
+for ever. With a recorder, everything that the loop acts upon is recorded: messages, orders, turns. `SocketTransport` is
+made by the process main, `replay` has one of its own.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import zmq
 
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import ForChild, StepResult, WorkerReady, decode_for_scheduler, decode_from_worker
+from common.messages import (
+    AddRequest,
+    ForChild,
+    RequestFailed,
+    StepResult,
+    WorkerReady,
+    decode_for_scheduler,
+    decode_from_worker,
+)
 from common.recording import Link, Recorder, receiving, sending
 from common.sockets import bind_pull, connect_push, new_context
+from common.wire import INT32_MAX, unpack
 from scheduler_proc.core import ForScheduler
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Message(Protocol):
@@ -85,7 +93,7 @@ class SocketTransport:
         self._receive_result = receiving(recorder, Link.RESULTS, self._results.recv)
         self._send_out = sending(recorder, Link.OUTPUTS, self._outputs.send)
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
-        self._dropped: dict[str, int] = {}
+        self._dropped_count = 0
 
     def wait(self, timeout_ms: int | None) -> bool:
         """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
@@ -104,11 +112,17 @@ class SocketTransport:
 
     def requests(self, limit: int) -> Iterator[ForScheduler]:
         """At most `limit` messages that have come from the frontend."""
-        return self._drain(self._receive_request, decode_for_scheduler, "requests", limit)
+        for data in _waiting(self._receive_request, limit):
+            try:
+                message = decode_for_scheduler(data)
+            except WireError as error:
+                self._refuse(data, error)
+                continue
+            yield message
 
     def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
-        """At most `limit` messages that have come from the workers."""
-        return self._drain(self._receive_result, decode_from_worker, "results", limit)
+        """At most `limit` messages that have come from the workers; raises WireError."""
+        return map(read_result, _waiting(self._receive_result, limit))
 
     def send_out(self, message: Message) -> None:
         """To the frontend."""
@@ -129,20 +143,42 @@ class SocketTransport:
         for socket in self._plans:
             socket.send(data)
 
-    def _drain(self, receive: Callable[..., bytes], decode: Callable[[bytes], T], name: str, limit: int) -> Iterator[T]:
-        for _ in range(limit):
-            try:
-                data = receive(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = decode(data)
-            except WireError as error:
-                self._note_dropped(name, error)
-                continue
-            yield message
+    def _refuse(self, data: bytes, error: WireError) -> None:
+        refusal = refusal_of(data, error)
+        if refusal is not None:
+            logger.error("refused request %d: %s", refusal.request_id, error)
+            self.send_out(refusal)
+            return
+        self._dropped_count += 1
+        level = logging.ERROR if self._dropped_count == 1 else logging.DEBUG
+        logger.log(level, "dropped a message on socket requests (number %d): %s", self._dropped_count, error)
 
-    def _note_dropped(self, name: str, error: WireError) -> None:
-        count = self._dropped[name] = self._dropped.get(name, 0) + 1
-        level = logging.ERROR if count == 1 else logging.DEBUG
-        logger.log(level, "dropped a message on socket %s (number %d): %s", name, count, error)
+
+def read_result(data: bytes) -> StepResult | WorkerReady:
+    """A message from a worker; raises WireError, saying which link it came over."""
+    try:
+        return decode_from_worker(data)
+    except WireError as error:
+        raise WireError(f"a message of the worker cannot be read: {error}") from None
+
+
+def refusal_of(data: bytes, error: WireError) -> RequestFailed | None:
+    """The answer to a request that cannot be read; None if it does not even tell its number."""
+    try:
+        code, fields = unpack(data)
+    except WireError:
+        return None
+    if code != AddRequest.CODE or not fields or type(fields[0]) is not int or not 0 <= fields[0] <= INT32_MAX:
+        return None
+    text = f"the scheduler cannot read this request: {error}"[:4000]
+    return RequestFailed(fields[0], "internal_error", text, status=500)
+
+
+def _waiting(receive: Callable[..., bytes], limit: int) -> Iterator[bytes]:
+    """At most `limit` messages that are there."""
+    for _ in range(limit):
+        try:
+            data = receive(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield data

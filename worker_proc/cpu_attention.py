@@ -34,7 +34,8 @@ def cpu_attention(
         plan = context.plans[sliding_window] = Planner(context, keys_at[0], query.dtype, sliding_window).plan()
     key = store(key, *keys_at, plan)
     value = store(value, *values_at, plan)
-    output = query.new_zeros(query.shape)
+    padded = plan.stored_tokens is not None
+    output = query.new_zeros(query.shape) if padded else query.new_empty(query.shape)
     for group in plan.decode_groups:
         keys, values = _gather(keys_at, values_at, group.gather)
         output[group.tokens] = _attend_decode(query[group.tokens], keys, values, group, scale)
@@ -53,13 +54,13 @@ def _gather(
     plan: GatherPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of the planned rows in the plan's workspace, [rows, kv_head, keys, head_dim]; zeros where unwritten."""
-    _, kv_head_count, block_size, head_dim = keys_at[0].shape
+    _, kv_head_count, _, head_dim = keys_at[0].shape
     workspace = plan.workspace
     read_blocks(*keys_at, plan.indices, out=workspace[0])
     read_blocks(*values_at, plan.indices, out=workspace[1])
+    if plan.unwritten is not None:
+        workspace.view(-1, head_dim).index_fill_(0, plan.unwritten, 0)
     gathered = workspace.view(2, plan.row_count, kv_head_count, plan.key_count, head_dim)
-    if plan.tail is not None:
-        gathered[:, :, :, -block_size:].masked_fill_(plan.tail, 0)
     return gathered[0], gathered[1]
 
 

@@ -26,7 +26,8 @@ class GatherPlan:
     """How the cached tokens of some rows become one tensor [rows, kv_head, keys, head_dim].
 
     indices: int64 [rows * kv_head * blocks], into a cache seen as [block * kv_head, position * head_dim].
-    tail: bool [rows, 1, block_size, 1], positions of the last block beyond the context; None if there are none.
+    unwritten: int64 [n], positions of the last blocks beyond the context, into the workspace seen as
+        [2 * rows * kv_head * keys, head_dim]; None if there are none.
     workspace: [2, rows * kv_head * blocks, position * head_dim], K and V of one layer after the other, as the query.
     first_keys: int64 [rows], position of each row's first gathered key; negative where it is padded on the left.
     key_count: keys per row.
@@ -34,7 +35,7 @@ class GatherPlan:
 
     row_count: int
     indices: torch.Tensor
-    tail: torch.Tensor | None
+    unwritten: torch.Tensor | None
     workspace: torch.Tensor
     first_keys: torch.Tensor
     key_count: int
@@ -174,13 +175,20 @@ class Planner:
         lengths = torch.tensor([row.context_length for row in rows])
         block_ends = (lengths + self.block_size - 1) // self.block_size * self.block_size
         written = lengths - block_ends + self.block_size
-        tail = (torch.arange(self.block_size) >= written[:, None])[:, None, :, None]
         workspace = torch.empty(2, indices.numel(), self.block_size * self.head_dim, dtype=self.dtype)
         key_count = width * self.block_size
         first_keys = block_ends - key_count
-        return GatherPlan(
-            len(rows), indices.flatten(), tail if bool(tail.any()) else None, workspace, first_keys, key_count
-        )
+        unwritten = self._unwritten(written, key_count)
+        return GatherPlan(len(rows), indices.flatten(), unwritten, workspace, first_keys, key_count)
+
+    def _unwritten(self, written: torch.Tensor, key_count: int) -> torch.Tensor | None:
+        """See `GatherPlan`; written: int64 [rows], positions of each row's last block that hold a token."""
+        rows, positions = (torch.arange(self.block_size) >= written[:, None]).nonzero(as_tuple=True)
+        if not len(rows):
+            return None
+        heads = rows[:, None] * self.kv_head_count + torch.arange(self.kv_head_count)
+        keys = heads * key_count + (key_count - self.block_size + positions)[:, None]
+        return torch.cat((keys, keys + len(written) * self.kv_head_count * key_count)).flatten()
 
     def _decode_group(self, rows: list[Row]) -> DecodeGroup:
         gather = self._gather(rows)

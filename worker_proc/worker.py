@@ -5,7 +5,7 @@ In: StepPlan. Out: one WorkerReady when the model has run once, then one StepRes
 Start: sockets, device, weights, cache, a first forward pass, WorkerReady, ready to the supervisor.
 Stop: an order of the supervisor ends the loop between two steps, with code 0; plans still queued are dropped, because
 whoever waits for them is being stopped too. If the scheduler dies, the supervisor says so, which is the same.
-An exception ends the process; `run_child` logs it and tells the supervisor.
+An exception, such as bytes that are no plan, ends the process; `run_child` logs it and tells the supervisor.
 """
 
 import logging
@@ -117,8 +117,8 @@ class Worker:
             if self._plans in ready:
                 try:
                     return decode_for_worker(self._receive_plan())
-                except WireError as error:
-                    logger.error("dropped a message from the scheduler: %s", error)
+                except WireError as error:  # the requests of a plan that is left out would wait for ever
+                    raise WireError(f"a message of the scheduler cannot be read: {error}") from None
 
     def _stop_ordered(self) -> bool:
         """Carry out orders; whether one of them means the end, as all but those to trace do."""

@@ -30,6 +30,7 @@ from typing import Any
 
 from common.client_messages.output import Delta, SampleResult, TokenLogprob, TopLogprob
 from common.client_messages.replies import (
+    PARAM_LIMIT,
     Deltas,
     DetokenizeReply,
     ErrorReply,
@@ -57,6 +58,7 @@ from common.wire import unpack
 __all__ = [
     "CLIENT_PROTOCOL_VERSION",
     "ID_LIMIT",
+    "PARAM_LIMIT",
     "Abort",
     "Delta",
     "Deltas",

@@ -10,6 +10,9 @@ from common.client_messages.requests import ID_LIMIT
 from common.errors import WireError
 from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack
 
+PARAM_LIMIT = 256
+"""Characters of a parameter's name in an ErrorReply at most; a client may have made up a longer one."""
+
 
 @dataclass(frozen=True)
 class Welcome:
@@ -176,7 +179,7 @@ class ErrorReply:
             request_id=read.text("request_id", ID_LIMIT),
             code=read.text("code", 64),
             message=read.text("message", 1 << 16),
-            param=read.optional_text("param", 256),
+            param=read.optional_text("param", PARAM_LIMIT),
             retry_after_ms=read.optional_integer("retry_after_ms"),
             status=read.integer("status", 400, 599),
         )

@@ -10,6 +10,9 @@ from common.wire import INT32_MAX, FieldReader, array_bytes
 STEP_PARTS = ("plan", "wire", "input", "forward", "sampling", "report")
 """The parts of a step whose times are reported, in the order of `StepResult.parts_us` and `EngineStats.parts_us`."""
 
+SHORT_IDS_LIMIT = 1024
+"""Token ids in a short array at most, such as those of one of a request's bad words."""
+
 TOKEN_MASK_LIMIT_BYTES = 1 << 20
 """A bit for each of eight million token ids."""
 
@@ -75,8 +78,8 @@ def token_id(value: Any) -> int:
 
 def token_ids(value: Any) -> tuple[int, ...]:
     """A short array of token ids; raises WireError."""
-    if type(value) is not list or len(value) > 1024:
-        raise WireError("wanted an array of at most 1024 token ids")
+    if type(value) is not list or len(value) > SHORT_IDS_LIMIT:
+        raise WireError(f"wanted an array of at most {SHORT_IDS_LIMIT} token ids")
     return tuple(token_id(entry) for entry in value)
 
 

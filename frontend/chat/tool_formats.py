@@ -67,13 +67,14 @@ def call_grammar(
 
     Args:
         functions: those that may be called, with `name` and perhaps `parameters`, a JSON schema.
+            What of a schema cannot be enforced is ignored, since descriptions of tools are rarely written for that.
         parallel: any number of calls, else one.
         opening_id: the token that the format's opening is, if it is a special one.
     """
     definitions: dict[str, Any] = {}
     choices = [_call_schema(form, function, f"{i}_", definitions) for i, function in enumerate(functions)]
     call = {"anyOf": choices}
-    root = {"x-guidance": {"whitespace_pattern": WHITESPACE}, "$defs": definitions}
+    root = {"x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": True}, "$defs": definitions}
     opening = f"<[{opening_id}]>" if opening_id is not None else json.dumps(form.opening)
     if form.is_array:
         calls = {"type": "array", "items": call, "minItems": 1, **({} if parallel else {"maxItems": 1})}

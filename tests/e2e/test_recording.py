@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from common.errors import RequestError
+from common.messages import decode_for_worker
 from common.recording import Direction, Link, Recording
 from frontend import Client, SamplingParams
 from tests.support.server import ROOT, Server
@@ -97,7 +99,7 @@ def test_a_change_is_found_and_shown(run, tmp_path):
     path = tmp_path / "scheduler.rec"
     shutil.copy(run / "recording" / "scheduler.rec", path)
     plan = next(r.data for r in Recording.load(tmp_path, "scheduler").records if r.link == Link.PLANS)
-    changed = plan[:2] + bytes([plan[2] + 1]) + plan[3:]  # its step id
+    changed = replace(decode_for_worker(plan), step_id=2).to_wire()
     path.write_bytes(path.read_bytes().replace(plan, changed, 1))
     done = replay("scheduler", tmp_path)
     assert done.returncode == 1

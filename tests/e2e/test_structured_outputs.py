@@ -30,7 +30,7 @@ SEEDED = {"max_tokens": 400, "seed": 5, "temperature": 1.0}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tiny.save_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=2048)
-    with Server(folder, "--dtype", "float32", "--num-kv-blocks", "512") as running:
+    with Server(folder, "--served-model-name", "tiny", "--dtype", "float32", "--num-kv-blocks", "512") as running:
         yield running
 
 

@@ -13,6 +13,8 @@ import torch
 from tokenizers import Tokenizer
 
 from common.sampling_params import SamplingParams
+from frontend.chat.answer import AnswerForm
+from frontend.chat.tool_formats import HERMES, LLAMA, MISTRAL, call_grammar
 from tests.support import tiny
 from tests.support.memory_engine import MemoryEngine
 from worker_proc.loader import load_model
@@ -130,6 +132,15 @@ def test_kinds(engine, tokenizer, wanted, pattern, temperature):
         assert mixed.samples[request_id, index].finish == "stop"
 
 
+def test_text_without_a_choice_is_written_in_the_tokens_that_the_model_knows(engine, tokenizer):
+    """Fault: spelt out in single characters, the keys of a schema confuse the model about what follows."""
+    mixed = engine()
+    text = "the open sea, the ever free"
+    request_id = mixed.add([5, 6, 7], params({"choice": [text]}), (END_ID,))
+    mixed.run()
+    assert mixed.samples[request_id, 0].token_ids == tokenizer.encode(text).ids
+
+
 def test_json_object_is_valid_or_cut_by_length(engine, tokenizer):
     mixed = engine()
     ids = [mixed.add([5, 6, 7], params({"json_object": True}, seed=i, max_tokens=200), (END_ID,)) for i in range(6)]
@@ -201,3 +212,39 @@ def test_abort_in_the_middle_leaves_nothing(engine):
         mixed.abort(request_id)
     mixed.run()
     assert all(mixed.samples[request_id, 0].finish == "stop" for request_id in ids[2:])
+
+
+RICH = {
+    "name": "find",
+    "parameters": {
+        "type": "object",
+        "properties": {"where": {"$ref": "#/$defs/Place"}, "day": {"type": "string", "format": "unheard-of"}},
+        "required": ["where"],
+        "additionalProperties": False,
+        "$defs": {"Place": {"enum": ["home", "away"]}},
+    },
+}
+PLAIN = {"name": "now"}
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL], ids=lambda form: form.name)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_required_calls_are_read_back(engine, tokenizer, form, parallel):
+    """The grammar of each format produces what its parser reads, with definitions and unknown keywords in schemas."""
+    grammar = call_grammar(form, [RICH, PLAIN], parallel=parallel, opening_id=None)
+    answer = AnswerForm(tool_format=form, tool_names=frozenset({"find", "now"}))
+    mixed = engine()
+    ids = [mixed.add([5, 6, i], params({"grammar": grammar}, seed=i, max_tokens=200), (END_ID,)) for i in range(6)]
+    mixed.run()
+    assert mixed.failures == {}
+    complete = 0
+    for request_id in ids:
+        message = answer.message(text_of(mixed, tokenizer, request_id))
+        if mixed.samples[request_id, 0].finish == "stop":
+            complete += 1
+            assert message.content == ""
+            for call in message.calls:
+                arguments = json.loads(call.arguments)
+                assert call.name == "now" or arguments["where"] in ("home", "away")
+            assert parallel or len(message.calls) == 1
+    assert complete, "none of the outputs is complete"

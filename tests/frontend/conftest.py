@@ -152,6 +152,9 @@ class FakeLink:
         self.detail = detail
         self.is_ready.set()
 
+    def failed(self, message: str) -> None:
+        self.detail = message
+
     def set_state(self, state: str) -> None:
         self.state = state
 

@@ -217,6 +217,17 @@ def test_a_failed_peer_ends_every_request(frontend):
     assert frontend.exit_code == 1
 
 
+def test_bytes_of_the_schedulers_that_are_no_message_end_every_request(frontend):
+    frontend.scheduler.garbage = b"\xc1"
+    with Client(frontend.endpoint) as client:
+        with pytest.raises(RequestError, match="a message of the scheduler cannot be read") as caught:
+            client.generate("a", SamplingParams(max_tokens=9))
+        assert caught.value.status == 503
+    frontend.join(30)
+    assert frontend.exit_code == 1
+    assert "cannot be read" in frontend.link.detail
+
+
 def test_stop_lets_requests_finish_and_refuses_new_ones(frontend):
     frontend.scheduler.gate.clear()
     with Client(frontend.endpoint) as client:

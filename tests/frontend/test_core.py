@@ -340,3 +340,12 @@ def test_any_course_of_events_ends_each_request_once(byte_tokenizer, helpers, da
                 own = [delta for delta in events.deltas if delta.sample_index == sample.index]
                 assert [i for delta in own for i in delta.token_ids] == list(sample.token_ids)
     assert engine.core.live_count == 0
+
+
+def test_a_bad_word_of_too_many_tokens_is_refused_by_name(memory_engine, submit):
+    with pytest.raises(RequestError, match="1024 tokens") as caught:
+        submit(bad_words=("🌊" * 1100,))
+    assert caught.value.param == "bad_words"
+    assert (memory_engine.sent, memory_engine.core.live_count) == ([], 0)
+    submit(bad_words=("sea",))
+    assert memory_engine.sent[0].bad_token_ids

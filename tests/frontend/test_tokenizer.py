@@ -8,13 +8,13 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import processors
+from tokenizers import pre_tokenizers, processors
 
 from common.errors import ConfigError, RequestError
 from common.model_cache import default_model_dir as default_model_dir_path
 from common.sampling_params import SamplingParams
 from frontend.detokenizer import decode_all
-from frontend.tokenizer import Tokenizer
+from frontend.tokenizer import Tokenizer, _DecoderRules
 from tests.support import tiny
 
 
@@ -134,3 +134,13 @@ def test_the_default_models_detokenizer_equals_its_own_decode(default_model_dir,
 @functools.cache
 def _loaded(folder) -> Tokenizer:
     return Tokenizer.load(folder)
+
+
+def test_each_character_of_a_byte_level_token_is_a_byte(tokenizer):
+    rules = _DecoderRules()
+    rules.byte_level = True
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    assert sorted(rules.token_bytes(character) for character in alphabet) == [bytes([value]) for value in range(256)]
+    assert rules.token_bytes("Ġsea") == b" sea"
+    for other in (" ", "\x7f", "\xad", "ō", "海"):  # stands for no byte: the token is text
+        assert rules.token_bytes(other + "Ġ") == (other + "Ġ").encode()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from scheduler_proc.admission import Admission
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
 
@@ -138,3 +139,17 @@ def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything():
     assert "100 prompt tokens" in run.failures[0].message and "50" in run.failures[0].message
     run.run()
     assert run.outputs == expected_outputs([big])
+
+
+def test_a_burst_does_not_cost_its_square(monkeypatch):
+    """The fault: the unfinished prompts of a step were counted anew for each candidate."""
+    counted = []
+    count = Admission._unfinished_count
+    monkeypatch.setattr(Admission, "_unfinished_count", lambda *known: counted.append(1) or count(*known))
+    run = engine(max_num_seqs=64, max_num_batched_tokens=512, block_count=1000)
+    messages = [simple_request(i, range(5), max_tokens=2) for i in range(64)]
+    for message in messages:
+        run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+    assert len(counted) < 16

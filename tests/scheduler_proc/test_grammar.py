@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.child import READING_VOCABULARY
 from common.messages import AbortRequests, AddRequest
 from common.sampling_params import SamplingParams
 from scheduler_proc.grammar import COMPILED_LIMIT, Compilation, GrammarError, Grammars
@@ -84,6 +85,17 @@ def test_only_requests_with_an_uncompiled_grammar_wait(grammars):
     assert compilation.pass_on(request(3, regex="x+")), "compiled by now"
 
 
+def test_the_supervisor_hears_before_the_vocabulary_is_read(grammars):
+    states: list[str] = []
+    compilation = Compilation(grammars, states.append)
+    compilation.pass_on(request(1, regex="x+"))
+    assert states == [READING_VOCABULARY]
+    wait_for(compilation)
+    compilation.pass_on(request(2, regex="y+"))
+    wait_for(compilation)
+    assert states == [READING_VOCABULARY, "serving"]
+
+
 def test_a_wrong_grammar_comes_out_too(grammars):
     compilation = Compilation(grammars)
     compilation.pass_on(request(1, regex="(["))
@@ -102,14 +114,14 @@ def test_what_another_thread_decides_can_be_recorded_and_replayed(grammars):
 
         return observed
 
-    recorded = Compilation(grammars, record)
+    recorded = Compilation(grammars, observe=record)
     for number in range(4):
         recorded.pass_on(request(number, choice=[f"c{number}"]))
     passes = []
     while not recorded.is_idle:
         passes.append([message.request_id for message in recorded.ready()])
     script = iter(counts)
-    replayed = Compilation(Grammars(grammars.tokenizer_file, 330), lambda _: lambda: next(script))
+    replayed = Compilation(Grammars(grammars.tokenizer_file, 330), observe=lambda _: lambda: next(script))
     for number in range(4):
         replayed.pass_on(request(number, choice=[f"c{number}"]))
     assert [[message.request_id for message in replayed.ready()] for _ in passes] == passes

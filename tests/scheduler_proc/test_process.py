@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -164,11 +165,30 @@ def test_serves_requests_and_survives_bad_bytes(harness):
     for message in messages:
         harness.requests.send(b"\xc1 not a message")
         harness.requests.send(message.to_wire())
-    harness.results.send(b"")
     harness.requests.send(AbortRequests(array("i", [77])).to_wire())
     assert not harness.serve(15)
     assert harness.tokens == expected_outputs(messages)
     assert resident_bytes(harness.child.pid) < 80 << 20
+
+
+def test_a_request_that_cannot_be_read_fails_and_the_others_are_served(harness):
+    harness.worker_ready()
+    good = simple_request(8, range(20), max_tokens=4)
+    harness.requests.send(replace(good, request_id=7, client_key="k" * 257).to_wire())
+    harness.requests.send(good.to_wire())
+    failures = harness.serve(2)
+    assert list(failures) == [7]
+    assert (failures[7].error_code, failures[7].status) == ("internal_error", 500)
+    assert "client_key" in failures[7].message
+    assert harness.tokens == expected_outputs([good])
+
+
+def test_a_result_that_cannot_be_read_ends_the_scheduler_with_a_message(harness):
+    """Only the workers send here: the requests of a result that was dropped in silence would hang for ever."""
+    harness.worker_ready()
+    harness.results.send(b"")
+    assert "a message of the worker cannot be read" in harness.supervisor_hears(Failed).message
+    assert harness.child.wait(20) == 1
 
 
 def test_a_small_cache_serves_everybody_who_can_be_served(harness):

@@ -91,7 +91,6 @@ def test_worker_serves_plans_over_sockets_and_stops(tiny_model, start_worker, pl
     assert "cpu" in worker.supervisor_message(Ready).detail
 
     def execute(plan):
-        worker.plans.send(b"\x91\xccnot a plan")
         worker.plans.send(plan.to_wire())
         return worker.result()
 
@@ -104,7 +103,16 @@ def test_worker_serves_plans_over_sockets_and_stops(tiny_model, start_worker, pl
 
     worker.control.send_multipart([b"worker-0", Stop(0).to_wire()])
     assert worker.process.wait(timeout=30) == 0
-    assert "dropped a message" in worker.log_path.read_text()
+
+
+def test_bytes_that_are_no_plan_end_the_worker_with_a_message(tiny_model, start_worker):
+    """Only the scheduler sends here: the requests of a plan that was dropped in silence would hang for ever."""
+    tiny_model("Llama")
+    worker = start_worker(device="cpu")
+    assert isinstance(worker.result(), WorkerReady)
+    worker.plans.send(b"\x91\xccnot a plan")
+    assert "a message of the scheduler cannot be read" in worker.supervisor_message(Failed).message
+    assert worker.process.wait(timeout=30) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""The client socket under clients that send before they have read: every message has its own answer."""
+
+import asyncio
+import contextlib
+
+import pytest
+import zmq
+
+from common import client_messages as wire
+from common.errors import RequestError
+from frontend import Client
+
+
+class Raw:
+    """A DEALER that sends many messages at once."""
+
+    def __init__(self, endpoint: str, identity: bytes | None = None) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        if identity is not None:
+            self._socket.set(zmq.IDENTITY, identity)
+        self._socket.connect(endpoint)
+
+    def send(self, *messages: wire.FromClient) -> None:
+        for message in messages:
+            self._socket.send(message.to_wire())
+
+    def receive(self) -> wire.ToClient:
+        assert self._socket.poll(20_000), "no reply within 20 s"
+        return wire.decode_to_client(self._socket.recv())
+
+    def until(self, kind: type, request_id: str) -> wire.ToClient:
+        while not (isinstance(reply := self.receive(), kind) and reply.request_id == request_id):
+            pass
+        return reply
+
+    def close(self) -> None:
+        self._socket.close(0)
+        self._context.term()
+
+
+@pytest.fixture
+def connect(shared_frontend):
+    """Makes a `Raw` client of the shared frontend."""
+    with contextlib.ExitStack() as stack:
+
+        def make(identity: bytes | None = None) -> Raw:
+            return stack.enter_context(contextlib.closing(Raw(shared_frontend.endpoint, identity)))
+
+        yield make
+
+
+def generate(request_id: str, params: dict, **more) -> wire.Generate:
+    return wire.Generate(request_id=request_id, prompt="the sea", params=params, **more)
+
+
+def known_clients(running) -> int:
+    """How many records there are, counted between two turns of the frontend's loop."""
+
+    async def count() -> int:
+        return len(running.frontend._clients._clients)
+
+    return asyncio.run_coroutine_threadsafe(count(), running.frontend._ended.get_loop()).result(20)
+
+
+def test_pings_at_once_are_all_answered_in_order(connect, shared_frontend):
+    names = [f"p{number}" for number in range(100)]
+    raw = connect()
+    raw.send(*map(wire.Ping, names))
+    assert [raw.receive().request_id for _ in names] == names
+    assert known_clients(shared_frontend) == 0
+
+
+def test_refusals_at_once_are_all_sent(connect):
+    names = [f"g{number}" for number in range(10)]
+    raw = connect()
+    raw.send(*(generate(name, {"temperature": -1.0}) for name in names))
+    assert [raw.receive().request_id for _ in names] == names
+    raw.send(generate("bad", {"temperature": -1.0}), generate("good", {"max_tokens": 2}, stream=False))
+    replies = [raw.receive(), raw.receive()]
+    assert [(type(reply), reply.request_id) for reply in replies] == [(wire.ErrorReply, "bad"), (wire.Final, "good")]
+
+
+def test_the_sdk_hears_of_each_of_many_refusals(shared_frontend):
+    with Client(shared_frontend.endpoint) as client:
+        for stream in [client.submit("x", {"temperature": -1.0}, timeout_s=5) for _ in range(8)]:
+            with pytest.raises(RequestError, match="temperature"):
+                stream.result()
+
+
+def test_a_reply_that_was_worked_on_leaves_the_clients_live_request_alone(connect, shared_frontend):
+    shared_frontend.scheduler.gate.clear()
+    raw = connect()
+    long = {"max_tokens": 2000, "ignore_eos": True}
+    raw.send(wire.Tokenize("t", "abc"), generate("g", long), wire.Tokenize("u", "long " * 200))
+    heard = {raw.receive().request_id for _ in "tu"}
+    assert heard == {"t", "u"}
+    assert known_clients(shared_frontend) == 1
+    raw.send(generate("g", long))
+    assert raw.receive().code == "duplicate_request_id"
+    raw.send(wire.Abort("g"))
+    assert raw.until(wire.Final, "g").samples[0].finish_reason == "abort"
+    shared_frontend.scheduler.gate.set()
+    raw.send(wire.Ping("last"))
+    raw.until(wire.Pong, "last")
+    assert known_clients(shared_frontend) == 0
+
+
+def test_a_message_without_an_answer_leaves_no_record(connect, shared_frontend):
+    raw = connect()
+    raw.send(wire.Abort("never heard of"), wire.Ping("p"))
+    assert raw.receive() == wire.Pong("p")
+    assert known_clients(shared_frontend) == 0
+
+
+def test_a_client_may_choose_the_longest_identity(connect):
+    raw = connect(b"x" * 255)
+    raw.send(generate("g", {"max_tokens": 2}, stream=False))
+    assert raw.until(wire.Final, "g").completion_tokens == 2
+
+
+def test_an_unknown_parameter_of_any_length_is_refused_by_name(connect):
+    raw = connect()
+    raw.send(generate("g", {"a" * 300: 1}))
+    assert raw.receive().param == "a" * wire.PARAM_LIMIT
