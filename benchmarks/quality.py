@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from benchmarks import records
 from benchmarks.paged_model import PagedModel
 from worker_proc.attention import attention
-from worker_proc.engine import choose_device, set_threads
+from worker_proc.engine import choose_device, set_threads, usable_cores
 from worker_proc.fetch_model import fetch_model
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import read_model_config
@@ -90,7 +90,7 @@ class Quality:
         entry = records.record(
             benchmark="quality", workload=measurement, metrics=metrics, model=self.options.model, limit=limit,
             options=options | {"variant": variant.name, "dtype": str(variant.dtype).removeprefix("torch.")},
-            device=self.device.type if self.device.type == "cpu" else "",
+            device=f"{records.processor_name()}, {usable_cores()} cores" if self.device.type == "cpu" else "",
         )  # fmt: skip
         self.results.append(entry)
         if self.options.output:
@@ -110,7 +110,8 @@ class Quality:
                 "tokens": len(losses[variant.name]) * (self.options.window - 1),
                 **percent_over(losses, variant.name), "seconds": round(time.monotonic() - start_s, 1),
             }  # fmt: skip
-            self.add("perplexity", variant, metrics, percent_over_auto=LIMITS_PERCENT.get(variant.name))
+            allowed = LIMITS_PERCENT.get(variant.name)
+            self.add("perplexity", variant, metrics, **({} if allowed is None else {"percent_over_auto": allowed}))
 
     def window_losses(self, variant: Variant, limit: int) -> list[float]:
         """Mean negative log likelihood of each window of the text's first `limit` tokens, in nats."""
