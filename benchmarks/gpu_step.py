@@ -116,8 +116,8 @@ class StepBench:
             busy += time.perf_counter() - begin
         results = [self._results.get(timeout=120) for _ in plans]
         wall = time.perf_counter() - start
-        device_us = statistics.median(result.parts_us[3] for result in results)
-        input_us = statistics.median(result.parts_us[2] for result in results)
+        device_us = statistics.median(result.parts_us[1] for result in results)
+        input_us = statistics.median(result.parts_us[0] for result in results)
         return wall * 1e3 / len(plans), device_us / 1e3, input_us / 1e3, results
 
     def decode(self, batch: int, context: int, steps: int = STEPS) -> dict[str, float]:

@@ -9,6 +9,7 @@ all runs' wall times stand beside them. Prints a table, appends JSON lines to `-
 
 import argparse
 import json
+import math
 import statistics
 import time
 from typing import Any
@@ -21,13 +22,13 @@ CPU_WORKLOADS = ("b1_128_64", "b16_128_64")
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of the values lie (nearest rank)."""
+    """The least value that `share` of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def summarise(timings: list[RequestTiming], input_count: int) -> dict[str, float]:
-    """The metrics of one run."""
+    """The metrics of one run; `tpot_ms` is a request's mean time per output token after the first."""
     wall_s = max(t.last_token_s for t in timings) - min(t.submitted_s for t in timings)
     output_count = sum(t.output_count for t in timings)
     ttfts = [t.ttft_ms for t in timings]
@@ -43,8 +44,8 @@ def summarise(timings: list[RequestTiming], input_count: int) -> dict[str, float
     if tpots:
         metrics |= {
             "ms_per_token": statistics.fmean(tpots),
-            "itl_ms_p50": percentile(tpots, 0.5),
-            "itl_ms_p99": percentile(tpots, 0.99),
+            "tpot_ms_p50": percentile(tpots, 0.5),
+            "tpot_ms_p99": percentile(tpots, 0.99),
         }
     return metrics
 

@@ -8,13 +8,16 @@ whatever comes out of the room's `main` into an exit code:
     2  ConfigError            3  StartupError
 
 The link's thread sends a heartbeat twice a second and takes the supervisor's orders. A process that is stopped or
-frozen misses its heartbeats; a main loop that hangs shows as `progress` that stands still. SIGTERM counts as the order
-to stop; SIGINT is left to the supervisor, which gets it too.
+frozen misses its heartbeats. A main loop that hangs does not show in them; so the thread wakes it every few seconds,
+and where it does not take its orders for `HANG_TIMEOUTS_S`, the thread writes the stack of every thread to stderr,
+tells the supervisor, and ends the process. SIGTERM counts as the order to stop; SIGINT is left to the supervisor, which
+gets it too.
 """
 
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import queue
@@ -29,11 +32,15 @@ import zmq
 
 from common import log
 from common.config import EngineConfig
-from common.errors import ConfigError, StartupError, TriremeError, WireError
+from common.errors import ConfigError, StartupError, TriremeError, WireError, exit_code
 from common.messages import Failed, ForChild, Heartbeat, Profile, Ready, Stop, decode_for_child
 from common.sockets import connect_dealer, new_context
 
 HEARTBEAT_INTERVAL_MS = 500
+TURN_INTERVAL_BEATS = 10
+"""After how many heartbeats without a sign of it the main loop is woken to give one."""
+HANG_TIMEOUTS_S = {"frontend": 60, "scheduler": 60, "worker": 300}
+"""How long a main loop may not turn while it serves; a worker's turn is a step, which on a CPU may take minutes."""
 READING_VOCABULARY = "reading the vocabulary"
 """The state of a scheduler that may miss heartbeats because llguidance holds the interpreter."""
 DEATH_PIPE_VARIABLE = "TRIREME_DEATH_PIPE"
@@ -53,11 +60,18 @@ class SupervisorLink:
     Args:
         process: this process's name, such as `scheduler` or `worker-0`.
         endpoint: the supervisor's endpoint.
+        hang_timeout_s: how long the main loop may leave its orders while it serves.
+
+    Attributes:
+        progress: counts steps or messages, for whoever looks at the heartbeats; nothing depends on it.
+        state: `starting`, `serving`, `stopping`, `failed` or that of a trace.
     """
 
-    def __init__(self, process: str, endpoint: str) -> None:
+    def __init__(self, process: str, endpoint: str, hang_timeout_s: float = 300) -> None:
         self.progress = 0
         self.state = "starting"
+        self._hang_timeout_s = hang_timeout_s
+        self._beats_without_turn = 0
         self._process = process
         self._endpoint = endpoint
         self._orders: queue.SimpleQueue[ForChild] = queue.SimpleQueue()
@@ -93,7 +107,8 @@ class SupervisorLink:
         _poke(self._wake_main_fd)
 
     def take_orders(self) -> list[ForChild]:
-        """The orders that have come since the last call; clears `wake_fd`."""
+        """The orders that have come since the last call; clears `wake_fd`. Shows that the main loop turns."""
+        self._beats_without_turn = 0
         _drain(self.wake_fd)
         orders = []
         while not self._orders.empty():
@@ -118,12 +133,26 @@ class SupervisorLink:
         poller.register(self._wake_link_fd, zmq.POLLIN)
         while not self._closing:
             socket.send(Heartbeat(self._process, self.state, self.progress).to_wire())
-            poller.poll(HEARTBEAT_INTERVAL_MS)
+            if not poller.poll(HEARTBEAT_INTERVAL_MS):
+                self._watch_main_loop(socket)
             _drain(self._wake_link_fd)
             self._exchange(socket)
         self._exchange(socket)
         socket.close(linger=1000)
         context.term()
+
+    def _watch_main_loop(self, socket: "zmq.Socket[bytes]") -> None:
+        """One more heartbeat without a turn; counted, not timed: the whole process may have been paused."""
+        self._beats_without_turn = self._beats_without_turn + 1 if self.state == "serving" else 0
+        if self._beats_without_turn % TURN_INTERVAL_BEATS == TURN_INTERVAL_BEATS - 1:
+            _poke(self._wake_main_fd)
+        if self._beats_without_turn * HEARTBEAT_INTERVAL_MS >= self._hang_timeout_s * 1000:
+            faulthandler.dump_traceback()
+            text = f"its main loop has not turned for {self._hang_timeout_s:g} s; its stack is on stderr"
+            socket.send(Failed(self._process, text).to_wire())
+            socket.close(linger=1000)
+            socket.context.term()
+            os._exit(1)
 
     def _exchange(self, socket: "zmq.Socket[bytes]") -> None:
         while not self._outgoing.empty():
@@ -166,7 +195,7 @@ def run_child(room: str, main: Callable[[EngineConfig, SupervisorLink, int], int
     watch_supervisor()
     config = EngineConfig.from_json(Path(arguments.config).read_text())
     log.set_up(process, config.log.log_level, config.log.log_format)
-    link = SupervisorLink(process, config.endpoint("supervisor"))
+    link = SupervisorLink(process, config.endpoint("supervisor"), HANG_TIMEOUTS_S[room])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: link.order(Stop(int(config.server.shutdown_timeout * 1000))))
     code = _guarded(lambda: main(config, link, arguments.rank), link)
@@ -185,10 +214,9 @@ def _parse(room: str) -> argparse.Namespace:
 def _guarded(main: Callable[[], int], link: SupervisorLink) -> int:
     try:
         return main()
-    except (ConfigError, StartupError) as error:
-        logger.error("%s", error)
+    except (ConfigError, StartupError) as error:  # the supervisor prints it
         link.failed(str(error))
-        return 2 if isinstance(error, ConfigError) else 3
+        return exit_code(error)
     except TriremeError as error:
         logger.exception("stopped by an error")
         link.failed(str(error))

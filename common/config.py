@@ -17,6 +17,8 @@ from common.errors import ConfigError
 DEFAULT_MODEL = "default"
 """The name of the embedded default model."""
 
+TIMEOUT_LIMIT_S = 86_400
+
 _UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
@@ -137,7 +139,7 @@ class WorkerOptions:
     enforce_eager: bool = option(
         False, "run without CUDA Graphs (for debugging)", "--enforce-eager", "--disable-cuda-graph"
     )
-    deterministic: bool = option(False, "a request's tokens do not depend on what runs beside it (slower)")
+    deterministic: bool = option(False, "one request's tokens do not depend on others; no device has this yet")
     cpu_threads: int = option(0, "threads of the CPU worker; 0 takes all cores", count=True)
 
 
@@ -307,13 +309,17 @@ def _check_server(server: ServerOptions) -> None:
         raise ConfigError(f"--port is {server.port}; wanted 0 to 65535")
     if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; only one was given")
+    for name, seconds in (("shutdown", server.shutdown_timeout), ("startup", server.startup_timeout)):
+        if not 0 <= seconds <= TIMEOUT_LIMIT_S:  # a NaN is refused too
+            raise ConfigError(f"--{name}-timeout is {seconds:g}; wanted 0 to {TIMEOUT_LIMIT_S} seconds (a day)")
     if server.stream_interval < 1:
         raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
     endpoint = server.client_endpoint
-    if endpoint and not re.fullmatch(r"ipc://.+|tcp://(127(\.\d+){3}|localhost|\[::1\]):(\d+|\*)", endpoint):
+    if endpoint and not re.fullmatch(r"ipc://.+|tcp://(127(\.\d+){3}|localhost|\[::1\]):[1-9]\d{0,4}", endpoint):
         raise ConfigError(
-            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp:// with a loopback address and a port, such as "
-            "tcp://127.0.0.1:5555 (the client socket has no keys yet, so it is not opened to other machines)"
+            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp:// with a loopback address and a port other "
+            "than 0, such as tcp://127.0.0.1:5555 (the client socket has no keys yet, so it is not opened to other "
+            "machines)"
         )
 
 

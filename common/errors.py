@@ -61,3 +61,14 @@ class RequestError(TriremeError):
 
 class EngineDeadError(TriremeError):
     """A process of the engine died or hangs; the message names it and shows its last error."""
+
+
+EXIT_CODES: dict[type[TriremeError], int] = {ConfigError: 2, RecordingError: 2, StartupError: 3}
+"""What a process ends with when one of these ends it; 1 for every other error, and 2 for a request that is at fault."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a process that this error ends."""
+    if isinstance(error, RequestError):
+        return 2 if error.status < 500 else 1
+    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

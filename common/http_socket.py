@@ -1,7 +1,8 @@
 """The listening socket of the HTTP API: bound by the supervisor, served by the frontend that inherits it.
 
-So a port in use is noticed before anything starts, port 0 is known at once, nobody can take the port in between, and
-connections are refused rather than left waiting until the frontend listens.
+So a port in use is noticed before anything starts, port 0 is known at once, and nobody can take the port in between. It
+listens from the start, because two sockets that only bind (with SO_REUSEADDR) can both have a port; connections that
+come before the frontend serves wait for it.
 """
 
 import errno
@@ -14,10 +15,12 @@ from common.errors import ConfigError
 
 HTTP_SOCKET_VARIABLE = "TRIREME_HTTP_SOCKET"
 """Environment variable with the number of the inherited socket."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 
 
 def bind_http(server: ServerOptions) -> socket.socket:
-    """Bind, and not yet listen on, the address that HTTP is served on.
+    """Bind and listen on the address that HTTP is served on.
 
     Raises:
         ConfigError: the address is in use or cannot be had; the message says what to do.
@@ -34,6 +37,7 @@ def bind_http(server: ServerOptions) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
@@ -51,10 +55,26 @@ def _bind_unix(path: str) -> socket.socket:
             os.unlink(path)  # left by a process that is gone
         listener.bind(path)
         os.chmod(path, 0o600)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(f"--uds {path}: {error.strerror or error}") from None
     return listener
+
+
+def file_identity(path: str) -> tuple[int, int]:
+    """What tells a file from another one of the same name; zeros if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
+def remove_own(path: str, identity: tuple[int, int]) -> None:
+    """Remove a file if it is still the one that had this identity, and not another engine's."""
+    if any(identity) and file_identity(path) == identity:
+        Path(path).unlink(missing_ok=True)
 
 
 def http_url(server: ServerOptions, listener: socket.socket) -> str:

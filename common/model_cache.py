@@ -12,7 +12,7 @@ from pathlib import Path
 from common.config import DEFAULT_MODEL
 
 CACHE_VARIABLE = "TRIREME_CACHE"
-DEFAULT_MODEL_DIR_NAME = "smollm2-135m-instruct-v1"
+DEFAULT_MODEL_DIR_NAME = "smollm2-135m-instruct-v2"
 """The number goes up whenever the conversion writes something else."""
 
 

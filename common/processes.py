@@ -123,6 +123,8 @@ class Child:
         if code is not None and code < 0:
             hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
             return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name}){hint}"
+        if code == 0:  # told by somebody else, by a signal as a rule; its last line says nothing of it
+            return f"{self.name} ended with exit code 0 unexpectedly"
         self._relay.join(timeout=1.0)
         last_line = last_error_line(self._tail.decode(errors="replace"))
         return f"{self.name} ended with exit code {code}" + (f": {last_line}" if last_line else "")
@@ -171,6 +173,19 @@ def seconds_since_start() -> float:
     except (OSError, ValueError, IndexError):
         return time.process_time()  # no /proc: the time we computed is the best there is
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def open_standard_files() -> None:
+    """Open /dev/null for stdin, stdout and stderr where they are closed.
+
+    Otherwise the next files opened get their numbers, and are written to by whatever prints.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def raise_file_limit() -> None:

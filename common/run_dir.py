@@ -127,11 +127,18 @@ def _make(base: Path) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (path / "lock").exists():  # not taken for stale by another start between these two calls
-                os.write(lock_fd, str(os.getpid()).encode())
-                return path, lock_fd
+        except BlockingIOError:  # taken for stale, and held to remove it, by another start between these two calls
+            os.close(lock_fd)
+            continue
+        except OSError:  # a file system without locks
+            os.close(lock_fd)
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        if (path / "lock").exists():  # it was not removed before we locked it
+            os.write(lock_fd, str(os.getpid()).encode())
+            return path, lock_fd
         os.close(lock_fd)
 
 

@@ -6,7 +6,8 @@ scheduler and the worker can carry out. Checks that need the model (vocabulary, 
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,6 +20,8 @@ STOP_STRING_LENGTH_LIMIT = 4096
 TOKEN_LIST_LIMIT = 1024
 LOGPROBS_LIMIT = 20
 TEMPERATURE_FLOOR = 1e-5
+REPETITION_PENALTY_MIN = 0.01
+"""Below it, logits divided by it leave the range of float32."""
 SEED_MAX = 2**63 - 1
 
 
@@ -105,7 +108,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_float("repetition_penalty", self.repetition_penalty, REPETITION_PENALTY_MIN, 100.0)
         _check_optional_int("seed", self.seed, -SEED_MAX - 1, SEED_MAX)
         _check_optional_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -148,6 +151,27 @@ class SamplingParams:
                     raise RequestError(
                         f"{name} holds the token id {token_id}; this model's ids are 0 to {vocab_size - 1}", param=name
                     )
+
+    def check_sampleable(self, end_token_ids: Iterable[int], bad_token_ids: Iterable[Sequence[int]]) -> None:
+        """Refuse allowed ids of which other parameters leave none.
+
+        Args:
+            end_token_ids: ids that end the output.
+            bad_token_ids: the token sequences of `bad_words`.
+
+        Raises:
+            RequestError: nothing could be sampled.
+        """
+        if self.allowed_token_ids is None:
+            return
+        banned = {word[0] for word in bad_token_ids if len(word) == 1}
+        if self.min_tokens:
+            banned.update(end_token_ids)
+        if banned.issuperset(self.allowed_token_ids):
+            raise RequestError(
+                "bad_words, and min_tokens with the ids that end the output, leave none of allowed_token_ids to sample",
+                param="allowed_token_ids",
+            )
 
     def to_wire(self) -> dict[str, Any]:
         """A map of what differs from the defaults, for msgpack."""
@@ -212,11 +236,14 @@ def _as_bias(value: Any) -> dict[int, float]:
     return bias
 
 
+_ID = re.compile("[0-9]{1,20}")
+
+
 def _as_id(value: Any) -> int:
     # JSON objects have string keys, so the HTTP API sends ids as decimal strings
     if type(value) is int:
         return value
-    if isinstance(value, str) and len(value) <= 20:
+    if isinstance(value, str) and _ID.fullmatch(value):
         return int(value)
     raise TypeError(value)
 

@@ -5,7 +5,9 @@ mark: run-ahead and admission control bound what is in flight. The client socket
 size and on what waits for one client. Every socket closes without lingering unless told otherwise.
 """
 
+import errno
 import os
+import socket as unix
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +58,8 @@ def bind_client_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str)
     Raises:
         StartupError: the endpoint cannot be bound; the message says which and why.
     """
+    if is_served(endpoint):  # ZeroMQ itself would take the file from whoever has it
+        raise StartupError(f"cannot bind {endpoint}: another engine serves there")
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -65,6 +69,16 @@ def bind_client_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str)
     socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
     _bind(socket, endpoint)
     return socket
+
+
+def is_served(endpoint: str) -> bool:
+    """Whether somebody listens at an ipc:// endpoint; False for others."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint or not Path(path).is_socket():
+        return False
+    with unix.socket(unix.AF_UNIX) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: so many wait there already that we cannot
 
 
 def connect_client(

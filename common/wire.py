@@ -64,11 +64,6 @@ def array_bytes(numbers: array) -> bytes:  # type: ignore[type-arg]
     return swapped.tobytes()
 
 
-def int32_array(numbers: Sequence[int]) -> "array[int]":
-    """Numbers as an int32 array; an `array('i')` passes through as it is."""
-    return numbers if isinstance(numbers, array) and numbers.typecode == "i" else array("i", numbers)
-
-
 class FieldReader:
     """Reads a message's fields in order, each with its check; `done` refuses what is left over.
 

@@ -63,4 +63,6 @@ def receive(socket: zmq.Socket) -> list:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} ENDPOINT QUESTION")
     sys.exit(main(*sys.argv[1:]))

@@ -143,11 +143,12 @@ class AsyncClient:
     ) -> "AsyncStream":
         """Start a request; arguments as `client.Client.submit` has them."""
         inbox = self._inbox(request_id)
-        message = client_state.generate_message(
-            inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
-            timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
-        )  # fmt: skip
-        await self._send(message)
+        with self._state.freed_on_error(inbox):
+            message = client_state.generate_message(
+                inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
+                timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
+            )  # fmt: skip
+            await self._send(message)
         return AsyncStream(self, inbox, timeout_s)
 
     async def abort(self, request_id: str) -> None:
@@ -217,6 +218,7 @@ class AsyncClient:
             self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
 
     async def _send(self, message: wire.FromClient) -> None:
+        data = client_state.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
         if not self._connected.is_set():
@@ -225,15 +227,16 @@ class AsyncClient:
             except TimeoutError:
                 why = f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s"
                 raise EngineDeadError(why) from None
-        self._socket.send(message.to_wire(), zmq.NOBLOCK)  # no high-water mark: it never waits
+        self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
         self._reader.recheck()
 
     async def _ask(self, inbox: AsyncInbox, message: wire.FromClient, kind: type[ReplyT]) -> ReplyT:
-        await self._send(message)
-        try:
-            reply = await asyncio.wait_for(inbox.next(), self.timeout_s)
-        except TimeoutError:
-            raise TimeoutError(f"the engine at {self.endpoint} is silent") from None
+        with self._state.freed_on_error(inbox):
+            await self._send(message)
+            try:
+                reply = await asyncio.wait_for(inbox.next(), self.timeout_s)
+            except TimeoutError:
+                raise TimeoutError(f"the engine at {self.endpoint} is silent") from None
         client_state.raise_error(reply)
         assert isinstance(reply, kind), f"wanted {kind.__name__}, got {type(reply).__name__}"
         return reply

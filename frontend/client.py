@@ -2,8 +2,8 @@
 
     with Client("tcp://127.0.0.1:5555") as client:
         print(client.generate("The sea", SamplingParams(max_tokens=32)).text)
-        for delta in client.chat([{"role": "user", "content": "Hello"}], stream=True):
-            print(delta.text, end="")
+        for delta in client.chat([{"role": "user", "content": "Hello"}], {"max_tokens": 200}, stream=True):
+            print(delta.text, end="", flush=True)
 
 Needs pyzmq and msgpack only. A client belongs to one thread at a time; connections are cheap, so give each thread its
 own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if no engine is at the
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, overload
 import zmq
 
 from common import client_messages as wire
-from common.errors import EngineDeadError
+from common.errors import EngineDeadError, RequestError
 from common.sockets import connect_client, tells_connected
 from frontend import client_state
 from frontend.client_state import HELLO_ID, ClientState, Inbox, Params, Reply
@@ -129,23 +129,53 @@ class Client:
     ) -> list[wire.Final]:
         """Run many requests at once; results in the order of the prompts.
 
+        No more are sent at a time than the engine's queue takes, and what finds it full is sent again.
+
         Args:
             prompts: texts, token ids or chats.
             params: one for all, or one for each.
             options: see `submit`.
 
         Raises:
-            RequestError: the first error of any of them, after the others were aborted.
+            RequestError: the first error of any of them, after the others were aborted; so is any other error.
         """
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
-        running = [self.submit(prompt, own, stream=False, **options) for prompt, own in zip(prompts, each, strict=True)]
+        finals: dict[int, wire.Final] = {}
+        while left := [index for index in range(len(prompts)) if index not in finals]:
+            served, full = self._run_round([(index, prompts[index], each[index]) for index in left], options)
+            finals |= served
+            if full is not None:
+                if not finals:
+                    raise full
+                time.sleep((full.retry_after_ms or 0) / 1000)
+        return [finals[index] for index in range(len(prompts))]
+
+    def _run_round(
+        self, wanted: Sequence[tuple[int, wire.Prompt, Params]], options: Mapping[str, Any]
+    ) -> tuple[dict[int, wire.Final], RequestError | None]:
+        """Results by index, and the refusal of those that found the queue full."""
+        streams: dict[int, Stream] = {}
+        finals: dict[int, wire.Final] = {}
+        full: RequestError | None = None
+        window = client_state.batch_window([params for _, _, params in wanted])
         try:
-            return [stream.result() for stream in running]
+            for index, prompt, params in wanted:
+                while self._state.live_count >= window:
+                    self._pump(None)
+                streams[index] = self.submit(prompt, params, stream=False, **options)
+            for index, stream in streams.items():
+                try:
+                    finals[index] = stream.result()
+                except RequestError as error:
+                    if error.code != "queue_full":
+                        raise
+                    full = error
         finally:
-            for stream in running:
+            for stream in streams.values():
                 stream.close()
+        return finals, full
 
     def submit(
         self,
@@ -166,7 +196,7 @@ class Client:
             prompt: a text, token ids, or chat messages.
             params: how to sample.
             stream: have the engine send deltas; without them the stream holds nothing but its result.
-            request_id: your own name for it, unique among this client's live requests.
+            request_id: your own name for it, unique among this client's live requests; `auto:` begins those of others.
             priority: lower goes first.
             cache_salt: cached prefixes are shared only under the same salt.
             timeout_s: seconds after which the engine ends the request with an error.
@@ -174,11 +204,12 @@ class Client:
             chat: chat options as the wire has them.
         """
         inbox = self._state.open(request_id)
-        message = client_state.generate_message(
-            inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
-            timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
-        )  # fmt: skip
-        self._send(message)
+        with self._state.freed_on_error(inbox):
+            message = client_state.generate_message(
+                inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
+                timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
+            )  # fmt: skip
+            self._send(message)
         return Stream(self, inbox, timeout_s)
 
     def abort(self, request_id: str) -> None:
@@ -262,6 +293,7 @@ class Client:
                 self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
 
     def _send(self, message: wire.FromClient) -> None:
+        data = client_state.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
         deadline_s = time.monotonic() + self.timeout_s
@@ -271,11 +303,12 @@ class Client:
             if wait_ms <= 0 or not self._monitor.poll(wait_ms):
                 raise EngineDeadError(f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s")
             self._look_at_connection()
-        self._socket.send(message.to_wire(), zmq.NOBLOCK)  # no high-water mark: it never waits
+        self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
 
     def _ask(self, inbox: Inbox, message: wire.FromClient, kind: type[ReplyT], what: str = "is silent") -> ReplyT:
-        self._send(message)
-        reply = self.next_reply(inbox, time.monotonic() + self.timeout_s, what)
+        with self._state.freed_on_error(inbox):
+            self._send(message)
+            reply = self.next_reply(inbox, time.monotonic() + self.timeout_s, what)
         assert isinstance(reply, kind), f"wanted {kind.__name__}, got {type(reply).__name__}"
         return reply
 

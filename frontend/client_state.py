@@ -3,10 +3,11 @@
 No sockets and no waiting: `client.Client` and `async_client.AsyncClient` bring those.
 """
 
+import contextlib
 import logging
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from common import client_messages as wire
@@ -16,8 +17,14 @@ from common.sampling_params import SamplingParams
 HELLO_ID = ""
 """Where replies go that name no request: Welcome, and errors about unreadable messages."""
 
+AUTOMATIC_PREFIX = "auto:"
+"""Begins the ids of requests that the caller gave none; his own should not begin with it."""
+
 TIMEOUT_SLACK_S = 5.0
 """How much longer than a request's own timeout the client waits for its end."""
+
+BATCH_SAMPLES = 2048
+"""Samples of one batch that are under way at once: more than any engine runs, fewer than its queue takes."""
 
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters: complete, or only some by name (the model's own defaults fill in the rest), or none."""
@@ -56,15 +63,31 @@ class ClientState:
         """A place for a new request's replies.
 
         Raises:
-            RequestError: the id is in use.
+            RequestError: the id is in use, or too long.
         """
         if request_id is None:
             self._next_number += 1
-            request_id = f"r{self._next_number}"
+            request_id = f"{AUTOMATIC_PREFIX}{self._next_number}"
+        if not isinstance(request_id, str) or len(request_id) > wire.ID_LIMIT:
+            raise RequestError(f"request_id: wanted a string of at most {wire.ID_LIMIT} characters", param="request_id")
         if request_id in self._live:
             raise RequestError(f"request id {request_id!r} is in use", code="duplicate_request_id")
         inbox = self._live[request_id] = self._inbox_type(request_id)
         return inbox
+
+    @property
+    def live_count(self) -> int:
+        """Requests whose end has not come yet."""
+        return len(self._live)
+
+    @contextlib.contextmanager
+    def freed_on_error(self, inbox: Inbox) -> Iterator[None]:
+        """What fails in here leaves the request's id free again."""
+        try:
+            yield
+        except BaseException:
+            self._live.pop(inbox.request_id, None)
+            raise
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request's end has not come yet."""
@@ -84,18 +107,35 @@ class ClientState:
             return
         if isinstance(message, wire.Pong) and not message.request_id:
             return  # the engine only looks whether we are there
-        request_id = HELLO_ID if isinstance(message, wire.Welcome) else message.request_id
-        inbox = self._live.pop(request_id, None)
+        inbox = self._live.pop(self._whose(message), None)
         if inbox is not None:
             inbox.put(message)
         elif isinstance(message, wire.ErrorReply):
             logger.warning("the engine reports: %s", message.message)
+
+    def _whose(self, message: Any) -> str:
+        request_id: str = HELLO_ID if isinstance(message, wire.Welcome) else message.request_id
+        if isinstance(message, wire.ErrorReply) and request_id not in self._live and len(self._live) == 1:
+            return request_id or next(iter(self._live))  # the engine could not read a message: ours, there is no other
+        return request_id
 
     def lost(self, why: str) -> None:
         """The connection is gone: every live request ends."""
         live, self._live = self._live, {}
         for inbox in live.values():
             inbox.put(EngineDeadError(why))
+
+
+def encoded(message: wire.FromClient) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        RequestError: it holds what the wire cannot carry: a set, a lone surrogate, an integer beyond 64 bits.
+    """
+    try:
+        return message.to_wire()
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"this request cannot be sent: {error}") from None
 
 
 def raise_error(reply: Reply) -> None:
@@ -129,12 +169,12 @@ def generate_message(
     add_special_tokens: bool | None = None,
     chat: Mapping[str, Any] | None = None,
 ) -> wire.Generate:
-    """A request as a message."""
+    """A request as a message; raises RequestError for parameters of the wrong kind."""
     complete = isinstance(params, SamplingParams)
     return wire.Generate(
         request_id=request_id,
         prompt=prompt,
-        params=params.to_wire() if isinstance(params, SamplingParams) else dict(params or {}),
+        params=params.to_wire() if isinstance(params, SamplingParams) else _params_to_wire(params or {}),
         model_defaults=not complete,
         stream=stream,
         priority=priority,
@@ -145,11 +185,28 @@ def generate_message(
     )
 
 
+def _params_to_wire(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Some parameters by name; `logit_bias` as pairs, since the wire has no map with integer keys."""
+    if not isinstance(params, Mapping):
+        raise RequestError(f"params: wanted SamplingParams or a map, got {type(params).__name__}", param="params")
+    plain = dict(params)
+    if isinstance(bias := plain.get("logit_bias"), Mapping):
+        plain["logit_bias"] = [[token_id, value] for token_id, value in bias.items()]
+    return plain
+
+
 def chat_params(params: Params) -> Params:
     """A chat's parameters: an answer may fill the context unless a limit is named."""
     if params is None or isinstance(params, Mapping):
         return {"max_tokens": None, **(params or {})}
     return params
+
+
+def batch_window(params: Sequence[Params]) -> int:
+    """How many requests of a batch may be under way at once."""
+    counts = [each.n if isinstance(each, SamplingParams) else (each or {}).get("n", 1) for each in params]
+    greatest = max((count for count in counts if isinstance(count, int)), default=1)
+    return max(1, BATCH_SAMPLES // max(1, greatest))
 
 
 def chat_options(

@@ -150,13 +150,14 @@ class Core:
         limits = self.check_serving()
         self._check_prompt(prompt_token_ids, limits)
         params = self._complete(params, limits, len(prompt_token_ids), exact_max_tokens)
-        bad_token_ids = self._bad_token_ids(params)
+        end_token_ids, bad_token_ids = self._end_token_ids(params, limits), self._bad_token_ids(params, limits)
+        params.check_sampleable(end_token_ids, bad_token_ids)
         timings = timings or self.arrival()
         request = Request(
             request_id=self._allot_id(),
             prompt_token_ids=prompt_token_ids,
             params=params,
-            end_token_ids=self._end_token_ids(params),
+            end_token_ids=end_token_ids,
             tokenizer=self.tokenizer,
             sink=sink,
             stream=stream,
@@ -194,7 +195,7 @@ class Core:
         self._send_aborts()
 
     def flush_cache(self) -> None:
-        """Have the scheduler forget cached prefixes."""
+        """Have the scheduler forget every cached prefix that no live request holds."""
         self._send(FlushCache().to_wire())
 
     def check_serving(self) -> EngineReady:
@@ -254,10 +255,13 @@ class Core:
             changes["seed"] = self._random.getrandbits(63)
         return dataclasses.replace(params, **changes) if changes else params
 
-    def _end_token_ids(self, params: SamplingParams) -> set[int]:
-        return set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.tokenizer.end_token_ids))
+    def _end_token_ids(self, params: SamplingParams, limits: EngineReady) -> set[int]:
+        """Without ids that the model lacks: folders name some, and tokens added to a tokenizer may be such."""
+        own = () if params.ignore_eos else self.tokenizer.end_token_ids
+        return set(params.stop_token_ids) | {token_id for token_id in own if token_id < limits.vocab_size}
 
-    def _bad_token_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    def _bad_token_ids(self, params: SamplingParams, limits: EngineReady) -> tuple[tuple[int, ...], ...]:
+        """Without words that the model cannot sample: they need no ban."""
         if not params.bad_words:
             return ()
         sequences = self.tokenizer.bad_word_ids(params)
@@ -266,7 +270,7 @@ class Core:
             raise RequestError(
                 f"bad_words: a word may have up to {SHORT_IDS_LIMIT} tokens, one has {longest}", param="bad_words"
             )
-        return sequences
+        return tuple(word for word in sequences if max(word) < limits.vocab_size)
 
     def _allot_id(self) -> int:
         while self._next_id in self._live:

@@ -11,7 +11,6 @@ Leaving the stream early (`aclose`, or the end of `async with stream`) aborts th
 """
 
 import asyncio
-import logging
 import math
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from common.errors import ConfigError, RequestError
 from common.messages import EngineReady, EngineStats, Profile
 from common.recording import Recorder
 from common.sampling_params import SamplingParams
+from frontend import request_log
 from frontend.core import Core
 from frontend.events import Delta, Final
 from frontend.recording import RecordedCore, RecorderLog
@@ -36,8 +36,6 @@ INLINE_TEXT_LIMIT = 512
 """Texts up to this many characters are encoded on the spot: that takes less time than a thread's hand-over."""
 TOKENIZER_THREADS = 2
 TIMEOUT_LIMIT_S = 7 * 24 * 3600.0
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -212,7 +210,7 @@ class Engine:
         self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         if config.log.enable_log_requests:
-            self.core.observers.append(log_request)
+            request_log.attach(self.core)
         self._defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
         try:
             SamplingParams.from_wire(dict(self._defaults))
@@ -355,27 +353,6 @@ class Engine:
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def log_request(request: Request, outcome: str) -> None:
-    """One line about a request that has ended: its size, its outcome and where its time went."""
-    usage, timings = request.usage(), request.timings
-    times = {
-        "encoding": timings.after_arrival(timings.submitted_s),
-        "first token": timings.after_arrival(timings.first_token_s),
-        "all": timings.after_arrival(timings.finished_s),
-    }
-    shown = ", ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in times.items() if seconds is not None)
-    logger.info(
-        "request %s (%d) ended: %s; %d tokens in (%d cached), %d out; %s",
-        request.name or "-",
-        request.request_id,
-        outcome,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-        shown,
-    )
 
 
 def check_timeout(timeout_s: float | None) -> float | None:

@@ -5,40 +5,48 @@
         print(output.prompt, output.outputs[0].text)
 
 Calls and results have the shape that vLLM gave them. The engine is `launch.py serve` without HTTP, as a child process;
-it ends with this object, and with this program whatever way that ends. Errors are those of `client.Client`, and
+it ends with this object, and with this program whatever way that ends. Its log goes to the logger `trireme`, line by
+line with its level, so that by default warnings and errors are seen. Errors are those of `client.Client`, and
 `StartupError` or `ConfigError` from the constructor, with the engine's own last line.
 """
 
 import contextlib
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from common import client_messages as wire
 from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
-from common.errors import ConfigError, EngineDeadError, StartupError
+from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
 from frontend.client_state import Params, chat_options
 
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 15.0
-CONFIG_EXIT_CODE = 2
+LOG_TIMEOUT_S = 2.0
 LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a map with `prompt_token_ids` or `prompt`."""
 Conversation = Sequence[Mapping[str, Any]]
+
+_LEVEL = re.compile(r"\d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|\{.*\"level\": \"(\w+)\"")
+"""A line of the engine's log in either form."""
+
+logger = logging.getLogger("trireme")
 
 
 @dataclass(frozen=True)
@@ -114,21 +122,21 @@ class LLM:
         parent_read_fd, parent_write_fd = os.pipe()
         with tempfile.TemporaryDirectory(prefix="trireme-llm-") as folder:
             ready_file = Path(folder) / "ready.json"
-            log_file = Path(folder) / "stderr"
-            with log_file.open("wb") as log:
-                process = subprocess.Popen(
-                    [*arguments, "--ready-file", str(ready_file), "--parent-pipe", str(parent_read_fd)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=log,
-                    pass_fds=(parent_read_fd,),
-                    start_new_session=True,  # Ctrl-C in this program's terminal is ours to deal with
-                )
+            process = subprocess.Popen(
+                [*arguments, "--ready-file", str(ready_file), "--parent-pipe", str(parent_read_fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(parent_read_fd,),
+                start_new_session=True,  # Ctrl-C in this program's terminal is ours to deal with
+            )
             os.close(parent_read_fd)
             self._process = process
             self._finalizer = weakref.finalize(self, _stop, process, parent_write_fd)
+            assert process.stderr is not None
+            log = EngineLog(process.stderr)
             try:
-                ready = _wait_until_ready(process, ready_file, log_file)
+                ready = _wait_until_ready(process, ready_file, log)
             except BaseException:
                 self._finalizer()
                 raise
@@ -159,7 +167,7 @@ class LLM:
         """
         self._check_alive()
         many = _as_many(prompts)
-        finals = self.client.generate_batch([_plain(prompt) for prompt in many], sampling_params, **options)
+        finals = self.client.generate_batch(many, sampling_params, **options)
         return [_output(final, prompt, number) for number, (final, prompt) in enumerate(zip(finals, many, strict=True))]
 
     def chat(
@@ -208,6 +216,41 @@ class LLM:
         self.close()
 
 
+class EngineLog:
+    """Passes the engine's log on to the logger `trireme`, in a thread of its own, until the engine has ended.
+
+    Args:
+        pipe: the engine's stderr; closed at its end.
+
+    Attributes:
+        last_line: the last that was not empty.
+    """
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self.last_line = ""
+        self._pipe = pipe
+        self._level = logging.INFO
+        self._thread = threading.Thread(target=self._run, name="engine-log", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the engine's end has been read."""
+        self._thread.join(LOG_TIMEOUT_S)
+
+    def _run(self) -> None:
+        with self._pipe as pipe:
+            for data in pipe:
+                line = data.decode(errors="replace").rstrip()
+                if line:
+                    self.last_line = line
+                    self._pass_on(line)
+
+    def _pass_on(self, line: str) -> None:
+        if found := _LEVEL.match(line):  # a line without a level, as in a traceback, belongs to the one before it
+            self._level = logging.getLevelName((found[1] or found[2]).upper())
+        logger.log(self._level, "%s", line)
+
+
 def command_line(model: str, options: Mapping[str, Any]) -> list[str]:
     """The command that starts the engine.
 
@@ -218,13 +261,13 @@ def command_line(model: str, options: Mapping[str, Any]) -> list[str]:
     return [sys.executable, str(LAUNCH), "serve", *to_arguments(config)]
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log_file: Path) -> dict[str, Any]:
+def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log: EngineLog) -> dict[str, Any]:
     while not ready_file.exists():
         code = process.poll()
         if code is not None:
-            log = log_file.read_text(errors="replace").strip()
-            last_line = log.splitlines()[-1] if log else "it said nothing"
-            kind = ConfigError if code == CONFIG_EXIT_CODE else StartupError
+            log.wait()
+            last_line = log.last_line or "it said nothing"
+            kind = ConfigError if code == EXIT_CODES[ConfigError] else StartupError
             raise kind(f"the engine did not start (exit code {code}): {last_line.removeprefix('trireme: ')}")
         time.sleep(START_POLL_S)
     ready: dict[str, Any] = json.loads(ready_file.read_text())
@@ -245,17 +288,10 @@ def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+    """One prompt is made a list of one: a text, a map, or a sequence of what has no length."""
+    if isinstance(prompts, str | bytes | Mapping) or (len(prompts) and not hasattr(prompts[0], "__len__")):
         return [prompts]
     return prompts
-
-
-def _plain(prompt: Any) -> wire.Prompt:
-    if isinstance(prompt, Mapping):
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    return prompt if isinstance(prompt, array) else list(prompt)
 
 
 def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:

@@ -25,7 +25,6 @@ from common.messages import EngineReady, PeerFailed, Profile, Stop, TokensOut, d
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
-from frontend import request_log
 from frontend.client_server import ClientServer
 from frontend.engine import Engine
 from frontend.tokenizer import Tokenizer
@@ -92,8 +91,6 @@ class Frontend:
         self._engine = Engine(config, tokenizer, send, self._recorder)
         self._engine.order_profile = link.profile
         self._traces: StepTraces | None = None
-        if config.log.enable_log_requests:
-            request_log.attach(self._engine.core)
         self._clients = ClientServer(self._engine, router)
         self._outputs = outputs
         self._outputs_reader = ZmqReader(outputs, self._on_output, self._clients.flush)

@@ -93,9 +93,7 @@ class Sample:
     def _match(self, text: str) -> str:
         assert self._matcher is not None
         params = self._request.params
-        if len(self.token_ids) <= params.min_tokens:
-            return text
-        shown, stop = self._matcher.feed(text)
+        shown, stop = self._matcher.feed(text, may_end=len(self.token_ids) > params.min_tokens)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
             if params.include_stop_str_in_output:

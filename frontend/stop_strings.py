@@ -39,8 +39,12 @@ class StopMatcher:
         self._states = [0] * len(stops.strings)
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """Read more text.
+
+        Args:
+            text: what follows the text so far.
+            may_end: False passes over stop strings that complete in this text; one that only begins in it still counts.
 
         Returns:
             What may be emitted now, and the stop string that completed, if one did. In that case the emitted text ends
@@ -51,7 +55,7 @@ class StopMatcher:
         pending = self._held + text
         for index in range(len(self._held), len(pending)):
             found = self._step(pending[index])
-            if found is not None:
+            if found is not None and may_end:
                 self._held = ""
                 return pending[: index + 1 - len(found)], found
         held_count = max(self._states)

@@ -19,7 +19,8 @@ from frontend.client import Client
 
 ANSWER_TOKENS = 512
 STATUS_TIMEOUT_S = 3.0
-ONCE_PARAMS = {"temperature": 0.0, "repetition_penalty": 1.1, "max_tokens": ANSWER_TOKENS}
+ONCE_PARAMS = {"seed": 7, "max_tokens": ANSWER_TOKENS}
+"""The model's own sampling defaults, and a seed, so that the same question gets the same answer."""
 
 Messages = list[dict[str, str]]
 
@@ -38,7 +39,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         parser.add_argument("--max-tokens", type=int, default=ANSWER_TOKENS, help="tokens of an answer at most")
     parsed = parser.parse_args(arguments)
     if verb == "status":
-        return status(instances())
+        return status(meant(instances(), parsed.pid))
     if verb == "stop":
         return stop(choose(instances(), parsed.pid))
     endpoint = parsed.client_endpoint or client_endpoint(choose(instances(), parsed.pid))
@@ -49,16 +50,21 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         return chat(client, params)
 
 
+def meant(running: Sequence[Instance], pid: int | None) -> list[Instance]:
+    """The engines that may be meant: all, or the named one; raises ConfigError if there is none."""
+    found = [instance for instance in running if pid in (None, instance.pid)]
+    if not found:
+        raise ConfigError("no engine of yours is running" + (f" with process id {pid}" if pid is not None else ""))
+    return found
+
+
 def choose(running: Sequence[Instance], pid: int | None) -> Instance:
     """The one engine that is meant.
 
     Raises:
         ConfigError: none runs, or several do and none was named.
     """
-    if pid is not None:
-        running = [instance for instance in running if instance.pid == pid]
-    if not running:
-        raise ConfigError("no engine of yours is running" + (f" with process id {pid}" if pid is not None else ""))
+    running = meant(running, pid)
     if len(running) > 1:
         pids = ", ".join(str(instance.pid) for instance in running)
         raise ConfigError(f"{len(running)} engines are running; choose with --pid, one of {pids}")
@@ -73,10 +79,7 @@ def client_endpoint(instance: Instance) -> str:
 
 
 def status(running: Sequence[Instance]) -> int:
-    """Print how every engine of this user is; returns 1 if none runs or one does not answer."""
-    if not running:
-        print("no engine is running")
-        return 1
+    """Print how these engines are; returns 1 if one does not answer."""
     return max([_print_status(instance) for instance in running])
 
 

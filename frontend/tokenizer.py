@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from common.errors import ConfigError, RequestError
 from common.sampling_params import SamplingParams
+from common.wire import INT32_MAX
 from frontend.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, WindowDetokenizer
 
 GENERATION_DEFAULTS = {
@@ -210,7 +211,8 @@ class Tokenizer:
         ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             value = files.get(name, {}).get("eos_token_id")
-            ids.update(entry for entry in (value if isinstance(value, list) else [value]) if isinstance(entry, int))
+            entries = value if isinstance(value, list) else [value]
+            ids.update(entry for entry in entries if type(entry) is int and 0 <= entry <= INT32_MAX)  # -1 says "none"
         own = self.id_of(_token_text(self._settings.get("eos_token")))
         return tuple(sorted(ids if own is None else ids | {own}))
 

@@ -20,7 +20,7 @@ class ZmqReader:
 
     Args:
         socket: read by nobody else.
-        handle: takes the frames of each message; must not raise.
+        handle: takes the frames of each message; what it raises goes to the loop, and reading goes on after it.
         after_slice: called after each run of messages.
     """
 
@@ -45,15 +45,17 @@ class ZmqReader:
         self._scheduled = False
         if self._closed:
             return False
+        more = True
         try:
             for _ in range(SLICE_LIMIT):
                 self._handle(self._socket.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
+            more = False
+        finally:
+            if more:  # also when a message could not be handled: the rest would wait without a wake-up
+                self._schedule()
             self._after_slice()
-            return False
-        self._after_slice()
-        self._schedule()
-        return True
+        return more
 
     def recheck(self) -> None:
         """Look for messages that came without a wake-up."""

@@ -6,11 +6,11 @@
               | residual + y                                     with a residual; out may be the residual itself
               | SiLU(y[:, :N/2]) * y[:, N/2:]                    with silu_mul
 
-At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Three kernels do it.
+At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it.
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
-row of x after another; `kernels.staged_matvec` keeps it in shared memory; `_small_m_kernel` uses the tensor cores, and
-splits K over programs where N is small. Which one, and with what tile, comes from a table measured on the card
-(`kernels/tuning`); a shape that the library does faster goes there.
+row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Which one,
+and with what tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster
+goes there.
 
 | tensor      | axes                           | dtype     | strides     |
 |-------------|--------------------------------|-----------|-------------|
@@ -349,14 +349,6 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
     )  # fmt: skip
     ahead = (weight if upcoming is None else upcoming, lines)
     strides = (x.stride(0), weight.stride(0), added.stride(0), out.stride(0))
-    if plan.kernel == "staged":
-        from kernels.staged_matvec import staged_matvec_kernel
-
-        del options["PREFETCH"]
-        staged_matvec_kernel[(tiles,)](
-            x, weight, gain, added, out, outputs, *strides, eps, ROWS=rows, WARPS=plan.num_warps, **options
-        )
-        return
     if plan.kernel == "matvec":
         _matvec_kernel[(tiles,)](x, weight, gain, added, out, *ahead, outputs, *strides, eps, ROWS=rows, **options)
         return

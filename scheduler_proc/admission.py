@@ -25,7 +25,7 @@ LOOKAHEAD = 64
 LOOKUP_LIMIT = 1 << 18
 """Tokens looked up in a step, about: finding prefixes takes some 30 ns a token, and the step waits for it."""
 RETRY_STEPS = 32
-"""Steps after which a sequence that found no room is looked up again although there is no more of it."""
+"""Steps after which a sequence that found no room, or too little of itself in the cache, is looked up again."""
 WATERMARK_DIVISOR = 100
 """One block in this many stays available to running sequences when another is let in."""
 
@@ -108,39 +108,60 @@ class Admission:
         return -(-sequence.planned_len // self._block_size) - len(sequence.blocks)
 
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int, unfinished: int) -> Outcome:
-        length = len(sequence.tokens)
-        is_new = sequence.status is Status.WAITING
-        must_finish = is_new and unfinished >= UNFINISHED_LIMIT
-        if (must_finish and length > draft.budget) or _is_ahead(sequence.leader):
+        most = sequence.max_len  # tokens that may remain to be computed
+        if sequence.status is Status.WAITING and unfinished >= UNFINISHED_LIMIT:
+            most = draft.budget
+        if _is_ahead(sequence.leader) or (sequence.uncached_count > most and draft.step_id < sequence.retry_step):
             return Outcome.LATER
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
         room = self._pool.available_count - promised - (0 if alone else self._watermark)
         if self._refused.holds(sequence, room, draft.step_id) and not alone:
             return Outcome.NO_ROOM
-        match = self._lookup(sequence, draft)
-        sequence.leader = None if match is None else self._leader(draft, sequence, match.token_count)
-        if match is None or sequence.leader is not None:
+        holder = self._holder(sequence, draft)
+        if holder is not None and not _has_prompt(holder, draft):
+            sequence.leader = holder, holder.prompt_count
+            return Outcome.LATER
+        match = self._lookup(sequence, holder)
+        sequence.leader = self._leader(draft, sequence, match.token_count)
+        if sequence.leader is not None or self._exceeds(sequence, match, most, draft):
             return Outcome.LATER
         fitting = self._fitting(sequence, match, room)
         if fitting is None:
             needed = self._needed(sequence, match) - self._copies(match)
             self._refused = Refusal(sequence, needed, draft.step_id + RETRY_STEPS)
             return Outcome.NO_ROOM
+        if self._exceeds(sequence, fitting, most, draft):
+            return Outcome.LATER
         self._take_prefix(sequence, fitting, draft)
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         row = ChunkRow(sequence, sequence.computed_count, 0, is_new=True)
         draft.place(row)
-        draft.extend(row, share_of(length - sequence.computed_count, draft.budget, others=True), self._pool)
+        draft.extend(
+            row, share_of(len(sequence.tokens) - sequence.computed_count, draft.budget, others=True), self._pool
+        )
         sequence.slot = self._state.free_slots.popleft()
         return Outcome.PLACED
+
+    def _exceeds(self, sequence: Sequence, match: Match, most: int, draft: Draft) -> bool:
+        """Whether more than `most` tokens remain to be computed; if so, it is not looked up again for a while."""
+        sequence.uncached_count = len(sequence.tokens) - match.token_count
+        sequence.retry_step = draft.step_id + RETRY_STEPS
+        return sequence.uncached_count > most
 
     def _unfinished_count(self, draft: Draft) -> int:
         started = sum(sequence.unplanned_count > 0 for sequence in self._state.prefilling)
         return started + sum(row.is_new and not row.samples for row in draft.chunks)
 
-    def _lookup(self, sequence: Sequence, draft: Draft) -> Match | None:
-        """What need not be computed: found in the cache or with another sample; None if it soon will be there."""
+    def _holder(self, sequence: Sequence, draft: Draft) -> Sequence | None:
+        """Another sample of the request that has blocks, one that has computed the prompt if there is one."""
+        if sequence.status is Status.SWAPPED or sequence.prompt_logprobs is not None:
+            return None
+        holders = [s for s in sequence.request.sequences if s.blocks and s is not sequence]
+        return next((s for s in holders if _has_prompt(s, draft)), holders[0] if holders else None)
+
+    def _lookup(self, sequence: Sequence, holder: Sequence | None) -> Match:
+        """What need not be computed: found in the cache, or with another sample that has computed the prompt."""
         self._looked_up += len(sequence.tokens)
         if sequence.status is Status.SWAPPED:
             return self._whole_blocks(sequence)
@@ -148,22 +169,17 @@ class Admission:
             sequence.chain.rewind()
             return NO_MATCH
         match = self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
-        siblings = sequence.request.sequences
-        if len(siblings) == 1:
-            return match
         shared_count = min(sequence.prompt_count, len(sequence.tokens) - 1)
-        in_this_step = {row.sequence for row in draft.chunks}
-        holders = [s for s in siblings if s.blocks and s is not sequence]
-        for holder in holders:
-            if holder.planned_len > holder.prompt_count <= holder.computed_count and holder not in in_this_step:
-                if shared_count <= match.token_count:
-                    return match
-                return Match(holder.blocks[: -(-shared_count // self._block_size)], shared_count)
-        return None if holders else match
+        if holder is None or shared_count <= match.token_count:
+            return match
+        return Match(holder.blocks[: -(-shared_count // self._block_size)], shared_count)
 
     def _whole_blocks(self, sequence: Sequence) -> Match:
         """What a swapped sequence still finds on the device, in whole blocks; the rest comes from the host."""
-        match = self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
+        limit = len(sequence.tokens) - 1
+        if sequence.prompt_logprobs is not None:  # what others have computed gave it no logits
+            limit = min(limit, sequence.swapped_count)
+        match = self._state.cache.lookup(sequence.chain, sequence.tokens, limit)
         count = match.token_count // self._block_size
         return Match(match.blocks[:count], count * self._block_size)
 
@@ -242,6 +258,14 @@ class Admission:
             state.preempted.remove(sequence)
         sequence.status = Status.RUNNING
         state.prefilling.append(sequence)
+
+
+def _has_prompt(sequence: Sequence, draft: Draft) -> bool:
+    """Whether the sequence's prompt was computed in the steps before this one."""
+    is_computed = sequence.planned_len > sequence.prompt_count <= sequence.computed_count
+    return is_computed and not (
+        sequence.last_step == draft.step_id and any(r.sequence is sequence for r in draft.chunks)
+    )
 
 
 def _is_ahead(leader: tuple[Sequence, int] | None) -> bool:

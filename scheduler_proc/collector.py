@@ -9,9 +9,9 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import replace
 
 from common.errors import TriremeError
-from common.messages import SampleFinish, StepResult, TokenLogprobs, TokensOut
+from common.messages import NOT_A_TOKEN, SampleFinish, StepResult, TokenLogprobs, TokensOut
 from scheduler_proc.grammar import Grammar, GrammarError
-from scheduler_proc.sequence import NOT_A_NUMBER, Sequence, Status
+from scheduler_proc.sequence import Sequence, Status
 from scheduler_proc.state import Flight, State
 
 
@@ -62,7 +62,7 @@ class Collector:
             _keep_prompt_logprobs(flight, result)
         rows = Rows()
         several = self._state.several_samples_count > 0
-        if result.token_counts or result.logprobs or NOT_A_NUMBER in result.token_ids:
+        if result.token_counts or result.logprobs or NOT_A_TOKEN in result.token_ids:
             self._apply_any(rows, flight, result)
         else:
             self._apply_single(rows, flight.sampled, result.token_ids)
@@ -103,21 +103,30 @@ class Collector:
                 self._after_token(rows, sequence, token)
 
     def _apply_any(self, rows: Rows, flight: Flight, result: StepResult) -> None:
-        """Any number of tokens for each sequence, some of which may be missing."""
+        """Any number of tokens for each sequence, some of which may be missing.
+
+        A token that is not a number says that the sequence's K/V may hold none either: nobody may find it.
+        """
         counts = result.token_counts or array("B", b"\1") * len(flight.sampled)
         start = 0
+        broken = []
         for sequence, count in zip(flight.sampled, counts, strict=True):
+            if NOT_A_TOKEN in result.token_ids[start : start + count]:
+                broken.append(sequence)
             if sequence.status is not Status.DONE:
                 rows.sequences.append(sequence)
                 rows.token_counts.append(self._apply_tokens(rows, sequence, result.token_ids, start, count))
             start += count
+        if broken:
+            self._state.distrust(broken)
 
     def _apply_tokens(self, rows: Rows, sequence: Sequence, token_ids: SequenceABC[int], start: int, count: int) -> int:
         """The row's tokens, up to its end; the number taken."""
         for taken in range(count):
             token = token_ids[start + taken]
-            if token == NOT_A_NUMBER:
-                self._finish(rows, sequence, "error", "the model's output for this sample was not a number")
+            if token == NOT_A_TOKEN:
+                detail = "the model's output for this sample was not a number"
+                self._finish(rows, sequence, "error", detail, is_sound=False)
                 return taken
             sequence.tokens.append(token)
             rows.token_ids.append(token)
@@ -153,9 +162,9 @@ class Collector:
             self._finish(rows, sequence, "stop")
         return goes_on
 
-    def _finish(self, rows: Rows, sequence: Sequence, reason: str, detail: str = "") -> None:
+    def _finish(self, rows: Rows, sequence: Sequence, reason: str, detail: str = "", *, is_sound: bool = True) -> None:
         rows.finishes.append(SampleFinish(len(rows.sequences) - 1, reason, detail))
-        self._state.end(sequence)
+        self._state.end(sequence, is_sound=is_sound)
 
     # ---- the message
 

@@ -1,4 +1,4 @@
-"""The scheduler's core: messages in, plans and messages out. Deterministic; no sockets, and the clock is passed in.
+"""The scheduler's core: messages in, plans and messages out. Deterministic; no sockets, and the clocks are passed in.
 
     core.handle(message)       a request, an abort, a flush       -> messages for the frontend
     core.tick()                the time has moved on              -> messages for the frontend
@@ -16,13 +16,12 @@ from collections.abc import Callable
 from common.messages import (
     AbortRequests,
     AddRequest,
-    EngineReady,
     EngineStats,
-    FlushCache,
+    ForFrontend,
+    ForScheduler,
     RequestFailed,
     StepPlan,
     StepResult,
-    TokensOut,
 )
 from scheduler_proc.collector import Collector
 from scheduler_proc.grammar import Grammar, GrammarError, Grammars
@@ -30,9 +29,8 @@ from scheduler_proc.planner import Planner
 from scheduler_proc.sequence import Request, Sequence, Status
 from scheduler_proc.state import Limits, State
 
-ForScheduler = AddRequest | AbortRequests | FlushCache
-ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
-
+ENDED_DEADLINES_LIMIT = 64
+"""Deadlines of ended requests, beyond one for each live request, that are kept at most."""
 RETRY_MIN_MS, RETRY_MAX_MS = 100, 60_000
 
 
@@ -43,13 +41,21 @@ class SchedulerCore:
         limits: what it works within.
         clock: seconds; wall clock time in the process, since deadlines come from another one.
         grammars: for structured outputs; without it requests that want them are refused.
+        monotonic: seconds that never go back, for whatever is a difference of times; without it `clock`.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float], grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float],
+        grammars: Grammars | None = None,
+        monotonic: Callable[[], float] | None = None,
+    ) -> None:
         self.limits = limits
         self._grammars = grammars
         self.state = State(limits)
         self._clock = clock
+        self._monotonic = monotonic or clock
         self._planner = Planner(self.state)
         self._collector = Collector(self.state)
         self._deadlines: list[tuple[float, int]] = []
@@ -88,14 +94,14 @@ class SchedulerCore:
             sequence.grammar = grammars[sample_index] if grammars else None
             request.sequences.append(sequence)
         request.live_count = len(request.sequences)
-        now_s = self._clock()
+        now_s = self._monotonic()
         state.requests[message.request_id] = request
         state.several_samples_count += request.live_count > 1
         state.grammar_count += len(grammars)
         for sequence in request.sequences:
             state.waiting.push(sequence, now_s)
         if message.deadline_s is not None:
-            heapq.heappush(self._deadlines, (message.deadline_s, message.request_id))
+            self._note_deadline(message.deadline_s, message.request_id)
         return None
 
     def _start_grammars(self, message: AddRequest) -> list[Grammar]:
@@ -142,8 +148,9 @@ class SchedulerCore:
                 f"of {limits.block_size})",
                 param="prompt",
             )
-        if len(self.state.waiting) >= limits.max_queued:
-            return self._queue_full(message, f"{len(self.state.waiting)} sequences", limits.max_queued)
+        waiting_count = self.state.waiting.request_count
+        if waiting_count >= limits.max_queued:
+            return self._queue_full(message, f"{waiting_count} requests", limits.max_queued)
         waiting_tokens = self.state.waiting.token_count
         if limits.max_queued_tokens and waiting_tokens and waiting_tokens + prompt_count > limits.max_queued_tokens:
             return self._queue_full(message, f"{waiting_tokens} prompt tokens", limits.max_queued_tokens)
@@ -156,14 +163,27 @@ class SchedulerCore:
 
     # ---- time
 
+    def _note_deadline(self, deadline_s: float, request_id: int) -> None:
+        """Remember it; those of ended requests are left in until they are more than the live ones'."""
+        heapq.heappush(self._deadlines, (deadline_s, request_id))
+        requests = self.state.requests
+        if len(self._deadlines) > 2 * len(requests) + ENDED_DEADLINES_LIMIT:
+            live = [(at_s, key) for at_s, key in self._deadlines if self._is_deadline(at_s, key)]
+            heapq.heapify(live)
+            self._deadlines = live
+
+    def _is_deadline(self, deadline_s: float, request_id: int) -> bool:
+        """Whether a live request has this id and this deadline: ids are given out again."""
+        request = self.state.requests.get(request_id)
+        return request is not None and request.message.deadline_s == deadline_s
+
     def tick(self) -> list[ForFrontend]:
         """End the requests whose deadline has passed."""
         ended: list[ForFrontend] = []
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             deadline_s, request_id = heapq.heappop(self._deadlines)
-            request = self.state.requests.get(request_id)
-            if request is not None and request.message.deadline_s == deadline_s:
-                self.state.end_request(request)
+            if self._is_deadline(deadline_s, request_id):
+                self.state.end_request(self.state.requests[request_id])
                 message = "the request's deadline has passed"
                 ended.append(RequestFailed(request_id, "deadline_exceeded", message, status=408))
         return ended
@@ -180,7 +200,7 @@ class SchedulerCore:
             return None
         plan = self._planner.plan_step()
         if plan is not None:
-            self.state.in_flight[-1].planned_at_s = self._clock()
+            self.state.in_flight[-1].planned_at_s = self._monotonic()
         return plan
 
     def handle_result(self, result: StepResult) -> list[ForFrontend]:
@@ -189,7 +209,7 @@ class SchedulerCore:
         Raises:
             ResultError: the result does not fit the plans that were sent.
         """
-        now_s = self._clock()
+        now_s = self._monotonic()
         flight = self.state.in_flight[0] if self.state.in_flight else None
         out = self._collector.apply(result)
         if flight is not None:
@@ -202,7 +222,7 @@ class SchedulerCore:
         return [out]
 
     def _note_finishes(self, count: int) -> None:
-        now = self._clock()
+        now = self._monotonic()
         if self._finished_at_s is not None:
             self._finish_interval_s += 0.1 * ((now - self._finished_at_s) / count - self._finish_interval_s)
         self._finished_at_s = now

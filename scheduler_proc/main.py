@@ -19,10 +19,19 @@ from typing import Protocol
 from common import recording
 from common.child import SupervisorLink
 from common.config import EngineConfig, step_limits
-from common.messages import AddRequest, EngineReady, PeerFailed, RequestFailed, StepResult, Stop, WorkerReady
+from common.messages import (
+    AddRequest,
+    EngineReady,
+    ForFrontend,
+    PeerFailed,
+    RequestFailed,
+    StepResult,
+    Stop,
+    WorkerReady,
+)
 from common.profiling import StepTraces
 from common.recording import reading, recorder_for
-from scheduler_proc.core import ForFrontend, SchedulerCore
+from scheduler_proc.core import SchedulerCore
 from scheduler_proc.grammar import Compilation, Grammars
 from scheduler_proc.state import Limits
 from scheduler_proc.transport import SocketTransport, Transport
@@ -95,7 +104,7 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     if limits.preemption != "recompute" and not limits.host_block_count:
         logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
     grammars = Grammars(Path(config.tokenizer_dir or config.model_dir) / "tokenizer.json", ready.vocab_size)
-    core = SchedulerCore(limits, clocks.wall, grammars)
+    core = SchedulerCore(limits, clocks.wall, grammars, clocks.monotonic)
     transport.send_out(engine_ready(limits, ready))
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
     gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
@@ -306,7 +315,7 @@ class Loop:
         if self._failure is None:
             code, text = "shutting_down", "the engine is shutting down"
         else:
-            code, text = "engine_dead", f"{self._failure.process} failed: {self._failure.message}"
+            code, text = "engine_dead", self._failure.message  # which names the process
         self._outbox += self._core.fail_all(code, text)
         self._outbox += self._compilation.fail_all(code, text)
         self._send_outbox()

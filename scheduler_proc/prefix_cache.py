@@ -81,6 +81,9 @@ class PrefixCache(Protocol):
     def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
         """Index the partly filled last block of a sequence that ends, if this cache finds such."""
 
+    def drop(self, blocks: SequenceABC[int]) -> None:
+        """Forget those of the blocks that are indexed, and nobody finds what comes after them."""
+
     def flush(self) -> None:
         """Forget what no sequence holds."""
 
@@ -103,6 +106,9 @@ class NoPrefixCache:
         """Nothing happens."""
 
     def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
+        """Nothing happens."""
+
+    def drop(self, blocks: SequenceABC[int]) -> None:
         """Nothing happens."""
 
     def flush(self) -> None:
@@ -203,11 +209,16 @@ class HashPrefixCache:
     def insert_tail(self, chain: Chain, tokens: "array[int]", blocks: SequenceABC[int], token_count: int) -> None:
         """Nothing: only whole blocks have a key."""
 
+    def drop(self, blocks: SequenceABC[int]) -> None:
+        """Forget those of the blocks that are indexed; what comes after them stays, but cannot be reached."""
+        for block in blocks:
+            if self._pool.is_marked(block):
+                self._forget(block)
+                self._pool.unmark(block)
+
     def flush(self) -> None:
         """Forget what no sequence holds."""
-        for block in self._pool.cached_blocks():
-            self._forget(block)
-            self._pool.unmark(block)
+        self.drop(self._pool.cached_blocks())
 
     def check(self) -> None:
         """Raise AssertionError if the index and the pool disagree."""

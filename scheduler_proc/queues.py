@@ -92,7 +92,8 @@ class WaitingQueue:
         policy: `fcfs`, `priority` or `fair`.
 
     Attributes:
-        token_count: prompt tokens of all that wait.
+        request_count: requests of which at least one sample waits.
+        token_count: prompt tokens of those requests.
     """
 
     def __init__(self, policy: str) -> None:
@@ -100,6 +101,7 @@ class WaitingQueue:
         self._ranks: list[Rank] = []
         self._sequences: list[Sequence] = []
         self._arrivals = 0
+        self.request_count = 0
         self.token_count = 0
 
     def __len__(self) -> int:
@@ -112,13 +114,19 @@ class WaitingQueue:
         place = bisect_left(self._ranks, sequence.rank)
         self._ranks.insert(place, sequence.rank)
         self._sequences.insert(place, sequence)
-        self.token_count += sequence.prompt_count
+        sequence.request.waiting_count += 1
+        if sequence.request.waiting_count == 1:
+            self.request_count += 1
+            self.token_count += sequence.prompt_count
 
     def remove(self, sequence: Sequence) -> None:
         """Take a queued sequence out."""
         place = bisect_left(self._ranks, sequence.rank)
         del self._ranks[place], self._sequences[place]
-        self.token_count -= sequence.prompt_count
+        sequence.request.waiting_count -= 1
+        if sequence.request.waiting_count == 0:
+            self.request_count -= 1
+            self.token_count -= sequence.prompt_count
 
     def start(self, sequence: Sequence) -> None:
         """Take a queued sequence out, to run."""

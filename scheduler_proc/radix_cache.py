@@ -22,7 +22,7 @@ class Node:
     """A run of blocks.
 
     Attributes:
-        parent: None for a namespace's root, which holds no blocks.
+        parent: None for a namespace's root, which holds no blocks; namespace: then its number.
         depth: blocks before it.
         key: the run's tokens, four bytes each, the high byte first, so that bytes sort as tokens do.
         blocks: one per started block of tokens.
@@ -30,12 +30,13 @@ class Node:
         children: aligned with `child_keys`.
     """
 
-    __slots__ = ("blocks", "child_keys", "children", "depth", "key", "parent")
+    __slots__ = ("blocks", "child_keys", "children", "depth", "key", "namespace", "parent")
 
     def __init__(
         self, parent: "Node | None", depth: int, key: bytes | bytearray = b"", blocks: SequenceABC[int] = ()
     ) -> None:
         self.parent = parent
+        self.namespace = 0
         self.depth = depth
         self.key = bytearray(key)
         self.blocks = array("i", blocks)
@@ -121,12 +122,16 @@ class RadixPrefixCache:
         if place is not None:
             self._put(*place, _sortable(tokens[full_count * size : token_count]), blocks[full_count])
 
-    def flush(self) -> None:
-        """Forget what no sequence holds."""
-        for block in self._pool.cached_blocks():
+    def drop(self, blocks: SequenceABC[int]) -> None:
+        """Forget those of the blocks that are indexed, with all that comes after them."""
+        for block in blocks:
             if self._nodes[block] is not None:
                 self._forget(block)
                 self._pool.unmark(block)
+
+    def flush(self) -> None:
+        """Forget what no sequence holds."""
+        self.drop(self._pool.cached_blocks())
 
     # ---- the tree
 
@@ -140,6 +145,7 @@ class RadixPrefixCache:
             root = self._roots.get(chain.root)
             if root is None:
                 root = self._roots[chain.root] = Node(None, 0)
+                root.namespace = chain.root
             return root, 0
         node = self._nodes[chain.last_block]
         if node is None or self._entries[chain.last_block] != chain.parent:
@@ -238,7 +244,7 @@ class RadixPrefixCache:
         place = bisect_left(parent.child_keys, bytes(node.key[: self._width]))
         del parent.child_keys[place], parent.children[place]
         if parent.parent is None and not parent.children:
-            self._roots = {number: root for number, root in self._roots.items() if root is not parent}
+            del self._roots[parent.namespace]
 
     # ---- checks
 
@@ -246,6 +252,8 @@ class RadixPrefixCache:
         """Raise AssertionError if the tree and the pool disagree."""
         found = 0
         stack = list(self._roots.values())
+        for number, root in self._roots.items():
+            assert root.namespace == number, f"namespace {number}'s root says {root.namespace}"
         while stack:
             node = stack.pop()
             found += len(node.blocks)

@@ -19,6 +19,7 @@ from common.errors import RecordingError, WireError
 from common.messages import (
     EngineStats,
     ForChild,
+    ForScheduler,
     StepResult,
     WorkerReady,
     decode_for_child,
@@ -30,7 +31,6 @@ from common.messages.fields import empty_i32
 from common.recording import Direction, Link, Recording, reading_of
 from common.replaying import Comparison, Outcome, StepClock
 from common.tracing import traced
-from scheduler_proc.core import ForScheduler
 from scheduler_proc.main import Clocks, serve
 from scheduler_proc.transport import Message, read_result, refusal_of
 

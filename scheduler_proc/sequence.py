@@ -8,10 +8,6 @@ from common.sampling_params import sample_seed
 from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
 
-NOT_A_NUMBER = -1
-"""Stands for a sampled token when the logits were not numbers."""
-
-
 Rank = tuple[float, int]
 """A place in the policy's order: what the policy says, then the number of the arrival."""
 
@@ -45,16 +41,17 @@ class Request:
         message: as it came.
         end_token_ids: ids that end a sample.
         sequences: one per sample, by sample index.
-        live_count: sequences that are not DONE.
+        live_count: sequences that are not DONE; waiting_count: those that wait for their first slot.
     """
 
-    __slots__ = ("end_token_ids", "live_count", "message", "sequences")
+    __slots__ = ("end_token_ids", "live_count", "message", "sequences", "waiting_count")
 
     def __init__(self, message: AddRequest) -> None:
         self.message = message
         self.end_token_ids = frozenset(message.end_token_ids)
         self.sequences: list[Sequence] = []
         self.live_count = 0
+        self.waiting_count = 0
 
 
 class Sequence:
@@ -78,6 +75,8 @@ class Sequence:
         last_step: the last step planned for it.
         chain: its place in the prefix cache.
         leader: a prompt that computes tokens which this one shares, and how many: it waits for them to be computed.
+        uncached_count: tokens that were not in the cache when they were last looked up; retry_step: from when on that
+            is worth another look.
         cached_count: prompt tokens found in the cache when it first ran, until reported; then -1.
         rank: place in the policy's order; lower goes first.
         next_event_len: the known length at which a block of output can be indexed, or the sequence ends; with a grammar
@@ -90,7 +89,7 @@ class Sequence:
         "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "grammar", "host_blocks",
         "last_step", "leader", "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank",
         "request",
-        "request_id", "sample_index", "slot", "status", "swapped_count", "tokens",
+        "request_id", "retry_step", "sample_index", "slot", "status", "swapped_count", "tokens", "uncached_count",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
@@ -113,6 +112,8 @@ class Sequence:
         self.last_step = 0
         self.chain = chain
         self.leader: tuple[Sequence, int] | None = None
+        self.uncached_count = 0
+        self.retry_step = 0
         self.cached_count = 0
         self.rank: Rank = (0.0, 0)
         self.next_event_len = 0

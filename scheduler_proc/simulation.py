@@ -223,7 +223,7 @@ class SimulatedEngine:
 
     Args:
         limits: the core's.
-        clock: the core's; stands still by default.
+        clock, monotonic: the core's; stand still by default.
 
     Attributes:
         outputs: (request id, sample) -> token ids so far.
@@ -234,8 +234,10 @@ class SimulatedEngine:
         max_plan_bytes: the longest plan so far.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = lambda: 0.0) -> None:
-        self.core = SchedulerCore(limits, clock)
+    def __init__(
+        self, limits: Limits, clock: Callable[[], float] = lambda: 0.0, monotonic: Callable[[], float] | None = None
+    ) -> None:
+        self.core = SchedulerCore(limits, clock, monotonic=monotonic)
         self.worker = SimulatedWorker(limits.block_size, limits.block_count, limits.host_block_count)
         self.results: deque[StepResult] = deque()
         self._used_blocks: deque[set[int]] = deque()

@@ -26,8 +26,8 @@ class Limits:
         max_num_batched_tokens: tokens a step may compute.
         block_size, block_count, host_block_count: the KV cache.
         run_ahead: plans that may be in flight beside the one being computed.
-        max_queued: sequences that may wait.
-        max_queued_tokens: prompt tokens that may wait; 0 sets no limit.
+        max_queued: requests that may wait.
+        max_queued_tokens: their prompt tokens that may wait; 0 sets no limit.
         target_itl_s: time between tokens to aim for by limiting what a step holds; 0 does not.
         prefix_cache, policy, preemption: as the options of these names.
         block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way. For preemption `auto`.
@@ -169,15 +169,20 @@ class State:
         self.counters.preemptions += 1
         return blocks, sequence.host_blocks
 
-    def end(self, sequence: Sequence) -> None:
-        """The sequence is over, wherever it stands; its request goes with its last one."""
+    def end(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """The sequence is over, wherever it stands; its request goes with its last one.
+
+        Args:
+            is_sound: whether others may use what it has computed.
+        """
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._leave_running(sequence)
         elif sequence.status in (Status.PREEMPTED, Status.SWAPPED):
             self.preempted.remove(sequence)
-        self._index_computed(sequence)
+        if is_sound:
+            self._index_computed(sequence)
         self.give_back_blocks(sequence)
         sequence.status = Status.DONE
         self.grammar_count -= sequence.grammar is not None
@@ -193,6 +198,13 @@ class State:
         for sequence in request.sequences:
             if sequence.status is not Status.DONE:
                 self.end(sequence)
+
+    def distrust(self, sequences: list[Sequence]) -> None:
+        """Forget what these, which are over, have computed, but for the blocks that others read."""
+        read = {block for request in self.requests.values() for s in request.sequences for block in s.blocks}
+        for sequence in sequences:
+            match = self.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens))
+            self.cache.drop([block for block in match.blocks if block not in read])
 
     def free_slot(self, sequence: Sequence) -> None:
         """The next plan clears the sequence's slot, and may give it out again."""
@@ -272,6 +284,9 @@ class State:
     def _check_sequences(self, live: list[Sequence]) -> None:
         by_status: Counter[Status] = Counter(s.status for s in live)
         assert by_status[Status.WAITING] == len(self.waiting), "the waiting queue is miscounted"
+        waiting = {s.request_id: s.prompt_count for s in live if s.status is Status.WAITING}
+        assert self.waiting.request_count == len(waiting), "the requests that wait are miscounted"
+        assert self.waiting.token_count == sum(waiting.values()), "the prompt tokens that wait are miscounted"
         preempted = by_status[Status.PREEMPTED] + by_status[Status.SWAPPED]
         assert preempted == len(self.preempted), "the preempted list is miscounted"
         assert by_status[Status.RUNNING] == self.running_count, "the running lists are miscounted"

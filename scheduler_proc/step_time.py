@@ -26,7 +26,6 @@ class StepTime:
 
     def note(self, step_s: float, chunk_tokens: int) -> None:
         """A step with so many prompt tokens took so long."""
-        step_s = max(step_s, 0.0)  # the clock may have been set
         if chunk_tokens == 0:
             self.decode_s = _mean(self.decode_s, step_s)
         else:

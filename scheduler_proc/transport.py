@@ -23,6 +23,7 @@ from common.errors import WireError
 from common.messages import (
     AddRequest,
     ForChild,
+    ForScheduler,
     RequestFailed,
     StepResult,
     WorkerReady,
@@ -32,7 +33,6 @@ from common.messages import (
 from common.recording import Link, Recorder, receiving, sending
 from common.sockets import bind_pull, connect_push, new_context
 from common.wire import INT32_MAX, unpack
-from scheduler_proc.core import ForScheduler
 
 logger = logging.getLogger(__name__)
 

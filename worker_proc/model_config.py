@@ -44,7 +44,6 @@ class ModelConfig:
     """Sizes and switches of a decoder-only model.
 
     sliding_windows: per layer the number of tokens a token sees (itself included), or None for all.
-    eos_token_ids: the ids that end a text: generation_config.json's if it names any, else config.json's.
     dtype: the dtype the checkpoint declares ("bfloat16", ...), or None.
     """
 
@@ -64,8 +63,6 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     sliding_windows: tuple[int | None, ...]
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
     dtype: str | None
 
     @property
@@ -84,15 +81,13 @@ class ModelConfig:
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """Read and validate `config.json` (and the end ids of `generation_config.json`) of a model folder.
+    """Read and validate `config.json` of a model folder.
 
     Raises:
         ConfigError: unreadable file, unknown architecture or rope type, a missing or impossible value.
     """
-    raw = read_json(model_dir / "config.json")
-    generation_path = model_dir / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    return parse_model_config(raw, generation, source=str(model_dir / "config.json"))
+    path = model_dir / "config.json"
+    return parse_model_config(read_json(path), source=str(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -107,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_model_config(raw: dict[str, Any], generation: dict[str, Any], *, source: str) -> ModelConfig:
+def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
     """As `read_model_config`, from parsed JSON; `source` is the path that error messages name."""
     architecture = _architecture(raw, source)
     fields = _Fields(raw, source)
@@ -134,8 +129,6 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any], *, sourc
         output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
         sliding_windows=_sliding_windows(raw, architecture, layer_count, source),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_token_ids(generation.get("eos_token_id"), source) or _token_ids(raw.get("eos_token_id"), source),
         dtype=_dtype_name(raw),
     )
     _validate(config, raw, source)
@@ -186,13 +179,6 @@ def _validate(config: ModelConfig, raw: dict[str, Any], source: str) -> None:
         factors = getattr(config.rope, name)
         if config.rope.rope_type == "longrope" and len(factors) != config.head_dim // 2:
             raise ConfigError(f"{source}: rope {name} needs {config.head_dim // 2} numbers, got {len(factors)}")
-
-
-def _token_ids(value: Any, source: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise ConfigError(f"{source}: eos_token_id must be an integer or a list of integers, got {value!r}")
-    return tuple(ids)
 
 
 def _dtype_name(raw: dict[str, Any]) -> str | None:

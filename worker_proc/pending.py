@@ -1,35 +1,19 @@
 """A step that has been issued: everything that its result is made of, on its way to the host.
 
 On the CPU it is there already. On a GPU the copies are in flight, and `result` waits for them: whoever calls it then
-should not be the thread that issues steps.
+should not be the thread that issues steps. Made by both runners, read by the worker's reporter.
 """
 
-import itertools
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-import torch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from common.messages import StepResult, TokenLogprobs
 from worker_proc.logprobs import LogprobTable
+from worker_proc.step_inputs import PromptRows
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Nanosecond clock readings between the parts of a step, as the host sees them."""
-
-    start: int
-    prepared: int
-    computed: int
-    sampled: int
-
-    def parts_us(self, report_us: int) -> "array[int]":
-        """The worker's parts, in the order of STEP_PARTS: input, forward, sampling, report."""
-        marks = (self.start, self.prepared, self.computed, self.sampled)
-        spans = [(end - start) // 1000 for start, end in itertools.pairwise(marks)]
-        return array("i", [*spans, report_us])
+PROMPT_LOGPROB_ROWS = 64
+"""Positions whose logits are computed at once for prompt log probabilities; bounds their memory."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +31,14 @@ class PromptPiece:
         return [self.table.entry(index, self.first_position + index, self.top_count) for index in range(count)]
 
 
+def prompt_parts(rows: PromptRows) -> Iterator[tuple[int, int, int]]:
+    """A chunk's rows in parts of PROMPT_LOGPROB_ROWS: first token in the step, count, position of the first token
+    that is predicted."""
+    for start in range(0, rows.count, PROMPT_LOGPROB_ROWS):
+        count = min(PROMPT_LOGPROB_ROWS, rows.count - start)
+        yield rows.first_token + start, count, rows.first_position + 1 + start
+
+
 def entries_by_slot(pieces: Sequence[PromptPiece]) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
     """Pairs of slot and entries as a StepResult carries them."""
     prompts: dict[int, list[TokenLogprobs]] = {}
@@ -55,25 +47,19 @@ def entries_by_slot(pieces: Sequence[PromptPiece]) -> tuple[tuple[int, tuple[Tok
     return tuple((slot, tuple(entries)) for slot, entries in prompts.items())
 
 
+def sampled_entries(table: LogprobTable | None, rows: Sequence[tuple[int, int, int]]) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of sampled tokens as they travel; the arguments are as in `PendingStep`."""
+    return () if table is None else tuple(table.entry(row, index, top_count) for row, index, top_count in rows)
+
+
 @dataclass(frozen=True)
-class Sampled:
-    """What a step sampled, in host memory that is filled once the step is done.
+class Arrived:
+    """What is known once a step is done: the sampled ids, and microseconds of three of the worker's parts."""
 
-    Attributes:
-        token_ids: int32 [S].
-        logprob_rows: for rows that asked: the row of `logprobs`, the index along token_ids, how many likeliest tokens.
-        logprobs: of the rows that asked; None if none did.
-    """
-
-    token_ids: np.ndarray
-    logprob_rows: list[tuple[int, int, int]] = field(default_factory=list)
-    logprobs: LogprobTable | None = None
-
-    def entries(self) -> tuple[TokenLogprobs, ...]:
-        """The log probabilities as they travel."""
-        if self.logprobs is None:
-            return ()
-        return tuple(self.logprobs.entry(row, index, top_count) for row, index, top_count in self.logprob_rows)
+    token_ids: "array[int]"
+    input_us: int
+    forward_us: int
+    sampling_us: int
 
 
 @dataclass(frozen=True)
@@ -81,24 +67,26 @@ class PendingStep:
     """One issued step.
 
     Attributes:
+        arrive: waits for the step; called once, before anything below is read.
+        logprob_rows: for each sampled row that asked: its row of `logprobs`, its index in the result, how many of the
+            likeliest tokens it wants.
+        logprobs: of the step's rows, if one asked.
         prompt_pieces: in the order of positions, slot by slot.
-        done: the event to wait for before any value is read; None if there is nothing to wait for.
     """
 
     step_id: int
-    times: StepTimes
-    sampled: Sampled
-    prompt_pieces: list[PromptPiece]
-    done: torch.cuda.Event | None
+    arrive: Callable[[], Arrived]
+    logprob_rows: Sequence[tuple[int, int, int]] = ()
+    logprobs: LogprobTable | None = None
+    prompt_pieces: Sequence[PromptPiece] = ()
 
     def result(self, report_us: int = 0) -> StepResult:
         """Wait for the step and make its result; `report_us` is how long the report before this one took."""
-        if self.done is not None:
-            self.done.synchronize()
+        arrived = self.arrive()
         return StepResult(
             step_id=self.step_id,
-            token_ids=array("i", self.sampled.token_ids.tobytes()),
-            logprobs=self.sampled.entries(),
+            token_ids=arrived.token_ids,
+            logprobs=sampled_entries(self.logprobs, self.logprob_rows),
             prompt_logprobs=entries_by_slot(self.prompt_pieces),
-            parts_us=self.times.parts_us(report_us),
+            parts_us=array("i", [arrived.input_us, arrived.forward_us, arrived.sampling_us, report_us]),
         )

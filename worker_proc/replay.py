@@ -16,13 +16,11 @@ from dataclasses import replace
 
 from common import log, replaying
 from common.config import EngineConfig, with_changes
-from common.errors import RecordingError, WireError
-from common.messages import STEP_PARTS, StepResult, WorkerReady, decode_for_worker, decode_from_worker
+from common.errors import RecordingError
+from common.messages import WORKER_PARTS, StepResult, WorkerReady, decode_for_worker, decode_from_worker
 from common.recording import Direction, Link, Recording
 from common.replaying import Comparison, Outcome, quantiles_us
 from worker_proc.main import limit_spinning
-
-WORKER_PARTS = STEP_PARTS[2:]
 
 
 def readable(link: int, data: bytes) -> object:
@@ -83,11 +81,7 @@ class Replay:
                 start_ns = now_ns
 
     def _execute(self, data: bytes) -> None:
-        try:
-            plan = decode_for_worker(data)
-        except WireError:
-            return  # as it was when it was recorded
-        self._pending.append(self._runner.execute(plan))
+        self._pending.append(self._runner.execute(decode_for_worker(data)))
 
     def _report(self) -> None:
         result = self._pending.popleft().result()

@@ -1,12 +1,12 @@
-"""Runs step plans on one device: slots, cache and model, from a `StepPlan` to what it sampled.
+"""Runs step plans on the CPU: slots, cache and model, from a `StepPlan` to what it sampled.
 
-A step is three actions: the packed plan goes to the device, the step runs there on buffers at fixed addresses, the
-sampled ids come back. `Runner` is what the devices share; `CpuRunner`, where the first and the last action cost
-nothing, is here, `CudaRunner` in `cuda_runner.py`. Sockets, and when a plan comes, are `worker.py`'s business.
+A step prepares the inputs of its rows, runs the model over them, and samples; when `execute` returns, all of it is
+done. The GPU's runner, where each of these only is issued, is `cuda/runner.py`. Sockets, and when a plan comes, are
+`worker.py`'s business.
 """
 
+import itertools
 import time
-from abc import ABC, abstractmethod
 from array import array
 
 import numpy as np
@@ -20,36 +20,40 @@ from worker_proc.forward_context import ForwardContext
 from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import logprob_table
 from worker_proc.models.llama import LlamaForCausalLM
-from worker_proc.pending import PendingStep, PromptPiece, Sampled, StepTimes
-from worker_proc.sampler import Sampler
+from worker_proc.pending import Arrived, PendingStep, PromptPiece, prompt_parts
+from worker_proc.sampler import Sampled, Sampler
 from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows, StagedStep, StepStager, fill_inputs
 
-PROMPT_LOGPROB_ROWS = 64
-"""Positions whose logits are computed at once for prompt log probabilities; bounds their memory."""
-
-
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 
-class Runner(ABC):
-    """Runs steps on one device.
+class CpuRunner:
+    """Runs steps on the CPU: inputs and sampling in NumPy, results at once.
 
     Args:
-        model: in its final form, on the device.
-        cache: on the same device.
-        memory: the slots' state there, one slot for each sequence that `limits` allows.
-        mirror: the host's view of it.
+        model: in its final form.
+        max_model_len: tokens that a slot has room for.
+        tokenizer_vocab_size: ids from here on are never sampled.
     """
 
     def __init__(
-        self, model: LlamaForCausalLM, cache: KVCache, limits: StepLimits, memory: SlotMemory, mirror: SlotMirror
+        self,
+        model: LlamaForCausalLM,
+        cache: KVCache,
+        limits: StepLimits,
+        max_model_len: int,
+        tokenizer_vocab_size: int,
     ) -> None:
-        self.memory, self.mirror = memory, mirror
+        self.memory = SlotMemory(limits.max_num_seqs, max_model_len, cache.block_size, torch.device("cpu"))
+        self.mirror = SlotMirror.empty(limits.max_num_seqs)
         self._model, self._cache, self._limits = model, cache, limits
-        self._stager = StepStager(memory, mirror)
-        self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, memory.device)
+        self._vocab_size = tokenizer_vocab_size
+        self._stager = StepStager(self.memory, self.mirror)
+        self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, self.memory.device)
+        self._sampler = Sampler(self.memory, self.mirror, tokenizer_vocab_size)
+        self._threads = StepThreads(model.config)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -58,13 +62,15 @@ class Runner(ABC):
         with span("input"):
             inputs, staged = self._prepare(plan)
         prepared = time.perf_counter_ns()
-        with span("forward"):
+        with span("forward"), self._threads.step(staged.token_count):
             logits, pieces = self._compute(inputs, staged)
         computed = time.perf_counter_ns()
         with span("sampling"):
-            sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, inputs, staged)
-        times = StepTimes(start, prepared, computed, time.perf_counter_ns())
-        return PendingStep(plan.step_id, times, sampled, pieces, self._done())
+            sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, staged)
+        marks = (start, prepared, computed, time.perf_counter_ns())
+        parts_us = [(end - begin) // 1000 for begin, end in itertools.pairwise(marks)]
+        arrived = Arrived(array("i", sampled.token_ids.tobytes()), *parts_us)
+        return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces)
 
     def warm_up(self) -> None:
         """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""
@@ -83,43 +89,16 @@ class Runner(ABC):
             self.execute(StepPlan(step_id=2, decode_slots=array("H", [0]))).result()
         self.mirror.clear(0)
 
-    @abstractmethod
-    def _start_slot(self, init: SlotInit, writes: StateWrites) -> None:
-        """A slot gets a request: note how it samples."""
-
-    @abstractmethod
-    def _fill(self, staged: StagedStep) -> StepInputs:
-        """Carry out the slots' writes and work out the step's inputs on the device."""
-
-    @abstractmethod
-    def _sample(self, logits: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> Sampled:
-        """Sample from logits [S, vocab], feed the slots, and send what was sampled on its way to the host."""
-
-    @abstractmethod
-    def _done(self) -> torch.cuda.Event | None:
-        """What to wait for before the host reads what this step copies to it."""
-
-    @abstractmethod
-    def _prompt_piece(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, slot: int, first_position: int, top_count: int
-    ) -> PromptPiece:
-        """Log probabilities of the prompt tokens int32 [n] that logits [n, vocab] predict."""
-
     def _prepare(self, plan: StepPlan) -> tuple[StepInputs, StagedStep]:
         """Everything that changes before the rows run, and the rows' inputs."""
         for slot in plan.cleared_slots:
             self.mirror.clear(slot)
-        if plan.swap_out_block_ids:
-            self._cache.swap_out(_pairs(plan.swap_out_block_ids))
-        if plan.copy_block_ids:
-            self._cache.copy_blocks(_pairs(plan.copy_block_ids))
-        if plan.swap_in_block_ids:
-            self._cache.swap_in(_pairs(plan.swap_in_block_ids))
+        self._cache.move_blocks(plan)
         writes = StateWrites(self.memory)
         for init in plan.new_slots:
             self.mirror.start(init)
             writes.add_slot(init)
-            self._start_slot(init, writes)
+            self._sampler.start(init)
         staged = self._stager.stage(plan, writes)
         count, limit = staged.token_count, self._limits.max_num_batched_tokens
         assert count <= limit, f"step {plan.step_id} computes {count} tokens, more than {limit}"
@@ -158,78 +137,29 @@ class Runner(ABC):
         """The hidden states whose logits are used, [S, hidden_size]."""
         if staged.samples_every_row:
             return hidden[: staged.token_count]
-        return hidden[inputs.sample_rows[self._sampled_rows(staged)]]
-
-    @abstractmethod
-    def _sampled_rows(self, staged: StagedStep) -> torch.Tensor:
-        """`staged.sampled_rows` on the device."""
+        return hidden[inputs.sample_rows[torch.from_numpy(staged.sampled_rows)]]
 
     def _prompt_pieces(self, hidden: torch.Tensor, rows: PromptRows) -> list[PromptPiece]:
+        """Log probabilities of the prompt tokens that a chunk's tokens predict; a few rows of logits at a time."""
         sampling = self.mirror.sampling[rows.slot]
         assert sampling is not None, f"slot {rows.slot} is free"
         pieces = []
-        for start in range(0, rows.count, PROMPT_LOGPROB_ROWS):
-            count = min(PROMPT_LOGPROB_ROWS, rows.count - start)
-            token, position = rows.first_token + start, rows.first_position + 1 + start
-            logits = self._model.compute_logits(hidden[token : token + count])
-            predicted = self.memory.token_ids[rows.slot, position : position + count]
-            pieces.append(self._prompt_piece(logits, predicted, rows.slot, position, sampling.prompt_logprobs))
+        for token, count, position in prompt_parts(rows):
+            logits = self._model.compute_logits(hidden[token : token + count]).numpy()
+            logits[:, self._vocab_size :] = -np.inf
+            predicted = self.memory.token_ids[rows.slot, position : position + count].numpy()
+            table = logprob_table(logits, predicted, sampling.prompt_logprobs)
+            pieces.append(PromptPiece(rows.slot, position, sampling.prompt_logprobs, table))
         return pieces
 
-
-class CpuRunner(Runner):
-    """Runs steps on the CPU: inputs and sampling in NumPy, results at once.
-
-    Args:
-        tokenizer_vocab_size: ids from here on are never sampled.
-    """
-
-    def __init__(
-        self,
-        model: LlamaForCausalLM,
-        cache: KVCache,
-        limits: StepLimits,
-        max_model_len: int,
-        tokenizer_vocab_size: int,
-    ) -> None:
-        memory = SlotMemory(limits.max_num_seqs, max_model_len, cache.block_size, torch.device("cpu"))
-        mirror = SlotMirror.empty(limits.max_num_seqs)
-        super().__init__(model, cache, limits, memory, mirror)
-        self._vocab_size = tokenizer_vocab_size
-        self._sampler = Sampler(memory, mirror, tokenizer_vocab_size)
-        self._threads = StepThreads(model.config)
-
-    def _start_slot(self, init: SlotInit, writes: StateWrites) -> None:
-        self._sampler.start(init)
-
-    def _compute(self, inputs: StepInputs, staged: StagedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:
-        with self._threads.step(staged.token_count):
-            return super()._compute(inputs, staged)
-
     def _fill(self, staged: StagedStep) -> StepInputs:
+        """Carry out the slots' writes and work out the step's inputs."""
         if staged.write_count:
             self.memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
         inputs = self._inputs.bucket(staged.row_count, staged.token_count)
         fill_inputs(staged.buffer, staged.layout, self.memory.state, inputs, self._cache.block_size)
         return inputs
 
-    def _sampled_rows(self, staged: StagedStep) -> torch.Tensor:
-        return torch.from_numpy(staged.sampled_rows)
-
-    def _sample(self, logits: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> Sampled:
+    def _sample(self, logits: torch.Tensor, staged: StagedStep) -> Sampled:
+        """Sample from logits [S, vocab] and feed the slots."""
         return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions, staged.masks)
-
-    def _done(self) -> None:
-        """Everything is there when `execute` returns."""
-
-    def _prompt_piece(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, slot: int, first_position: int, top_count: int
-    ) -> PromptPiece:
-        rows = logits.numpy()
-        rows[:, self._vocab_size :] = -np.inf
-        return PromptPiece(slot, first_position, top_count, logprob_table(rows, token_ids.numpy(), top_count))
-
-
-def _pairs(ids: "array[int]") -> list[tuple[int, int]]:
-    """Flat pairs as tuples."""
-    return list(zip(ids[::2], ids[1::2], strict=True))

@@ -10,22 +10,33 @@ Gumbel noise is taken, which draws from their softmax (Gumbel 1954; Maddison et 
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.messages import SlotInit, SlotSampling
+from common.messages import NOT_A_TOKEN, SlotInit, SlotSampling
 from common.sampling_params import TEMPERATURE_FLOOR
 from worker_proc.logit_rules import LogitRules
-from worker_proc.logprobs import logprob_table
+from worker_proc.logprobs import LogprobTable, logprob_table
 from worker_proc.noise import gumbel_noise
-from worker_proc.pending import Sampled
-from worker_proc.slots import IntArray, SlotMemory, SlotMirror
+from worker_proc.slots import IntArray, SlotMemory, SlotMirror, known_ids
 
 TOP_P_FIRST_LOOK = 4096
 """Of so many of the likeliest tokens top_p looks at the mass first; mostly it suffices, and all need not be sorted."""
 
-NOT_A_TOKEN = -1
-"""Reported for a row whose logits are not numbers, or leave nothing to sample."""
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step sampled.
+
+    Attributes:
+        token_ids: int32 [S].
+        logprob_rows, logprobs: of the rows that asked, as in `PendingStep`; None if none did.
+    """
+
+    token_ids: np.ndarray
+    logprob_rows: list[tuple[int, int, int]] = field(default_factory=list)
+    logprobs: LogprobTable | None = None
 
 
 class Sampler:
@@ -44,7 +55,7 @@ class Sampler:
 
     def start(self, init: SlotInit) -> None:
         """A slot gets a request."""
-        sampling = init.sampling
+        sampling = known_ids(init.sampling, self._vocab_size)
         self._rules[init.slot] = LogitRules.of(sampling)
         greedy = sampling.temperature < TEMPERATURE_FLOOR
         self._plain[init.slot] = greedy and self._rules[init.slot] is None and not sampling.masked

@@ -9,7 +9,7 @@ Row `slot_count` of every table is scratch: index -1, which stands for padding, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,10 +90,6 @@ class SlotMemory:
         """Carry out writes that were collected in a `StateWrites`; both int32 [n] on this device."""
         self.memory.index_copy_(0, addresses.long(), values)
 
-    def bytes_used(self) -> int:
-        """Bytes of device memory."""
-        return self.memory.numel() * 4
-
 
 class StateWrites:
     """What the host changes in a `SlotMemory` before a step: int32 values with the addresses they go to."""
@@ -164,3 +160,15 @@ class SlotMirror:
         self.computed_lengths[init.slot] = init.computed_count
         self.prompt_lengths[init.slot] = init.prompt_count
         self.block_counts[init.slot] = len(init.block_ids)
+
+
+def known_ids(sampling: SlotSampling, vocab_size: int) -> SlotSampling:
+    """A slot's parameters without end ids and bad words that the model lacks: they are never sampled anyway."""
+    ends, words = sampling.end_token_ids, sampling.bad_token_ids
+    if max(ends, default=0) < vocab_size and all(max(word, default=0) < vocab_size for word in words):
+        return sampling
+    return replace(
+        sampling,
+        end_token_ids=tuple(token_id for token_id in ends if token_id < vocab_size),
+        bad_token_ids=tuple(word for word in words if max(word, default=0) < vocab_size),
+    )

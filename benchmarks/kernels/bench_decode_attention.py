@@ -29,8 +29,8 @@ def kernel_calls(shape: AttentionShape, pdl: bool = False, **plan_options: int) 
     scale = shape.head_dim**-0.5
 
     def call_on(inputs) -> Callable[[], None]:
-        options = {"scale": scale, "pdl": pdl, **inputs.scales}
-        return lambda: decode_attention(*inputs.decode_arguments, partials, counters, plan, **options)
+        output, options = torch.empty_like(inputs.query), {"scale": scale, "pdl": pdl, **inputs.scales}
+        return lambda: decode_attention(output, *inputs.decode_inputs, partials, counters, plan, **options)
 
     return [call_on(make_inputs(shape)) for _ in range(harness.copies_to_exceed_l2(bytes_of(shape)))]
 

@@ -49,8 +49,9 @@ def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan, p
     from kernels.prefill_attention import COUNTER_COUNT, prefill_attention
 
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device_and_dtype()[0])
+    output = torch.empty_like(inputs.query)
     options = {"scale": shape.head_dim**-0.5, "pdl": pdl, **inputs.scales}
-    return lambda: prefill_attention(*inputs.prefill_arguments, counters, plan, **options)
+    return lambda: prefill_attention(output, *inputs.prefill_inputs, counters, plan, **options)
 
 
 def torch_call(shape: AttentionShape) -> Callable[[], torch.Tensor]:

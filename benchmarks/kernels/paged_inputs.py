@@ -1,4 +1,5 @@
-"""Random paged batches for the attention benchmarks, blocks in random order. Called by bench_*_attention.py."""
+"""Random paged batches for the attention benchmarks, blocks in random order. Called by bench_*_attention.py and by
+the attention tests, which make other batches of the same class."""
 
 from __future__ import annotations
 
@@ -12,9 +13,8 @@ from benchmarks.kernels.shapes import AttentionShape
 
 @dataclass
 class PagedInputs:
-    """The tensors of one call; layouts in kernels/paged_kv.py."""
+    """Inputs of both attention operations (layouts: kernels/paged_kv.py)."""
 
-    output: torch.Tensor
     query: torch.Tensor
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -30,9 +30,8 @@ class PagedInputs:
         return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
     @property
-    def decode_arguments(self) -> tuple[torch.Tensor, ...]:
+    def decode_inputs(self) -> tuple[torch.Tensor, ...]:
         return (
-            self.output,
             self.query,
             self.key_cache,
             self.value_cache,
@@ -42,8 +41,8 @@ class PagedInputs:
         )
 
     @property
-    def prefill_arguments(self) -> tuple[torch.Tensor, ...]:
-        return (*self.decode_arguments, self.query_starts)
+    def prefill_inputs(self) -> tuple[torch.Tensor, ...]:
+        return (*self.decode_inputs, self.query_starts)
 
 
 def device_and_dtype() -> tuple[str, torch.dtype]:
@@ -68,7 +67,6 @@ def make_inputs(shape: AttentionShape) -> PagedInputs:
     has_scales = shape.cache != "auto"
     scales = [torch.rand(cache_size[:3], device=device).half() if has_scales else None for _ in range(2)]
     return PagedInputs(
-        output=torch.empty_like(query),
         query=query,
         key_cache=caches[0],
         value_cache=caches[1],

@@ -43,20 +43,6 @@ def matvec_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
                     yield LinearPlan("matvec", block_n=block_n, block_k=block_k, num_warps=warps)
 
 
-def staged_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
-    """W in shared memory, at least two programs a multiprocessor, a warp for every one to four rows."""
-    halves = 2 if "silu" in shape.fusion else 1
-    if torch.cuda.get_device_capability()[0] < 9:
-        return
-    for block_n in (4, 8, 16):
-        staged = block_n * halves * shape.inputs * 2
-        for warps in (2, 4, 8):
-            for block_k in (512, 1024):
-                fills = shape.out_columns / block_n >= 200 and shape.inputs % block_k == 0
-                if fills and staged <= SHARED_BYTES // 2 and 1 <= block_n // warps <= 4:
-                    yield LinearPlan("staged", block_n, block_k, warps)
-
-
 def small_m_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
     """Pipelined tensor-core tiles: 100 to 1,100 programs (more for a very wide W), stages that fit shared memory."""
     halves = 2 if "silu" in shape.fusion else 1
@@ -95,7 +81,6 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     plans = [LIBRARY]
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
-        plans += staged_candidates(shape)
     if 2 <= rows <= 16:
         plans += held_candidates(shape)
     if rows >= 16 or (rows >= 2 and shape.outputs > 50_000):

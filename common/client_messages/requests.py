@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from common.errors import WireError
+from common.errors import RequestError, WireError
 from common.wire import INT32_MAX, FieldReader, array_bytes, pack
 
 CLIENT_PROTOCOL_VERSION = 1
@@ -13,8 +13,11 @@ ID_LIMIT = 256
 CHAT_MESSAGE_LIMIT = 4096
 """Chat messages in one prompt, at most."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A text, token ids (an int32 byte string on the wire), or a chat (an array of maps)."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""A text, token ids (an int32 byte string on the wire), or a chat (an array of maps).
+
+To send, also a map with `prompt_token_ids` or `prompt`.
+"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Generate:
     @property
     def is_chat(self) -> bool:
         """Whether the prompt is a list of chat messages."""
-        return not isinstance(self.prompt, str | array) and bool(self.prompt) and isinstance(self.prompt[0], Mapping)
+        given = self.prompt
+        return not isinstance(given, str | array | Mapping) and bool(given) and isinstance(given[0], Mapping)
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -225,14 +229,31 @@ class Ping:
         return message
 
 
-def _prompt_to_wire(prompt: Prompt) -> Any:
+def _prompt_to_wire(prompt: Any) -> Any:
+    """A prompt as the wire has it; ids may be of any type that stands for an integer, but for booleans.
+
+    Raises:
+        RequestError: what was given is no prompt. Nothing is left out.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, array) and prompt.typecode == "i":
         return array_bytes(prompt)
-    if prompt and isinstance(prompt[0], Mapping):
-        return [dict(message) for message in prompt if isinstance(message, Mapping)]
-    return array_bytes(array("i", [token_id for token_id in prompt if isinstance(token_id, int)]))
+    try:
+        if isinstance(prompt, bytes | bytearray | memoryview | set | frozenset):
+            raise TypeError(f"got {type(prompt).__name__}")
+        entries = list(prompt)
+        kinds = set(map(type, entries))
+        if kinds and all(issubclass(kind, Mapping) for kind in kinds):
+            return [dict(message) for message in entries]
+        if bool in kinds:
+            raise TypeError("got a boolean")
+        return array_bytes(array("i", entries))
+    except (TypeError, OverflowError) as error:
+        wanted = "wanted a text, a list of token ids (int32), or a list of chat messages"
+        raise RequestError(f"prompt: {wanted}: {error}", param="prompt") from None
 
 
 def _prompt_from_wire(value: Any) -> Prompt:

@@ -29,7 +29,7 @@ samples is one AddRequest; what comes back is addressed by request id and sample
 
 from common.errors import WireError
 from common.messages.control import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop
-from common.messages.fields import STEP_PARTS, TokenLogprobs
+from common.messages.fields import STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
     AbortRequests,
@@ -41,13 +41,23 @@ from common.messages.requests import (
     SampleFinish,
     TokensOut,
 )
-from common.messages.steps import PROTOCOL_VERSION, SlotInit, SlotSampling, StepPlan, StepResult, WorkerReady
+from common.messages.steps import (
+    NOT_A_TOKEN,
+    PROTOCOL_VERSION,
+    SlotInit,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+    WorkerReady,
+)
 from common.wire import unpack
 
 __all__ = [
     "FINISH_REASONS",
+    "NOT_A_TOKEN",
     "PROTOCOL_VERSION",
     "STEP_PARTS",
+    "WORKER_PARTS",
     "AbortRequests",
     "AddRequest",
     "EngineReady",
@@ -55,6 +65,8 @@ __all__ = [
     "Failed",
     "FlushCache",
     "ForChild",
+    "ForFrontend",
+    "ForScheduler",
     "Heartbeat",
     "PeerFailed",
     "Profile",

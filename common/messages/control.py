@@ -8,7 +8,11 @@ from common.wire import FieldReader, pack
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A process's main loop is turning; `progress` counts its steps or messages."""
+    """A process is alive; sent by a thread of its own, so it says nothing of the main loop, which that thread watches.
+
+    Attributes:
+        progress: counts the main loop's steps or messages.
+    """
 
     CODE: ClassVar[int] = 40
     process: str

@@ -8,7 +8,10 @@ from common.errors import WireError
 from common.wire import INT32_MAX, FieldReader, array_bytes
 
 STEP_PARTS = ("plan", "wire", "input", "forward", "sampling", "report")
-"""The parts of a step whose times are reported, in the order of `StepResult.parts_us` and `EngineStats.parts_us`."""
+"""The parts of a step whose times are reported, in the order of `EngineStats.parts_us`."""
+
+WORKER_PARTS = STEP_PARTS[2:]
+"""Those that the worker reports, in the order of `StepResult.parts_us`."""
 
 SHORT_IDS_LIMIT = 1024
 """Token ids in a short array at most, such as those of one of a request's bad words."""

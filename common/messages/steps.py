@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from common.errors import WireError
 from common.messages.fields import (
+    WORKER_PARTS,
     TokenLogprobs,
     empty_i32,
     empty_u8,
@@ -19,6 +20,8 @@ from common.messages.fields import (
 from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
 
 PROTOCOL_VERSION = 2
+NOT_A_TOKEN = -1
+"""Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,13 +343,13 @@ class StepResult:
 
     Attributes:
         step_id: the plan's.
-        token_ids: int32: the sampled slots' tokens, in the order of `StepPlan.sampled_slots`; -1 where the logits
-            were not numbers (that request fails, the others go on).
+        token_ids: int32: the sampled slots' tokens, in the order of `StepPlan.sampled_slots`; NOT_A_TOKEN where
+            the logits were not numbers (that request fails, the others go on).
         token_counts: uint8, tokens per sampled slot; empty when each has one.
         logprobs: for slots that asked; `row_index` counts along `token_ids`.
         prompt_logprobs: pairs of slot and entries for the prompt positions whose logits this step computed;
             `row_index` is the position in the prompt of the token that was predicted.
-        parts_us: int32, microseconds of the worker's STEP_PARTS (input, forward, sampling, report).
+        parts_us: int32, microseconds of WORKER_PARTS (input, forward, sampling, report); may be empty.
     """
 
     CODE: ClassVar[int] = 21
@@ -384,4 +387,8 @@ class StepResult:
             parts_us=read.numbers("parts_us", "i", 64),
         )
         read.done()
+        if len(message.parts_us) not in (0, len(WORKER_PARTS)):
+            raise WireError(
+                f"StepResult.parts_us: wanted 0 or {len(WORKER_PARTS)} numbers, got {len(message.parts_us)}"
+            )
         return message

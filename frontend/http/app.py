@@ -15,16 +15,21 @@ from common.config import ServerOptions
 from common.errors import RequestError
 from frontend.engine import Engine
 from frontend.http import utilities
+from frontend.http.anthropic import count_tokens, messages
 from frontend.http.chat import chat_completions
 from frontend.http.completions import completions
 from frontend.http.errors import error_response
 from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
 from frontend.http.profiling import start_profile, stop_profile
+from frontend.http.responses import responses
 
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", utilities.models),
     Route("/v1/models/{model_id:path}", utilities.model),
     Route("/health", utilities.health),
@@ -35,6 +40,7 @@ ROUTES = [
     Route("/detokenize", utilities.detokenize, methods=["POST"]),
     Route("/start_profile", start_profile, methods=["POST"]),
     Route("/stop_profile", stop_profile, methods=["POST"]),
+    Route("/flush_cache", utilities.flush_cache, methods=["POST"]),
 ]
 
 

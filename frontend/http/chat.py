@@ -1,71 +1,42 @@
 """`/v1/chat/completions`: a chat in, the assistant's message out."""
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import RequestError
-from common.structured_outputs import StructuredOutputs
-from frontend.chat.answer import AnswerForm, opens_reasoning
-from frontend.chat.reasoning import OPEN
-from frontend.chat.tool_formats import ToolFormat, call_grammar, format_of
-from frontend.chat.tools import Tools
-from frontend.engine import ChatPrompt, Engine, RequestStream
+from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
-from frontend.http.errors import JsonResponse, not_supported
-from frontend.http.output_form import structured_outputs
-from frontend.http.prompts import chat_prompt
+from frontend.http.chat_start import StartedChat, start_chat
+from frontend.http.errors import JsonResponse
 from frontend.http.replies import ChatReply, finals_usage, usage_dict
-from frontend.http.requests import ChatRequest, decode, sampling_values
+from frontend.http.requests import ChatRequest, decode
 from frontend.http.streams import EventStream, answer_or_abort
-from frontend.tokenizer import Tokenizer
-
-_TAIL_TOKENS = 16
-"""So many of a prompt's last tokens hold whatever opens the reasoning."""
 
 
 async def chat_completions(request: Request) -> Response:
     """The endpoint."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), ChatRequest)
-    model = generation.check_model(engine, body.model)
-    generation.check_generation(body)
-    tools = Tools.of(body.tools, body.tool_choice)
-    wanted = _wanted_output(body, tools, engine.tokenizer)
-    form = _answer_form(body, tools, wanted, engine.tokenizer)
-    values = {**_values(body), **_special_tokens(body, form, engine.tokenizer), "structured_outputs": wanted}
-    params = engine.make_params(values, max_tokens=None)
-    prompt = _prompt(body, tools, engine.tokenizer)
+    chat = await start_chat(engine, request, body)
     reply = ChatReply(
-        generation.reply_id("chatcmpl", request, body), model,
-        logprob_count=params.logprobs, token_ids=bool(body.return_token_ids),
+        generation.reply_id("chatcmpl", request, body), chat.model,
+        logprob_count=chat.params.logprobs, token_ids=bool(body.return_token_ids),
     )  # fmt: skip
-    streams = await generation.start(engine, request, body, [prompt], params, deltas=bool(body.stream))
-    if form.reasons:
-        tail = streams[0].prompt_token_ids[-_TAIL_TOKENS:]
-        form = replace(form, opened=opens_reasoning(engine.tokenizer.decode(tail, skip_special_tokens=False)))
-
-    def abort() -> None:
-        generation.abort_all(streams)
-
     if body.stream:
-        return EventStream(_events(reply, streams, body, params.n, form), abort)
-    finals = await answer_or_abort(request.receive, generation.finals(streams), abort)
-    choices = [reply.choice(sample, form) for sample in finals[0].samples]
-    return JsonResponse(reply.whole(choices, finals_usage(finals)))
+        return EventStream(_events(reply, chat, body), chat.stream.abort)
+    [final] = await answer_or_abort(request.receive, generation.finals([chat.stream]), chat.stream.abort)
+    choices = [reply.choice(sample, chat.form) for sample in final.samples]
+    return JsonResponse(reply.whole(choices, finals_usage([final])))
 
 
-async def _events(
-    reply: ChatReply, streams: Sequence[RequestStream], body: ChatRequest, n: int, form: AnswerForm
-) -> AsyncIterator[bytes]:
+async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest) -> AsyncIterator[bytes]:
     with_usage, with_running_usage = generation.wants_usage(body)
-    parsers = [] if form.is_plain else [form.parser() for _ in range(n)]
+    n = chat.params.n
+    parsers = [] if chat.form.is_plain else [chat.form.parser() for _ in range(n)]
     begun = False
-    async for _, event in generation.follow(streams):
+    async for _, event in generation.follow([chat.stream]):
         if not begun:
             begun = True
             yield b"".join(reply.role_chunk(index) for index in range(n))
@@ -73,7 +44,7 @@ async def _events(
             if with_usage:
                 yield reply.event(None, finals_usage([event]))
             continue
-        usage = usage_dict([streams[0].request.usage()]) if with_running_usage else None
+        usage = usage_dict([chat.stream.request.usage()]) if with_running_usage else None
         index = event.sample_index
         if parsers:
             chunk = reply.answer_chunks(index, event, parsers[index], usage)
@@ -81,72 +52,3 @@ async def _events(
             chunk = reply.chunk(index, event, usage)
         if chunk:
             yield chunk
-
-
-def _prompt(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> ChatPrompt:
-    template_kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":
-            template_kwargs.setdefault("enable_thinking", False)
-    return chat_prompt(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=template_kwargs,
-        tools=tools.tools,
-        template=tokenizer.template_text(with_tools=bool(tools.tools)),
-    )
-
-
-def _wanted_output(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> StructuredOutputs | None:
-    """The form of the whole output: the client's, or that of the calls it insists on."""
-    wanted = structured_outputs(body)
-    if not tools.must_call:
-        return wanted
-    if wanted is not None:
-        raise RequestError("tool_choice: an answer cannot be a call and follow another form too", param="tool_choice")
-    form = _tool_format(tools, tokenizer)
-    parallel = body.parallel_tool_calls is not False and not tools.is_named
-    grammar = call_grammar(
-        form, tools.callable_functions(), parallel=parallel, opening_id=tokenizer.special_id_of(form.opening)
-    )
-    return StructuredOutputs(grammar=grammar)
-
-
-def _answer_form(body: ChatRequest, tools: Tools, wanted: StructuredOutputs | None, tokenizer: Tokenizer) -> AnswerForm:
-    """How the output is to be read."""
-    is_free = wanted is None
-    has_calls = bool(tools.tools) and (is_free or tools.must_call)
-    return AnswerForm(
-        reasons=is_free and OPEN in tokenizer.template_text(with_tools=bool(tools.tools)),
-        shows_reasoning=body.include_reasoning is not False,
-        tool_format=_tool_format(tools, tokenizer) if has_calls else None,
-        tool_names=tools.names,
-        parallel=body.parallel_tool_calls is not False,
-    )
-
-
-def _tool_format(tools: Tools, tokenizer: Tokenizer) -> ToolFormat:
-    return format_of(tokenizer.template_text(with_tools=bool(tools.tools)))
-
-
-def _special_tokens(body: ChatRequest, form: AnswerForm, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special tokens stay in the text if the answer cannot be read without them."""
-    tags = [OPEN] if form.reasons else []
-    tags += [form.tool_format.opening] if form.tool_format else []
-    needed = any(tokenizer.special_id_of(tag) is not None for tag in tags)
-    return {"skip_special_tokens": False} if needed and body.skip_special_tokens is None else {}
-
-
-def _values(body: ChatRequest) -> dict[str, Any]:
-    values = sampling_values(body)
-    if body.max_completion_tokens is not None:
-        values["max_tokens"] = body.max_completion_tokens
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs only goes with logprobs: true", param="top_logprobs")
-    if body.logprobs:
-        values["logprobs"] = body.top_logprobs or 0
-    if body.echo:
-        raise not_supported("echo of a chat is", "echo")
-    return values

@@ -111,25 +111,29 @@ async def follow(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, D
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delta | Final]]:
-    queue: asyncio.Queue[tuple[int, Delta | Final | None]] = asyncio.Queue(_FOLLOW_LIMIT)
+    queue: asyncio.Queue[tuple[int, Delta | Final] | RequestError | None] = asyncio.Queue(_FOLLOW_LIMIT)
 
     async def pump(index: int, stream: RequestStream) -> None:
+        """A stream's events, then None or what ended it; a cancelled pump waits for no place in a full queue."""
         try:
             async for event in stream:
                 await queue.put((index, event))
-        finally:
-            await queue.put((index, None))
+        except RequestError as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:
         open_count = len(tasks)
         while open_count:
-            index, event = await queue.get()
-            if event is not None:
-                yield index, event
-                continue
-            open_count -= 1
-            await tasks[index]  # raises what ended it
+            entry = await queue.get()
+            if isinstance(entry, RequestError):
+                raise entry
+            if entry is None:
+                open_count -= 1
+            else:
+                yield entry
     finally:
         for task in tasks:
             task.cancel()

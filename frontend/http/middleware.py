@@ -8,6 +8,7 @@ import logging
 import re
 import uuid
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import RequestError
@@ -51,6 +52,8 @@ class RequestId:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            logger.debug("a client left while it sent its request")
         except Exception:
             logger.exception("a request failed")
             if started:
@@ -60,7 +63,7 @@ class RequestId:
 
 
 class ApiKey:
-    """Lets requests through that carry one of the keys as `Authorization: Bearer KEY`."""
+    """Lets requests through that carry one of the keys as `Authorization: Bearer KEY`, or as `X-Api-Key: KEY`."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
@@ -77,8 +80,10 @@ class ApiKey:
 
     def _is_known(self, scope: Scope) -> bool:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = _header(scope, b"x-api-key")
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]  # all of them, in equal time
-        return scheme.lower() == b"bearer" and any(matches)
+        return any(matches)
 
 
 class BodyLimit:

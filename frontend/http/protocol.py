@@ -1,10 +1,15 @@
-"""uvicorn's HTTP protocol with a bound on a request's head, and errors in the API's own form.
+"""uvicorn's HTTP protocol with bounds on connections and on a request's head, and errors in the API's own form.
 
-The parser keeps what it has not finished, so that a header without an end would grow until memory is gone.
+The parser keeps what it has not finished, so that a header without an end would grow until memory is gone; and a
+process that is out of file descriptors dies in ZeroMQ, so that idle connections must leave some.
 """
 
+import asyncio
+import resource
+from http import HTTPStatus
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -12,6 +17,16 @@ from common.errors import RequestError
 from frontend.http.errors import error_body
 
 HEAD_LIMIT_BYTES = 64 << 10
+HEAD_TIMEOUT_S = 60.0
+"""How long a connection may take to send a request's head."""
+RESERVED_FILES = 512
+"""File descriptors that HTTP leaves to everything else, half of them at most."""
+
+
+def connection_limit() -> int:
+    """HTTP connections that this process may have at once."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 30 if files == resource.RLIM_INFINITY else files - min(RESERVED_FILES, files // 2)
 
 
 class Protocol(HttpToolsProtocol):
@@ -21,10 +36,33 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*arguments, **keywords)
         self._in_head = False
         self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A client has connected; it is sent away if there are too many."""
+        super().connection_made(transport)
+        limit = connection_limit()
+        if len(self.connections) > limit:
+            text = f"{limit} connections are open, as many as the limit of open files (ulimit -n) allows"
+            self._refuse(RequestError(text, code="too_many_connections", status=503))
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._stop_head_timer()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the client; ends the connection if a request's head has no end."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("this is no HTTP request")
+            return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES:
@@ -33,16 +71,56 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The parser has seen the start of a request."""
         self._in_head, self._head_bytes = True, 0
+        self._await_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The parser has seen the end of the head."""
         self._in_head = False
+        if self.parser.should_upgrade():
+            return  # the parser ends here, see `_go_on_without_upgrade`
+        self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The parser has seen the end of a request."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """Read the request anew without its wish for another protocol: the parser would take the body for that one."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":  # wishes for another protocol by itself
+            self.send_400_response("this is no proxy: CONNECT is not served")
+            return
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] not in (b"upgrade", b"connection")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no proper HTTP request, and close."""
-        body = msgspec.json.encode(error_body(RequestError(msg, code="bad_request")))
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self._refuse(RequestError(msg, code="bad_request"))
+
+    def _refuse(self, error: RequestError) -> None:
+        body = msgspec.json.encode(error_body(error))
+        status = f"{error.status} {HTTPStatus(error.status).phrase}"
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+    def _await_head(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._await_head()  # we do not read while an earlier request of this connection is answered
+        elif not self.transport.is_closing():
+            text = f"no request's head came within {HEAD_TIMEOUT_S:g} s"
+            self._refuse(RequestError(text, code="head_timeout", status=408))

@@ -241,8 +241,20 @@ class CompletionReply(Reply):
         }
 
     def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
-        top = {candidate.text: candidate.logprob for candidate in reversed(entry.top[: self.logprob_count])}
-        return {**top, text: entry.logprob} if self.logprob_count else {}
+        """Log probabilities by token; the chosen one under its share of the text, as `tokens` has it."""
+        if not self.logprob_count:
+            return {}
+        others = [t for t in reversed(entry.top[: self.logprob_count]) if t.token_id != entry.token_id]
+        return {**{_key(t.text, t.raw): t.logprob for t in others}, text: entry.logprob}
+
+
+def _key(text: str, raw: bytes) -> str:
+    """A token's text, or its bytes where those are no whole characters: many such tokens have one and the same text."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    return text
 
 
 def _finish_reason(reason: str | None, has_calls: bool) -> str | None:

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import uvicorn
 
 from common.config import EngineConfig, ServerOptions
-from common.http_socket import bind_http, http_url, inherited_http_socket
+from common.http_socket import BACKLOG, bind_http, http_url, inherited_http_socket
 from frontend.engine import Engine
 from frontend.http.app import build_app
 from frontend.http.protocol import Protocol
 
-BACKLOG = 2048
 KEEP_ALIVE_S = 75
+ACCEPTED_AT_ONCE = 16
+"""Connections that asyncio accepts in one go: so many file descriptors are in use before their protocol knows."""
 _START_POLL_S = 0.005
 
 
@@ -37,7 +38,7 @@ class HttpServer:
     Args:
         engine: what serves the requests.
         options: keys, origins, TLS.
-        listener: bound to the address, not yet listening.
+        listener: bound to the address.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions, listener: socket.socket) -> None:
@@ -53,7 +54,7 @@ class HttpServer:
                 http=Protocol,
                 ws="none",
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 root_path=options.root_path,
                 ssl_keyfile=options.ssl_keyfile or None,
@@ -70,6 +71,7 @@ class HttpServer:
                 await self._task
                 raise RuntimeError("the HTTP server ended while it started")
             await asyncio.sleep(_START_POLL_S)
+        self._listener.listen(BACKLOG)  # asyncio has set its own
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, close idle ones, and cut those that still write after `grace_s` seconds."""

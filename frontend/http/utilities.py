@@ -1,13 +1,12 @@
-"""The small endpoints: models, health, version, tokenizing, metrics."""
+"""The small endpoints: models, health, version, tokenizing, the prefix cache."""
 
-import functools
 import time
-from importlib import metadata
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError
+from common.version import own_version
 from frontend.chat.tools import Tools
 from frontend.engine import Engine
 from frontend.http.errors import JsonResponse
@@ -31,13 +30,12 @@ async def version(_: Request) -> Response:
     return JsonResponse({"version": own_version()})
 
 
-@functools.cache
-def own_version() -> str:
-    """The installed version, or `unknown` when run from a folder that is not installed."""
-    try:
-        return metadata.version("trireme")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+async def flush_cache(request: Request) -> Response:
+    """Have the engine forget every cached prefix that no live request holds, before any request that comes later."""
+    engine: Engine = request.app.state.engine
+    engine.core.check_serving()
+    engine.core.flush_cache()
+    return JsonResponse({"status": "flushed"})
 
 
 async def models(request: Request) -> Response:

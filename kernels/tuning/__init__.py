@@ -18,7 +18,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: "matvec", "staged", "small_m" or "library", and the tile for all but the last.
+    """How one product is launched: "matvec", "small_m" or "library", and the tile for all but the last.
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
     launch.

@@ -16,7 +16,8 @@ from common.sockets import bind_router, new_context
 
 ROOT = Path(__file__).parents[2]
 ROOM = """
-import select
+import select, signal
+from common import child
 from common.child import run_child
 from common.errors import ConfigError, StartupError
 
@@ -29,11 +30,15 @@ def main(config, link, rank):
     if how == "crash":
         raise ZeroDivisionError("oops")
     link.ready("here")
+    if how == "hang":
+        signal.pause()
     while True:
         select.select([link.wake_fd], [], [])
         if link.take_orders():
             return 0
 
+child.HANG_TIMEOUTS_S["scheduler"] = 1
+child.TURN_INTERVAL_BEATS = 1
 run_child("scheduler", main)
 """
 
@@ -102,6 +107,22 @@ def test_a_child_survives_bad_bytes_from_its_supervisor(harness):
     child = harness.start("serve")
     harness.receive(Ready)
     harness.socket.send_multipart([b"scheduler", b"\xc1"])
+    harness.socket.send_multipart([b"scheduler", Stop(1000).to_wire()])
+    assert child.wait(20) == 0
+
+
+def test_a_main_loop_that_hangs_ends_the_process_and_shows_where(harness):
+    child = harness.start("hang")
+    harness.receive(Ready)
+    assert harness.receive(Failed).message == "its main loop has not turned for 1 s; its stack is on stderr"
+    assert child.wait(20) == 1
+    assert "in main\n" in child.stderr.read()
+
+
+def test_a_main_loop_without_work_is_no_hang(harness):
+    child = harness.start("serve")
+    for _ in range(6):  # three seconds of heartbeats, where one would be a hang
+        assert harness.receive(Heartbeat).process == "scheduler"
     harness.socket.send_multipart([b"scheduler", Stop(1000).to_wire()])
     assert child.wait(20) == 0
 

@@ -59,6 +59,9 @@ def test_other_counts_are_refused(text):
         ({"scheduler": SchedulerOptions(max_num_queued_reqs=0)}, "--max-num-queued-reqs is 0"),
         ({"server": ServerOptions(port=70000)}, "--port is 70000"),
         ({"server": ServerOptions(ssl_keyfile="k")}, "go together"),
+        ({"server": ServerOptions(client_endpoint="tcp://127.0.0.1:0")}, "a port other than 0, such as"),
+        ({"server": ServerOptions(shutdown_timeout=1e7)}, r"--shutdown-timeout is 1e\+07; wanted 0 to 86400 seconds"),
+        ({"server": ServerOptions(startup_timeout=float("nan"))}, "--startup-timeout is nan"),
     ],
 )
 def test_contradictions_are_refused_with_their_values(parts, match):

@@ -85,7 +85,9 @@ EXAMPLES = {
             vocab_size=100,
             device_name="cpu",
         ),
-        m.StepResult(step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1])),
+        m.StepResult(
+            step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1, 2, 3, 4])
+        ),
     ],
     m.decode_for_supervisor: [
         m.Heartbeat("worker-0", "serving", 12),
@@ -163,6 +165,13 @@ def test_a_plan_for_256_decoding_requests_stays_under_two_kilobytes_even_when_ev
         block_ids=array("i", range(10**6, 10**6 + 256)),
     )
     assert len(plan.to_wire()) < 2048
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 6])
+def test_a_result_names_all_of_the_workers_parts_or_none(count):
+    result = m.StepResult(step_id=1, token_ids=array("i"), parts_us=array("i", range(count)))
+    with pytest.raises(WireError, match=f"parts_us: wanted 0 or 4 numbers, got {count}"):
+        m.decode_from_worker(result.to_wire())
 
 
 def test_a_worker_of_another_protocol_version_is_refused_by_name():

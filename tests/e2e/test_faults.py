@@ -85,11 +85,19 @@ def test_a1_what_was_held_back_for_a_stop_string_is_flushed_at_the_end(client):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a5_a_character_cut_by_max_tokens_shows_as_one_replacement_at_most(client, url, seed):
+    pieces = client.tokenize("ü🌋鯨🦑")
+    assert len(pieces) > 8, "wanted characters that take several tokens"
     for max_tokens in range(1, 7):
-        params = SamplingParams(temperature=3.0, seed=seed, max_tokens=max_tokens, ignore_eos=True)
-        _, deltas = text_of(client, params, "海は青い 🌊")
+        params = SamplingParams(
+            temperature=3.0, seed=seed, max_tokens=4 * max_tokens, ignore_eos=True, allowed_token_ids=pieces
+        )
+        whole, deltas = text_of(client, params, "海は青い 🌊")
+        at_once = client.detokenize(whole.samples[0].token_ids, skip_special_tokens=True)
+        assert whole.text == at_once, f"seed {seed}, max_tokens {4 * max_tokens}: {list(whole.samples[0].token_ids)}"
+        end = 0
         for delta in deltas[:-1]:
-            assert not delta.text.endswith("\ufffd") or delta.text.count("\ufffd") < len(delta.token_ids) + 1
+            end += len(delta.text)
+            assert not delta.text.endswith("\ufffd") or at_once[end - 1] == "\ufffd", f"{delta} before {at_once!r}"
         body = {"model": "x", "prompt": "🌊", "max_tokens": max_tokens, "temperature": 3.0, "seed": seed}
         reply = httpx.post(url + "/v1/completions", json={key: body[key] for key in body if key != "model"})
         assert reply.status_code == 200

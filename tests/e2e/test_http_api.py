@@ -107,6 +107,18 @@ def test_health_version_and_metrics(url, client, model):
     assert "trireme:num_requests_running" in text
 
 
+def test_a_flushed_cache_is_cold(url):
+    def cached_count() -> int:
+        reply = httpx.post(url + "/v1/completions", json={"prompt": list(range(20, 60)), "max_tokens": 1})
+        return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached_count()
+    assert cached_count() > 0
+    assert httpx.post(url + "/flush_cache").status_code == 200
+    assert cached_count() == 0
+    assert cached_count() > 0
+
+
 def test_more_connections_than_the_usual_limit_on_files(server, url):
     limits = Path(f"/proc/{server.children()['frontend']}/limits").read_text()
     soft, hard = next(line for line in limits.splitlines() if line.startswith("Max open files")).split()[3:5]

@@ -77,6 +77,21 @@ def test_a_tool_call_whole_and_streamed(client, choice):
     assert again.choices[0].finish_reason in ("length", "stop")
 
 
+def test_responses_whole_and_streamed(client):
+    options = {"model": "tiny", "input": "Hi", "max_output_tokens": 400, "temperature": 0.0}
+    text = {"format": {"type": "json_schema", "name": "weather", "schema": SCHEMA, "strict": True}}
+    whole = client.responses.create(text=text, **options)
+    assert whole.status == "completed"
+    assert_weather(whole.output_text)
+    with client.responses.stream(text=text, **options) as stream:
+        assert stream.get_final_response().output_text == whole.output_text
+    tool = {"type": "function", "strict": True, **TOOL["function"]}
+    called = client.responses.create(tools=[tool], tool_choice="required", parallel_tool_calls=False, **options)
+    (call,) = called.output
+    assert (call.type, call.name) == ("function_call", "weather")
+    assert_weather(call.arguments)
+
+
 def test_a_wrong_schema_is_refused_whole_and_streamed(client):
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
     for stream in (False, True):

@@ -6,6 +6,7 @@ import sys
 import threading
 from itertools import islice
 
+import numpy as np
 import pytest
 import zmq
 
@@ -14,7 +15,8 @@ from common import messages as m
 from common.errors import EngineDeadError, RequestError
 from common.sampling_params import SamplingParams
 from common.wire import pack
-from frontend import AsyncClient, Client
+from frontend import AsyncClient, Client, client_state
+from frontend.client_state import ClientState, raise_error
 
 
 def test_generate_returns_text_tokens_and_usage(frontend):
@@ -59,6 +61,62 @@ def test_batch_keeps_the_order(frontend):
         for number, result in enumerate(results):
             assert list(result.prompt_token_ids) == client.tokenize(prompts[number])
             assert result.completion_tokens == 1 + number % 3
+
+
+class EverySecond(tuple):
+    """A refusal that holds for every second request."""
+
+    count = 0
+
+    def __bool__(self) -> bool:
+        self.count += 1
+        return self.count % 2 == 0
+
+
+def test_a_batch_keeps_within_the_queue_and_sends_again_what_found_it_full(frontend, monkeypatch):
+    """`LLM.generate` with more prompts than the queue takes failed as a whole."""
+    monkeypatch.setattr(client_state, "BATCH_SAMPLES", 6)
+    frontend.scheduler.refusal = EverySecond(("queue_full", "the queue is full", 429))
+    with Client(frontend.endpoint) as client:
+        submit, live_counts = client.submit, []
+
+        def counted(*arguments, **options):
+            live_counts.append(client._state.live_count)
+            return submit(*arguments, **options)
+
+        monkeypatch.setattr(client, "submit", counted)
+        prompts = [[number] for number in range(5, 25)]
+        finals = client.generate_batch(prompts, SamplingParams(max_tokens=2, n=2))
+        assert [list(final.prompt_token_ids) for final in finals] == prompts
+        assert max(live_counts) == 2
+        assert len(live_counts) > len(prompts)
+        frontend.scheduler.refusal = ("queue_full", "the queue is full", 429)
+        with pytest.raises(RequestError, match="queue is full"):
+            client.generate_batch(prompts)
+
+
+def test_a_batch_that_cannot_be_submitted_whole_leaves_nothing_running(frontend):
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        with pytest.raises(RequestError):
+            client.generate_batch(["one", "two", object()], SamplingParams(max_tokens=2000))
+        frontend.scheduler.wait_until(lambda: len(frontend.scheduler.aborted) == 2)
+
+
+def test_the_id_of_a_request_that_could_not_be_sent_is_free_again(shared_frontend):
+    with Client(shared_frontend.endpoint) as client:
+        with pytest.raises(RequestError):
+            client.submit(object(), request_id="mine")
+        assert client.submit("a", SamplingParams(max_tokens=1), request_id="mine").result().completion_tokens == 1
+
+
+def test_automatic_ids_leave_the_usual_ones_to_the_caller(frontend):
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        streams = [client.submit("a", SamplingParams(max_tokens=1)) for _ in range(3)]
+        streams += [client.submit("a", SamplingParams(max_tokens=1), request_id=name) for name in ("r1", "1", "r2")]
+        frontend.scheduler.gate.set()
+        assert [stream.result().completion_tokens for stream in streams] == [1] * 6
 
 
 def test_samples_of_one_request(frontend):
@@ -106,6 +164,31 @@ def test_a_client_that_goes_away_loses_its_requests(frontend):
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
     client.close()
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 0)
+
+
+def test_integer_keys_of_logit_bias_are_taken_in_a_map(frontend):
+    """Msgpack maps have string keys on our wire: such a request was unreadable, and its caller waited for ever."""
+    with Client(frontend.endpoint) as client:
+        assert client.generate("a", {"logit_bias": {5: 1.0}, "max_tokens": 1}, timeout_s=20).samples
+    assert dict(frontend.scheduler.added[0].params.logit_bias) == {5: 1.0}
+
+
+def test_a_request_id_that_the_wire_does_not_take_is_refused_here(shared_frontend):
+    with Client(shared_frontend.endpoint) as client:
+        for request_id in ("x" * 257, 7):
+            with pytest.raises(RequestError, match="at most 256 characters"):
+                client.submit("a", request_id=request_id)
+
+
+def test_an_error_about_an_unreadable_message_ends_the_only_request():
+    state = ClientState()
+    only = state.open("a")
+    state.take(wire.ErrorReply("", "bad_message", "what is this?").to_wire())
+    with pytest.raises(RequestError, match="what is this"):
+        raise_error(only.replies.popleft())
+    first, second = state.open("b"), state.open("c")
+    state.take(wire.ErrorReply("", "bad_message", "what is this?").to_wire())
+    assert not first.replies and not second.replies  # it might be either's
 
 
 def test_one_id_may_not_be_live_twice_but_clients_do_not_collide(frontend):
@@ -194,6 +277,46 @@ def test_bad_prompts_are_refused(shared_frontend, prompt):
         with pytest.raises(RequestError, match="prompt"):
             client.generate(prompt, SamplingParams(max_tokens=1))
         assert client.generate([5] * 2047, SamplingParams(max_tokens=9)).completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[5, "a", 7], [5, 1.5], [5.0], [True, 5], [2**31], b"abc", {5, 6}, 7, None, {"text": "a"}, [{"role": "user"}, 5],
+     "\ud800"],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused_whole(shared_frontend, prompt):
+    """Entries that were not `int` were dropped, and the rest was answered as if it were the prompt."""
+    with Client(shared_frontend.endpoint) as client, pytest.raises(RequestError):
+        client.generate(prompt, SamplingParams(max_tokens=1), timeout_s=20)
+
+
+@pytest.mark.parametrize("prompt", [[np.int64(5), 6], np.array([5, 6]), (5, 6), {"prompt_token_ids": [5, 6]}], ids=repr)
+def test_whatever_stands_for_token_ids_is_taken(shared_frontend, prompt):
+    with Client(shared_frontend.endpoint) as client:
+        final = client.generate(prompt, SamplingParams(max_tokens=1), timeout_s=20)
+        assert list(final.prompt_token_ids) == [5, 6]
+
+
+@pytest.mark.parametrize("params", [{"stop": {"a"}}, {"seed": 2**70}, {"stop": "\ud800"}, ["stop"]], ids=repr)
+def test_parameters_that_the_wire_cannot_carry_are_refused(shared_frontend, params):
+    with Client(shared_frontend.endpoint) as client, pytest.raises(RequestError):
+        client.generate("a", params, timeout_s=20)
+
+
+def test_an_id_is_free_again_after_a_submit_that_raised(shared_frontend):
+    with Client(shared_frontend.endpoint) as client:
+        with pytest.raises(RequestError):
+            client.submit([2**31], request_id="mine")
+        assert client.submit([5], SamplingParams(max_tokens=1), request_id="mine").result().samples
+
+    async def main() -> None:
+        async with AsyncClient(shared_frontend.endpoint) as client:
+            with pytest.raises(RequestError):
+                await client.submit("a", {"stop": {"a"}}, request_id="mine")
+            assert (await client.generate([5], {"max_tokens": 1}, request_id="mine")).samples
+
+    asyncio.run(main())
 
 
 def test_a_refusal_of_the_scheduler_reaches_the_client(frontend):

@@ -102,6 +102,14 @@ def test_min_tokens_keeps_stop_strings_from_ending(memory_engine, submit):
     assert events.end.usage.completion_tokens == 4
 
 
+def test_a_stop_string_that_begins_before_min_tokens_and_completes_after_ends_the_output(memory_engine, submit):
+    events = submit(stop="ab", min_tokens=3)
+    say(memory_engine, events, "xaa")
+    say(memory_engine, events, "ba")
+    assert events.text() == events.end.samples[0].text == "xa"
+    assert events.end.samples[0].stop_reason == "ab"
+
+
 def test_the_end_token_is_counted_but_not_shown(memory_engine, submit):
     events = submit(skip_special_tokens=False)
     say(memory_engine, events, "ab<|end|>", finish="stop")
@@ -340,6 +348,27 @@ def test_any_course_of_events_ends_each_request_once(byte_tokenizer, helpers, da
                 own = [delta for delta in events.deltas if delta.sample_index == sample.index]
                 assert [i for delta in own for i in delta.token_ids] == list(sample.token_ids)
     assert engine.core.live_count == 0
+
+
+def test_ids_that_the_model_lacks_go_no_further(memory_engine, submit, monkeypatch):
+    """A tokenizer may hold added tokens, and a folder may name end ids, that lie beyond the embedding."""
+    tokenizer = memory_engine.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "end_token_ids", (1, 100_000))
+    monkeypatch.setattr(tokenizer, "bad_word_ids", lambda _: ((5,), (5, 100_000), (100_000,)))
+    submit(bad_words=("x",), min_tokens=1)
+    assert memory_engine.sent[0].end_token_ids == (1,)
+    assert memory_engine.sent[0].bad_token_ids == ((5,),)
+
+
+def test_allowed_ids_of_which_nothing_is_left_are_refused(submit, memory_engine, monkeypatch):
+    """They passed every check and came back as a failure of the server."""
+    monkeypatch.setattr(memory_engine.engine.tokenizer, "bad_word_ids", lambda _: ((5,), (6, 7)))
+    for params in ({"min_tokens": 1, "allowed_token_ids": [1]}, {"bad_words": ["x"], "allowed_token_ids": [5]}):
+        with pytest.raises(RequestError, match="leave none of allowed_token_ids") as caught:
+            submit(**params)
+        assert (caught.value.status, caught.value.param) == (400, "allowed_token_ids")
+    submit(allowed_token_ids=[1])
+    submit(allowed_token_ids=[7], bad_words=["x"], min_tokens=1)
 
 
 def test_a_bad_word_of_too_many_tokens_is_refused_by_name(memory_engine, submit):

@@ -1,10 +1,13 @@
 """`LLM` without an engine: its command line, its prompts. With one: tests/e2e/test_llm.py."""
 
+import io
 import sys
 from array import array
 
+import numpy as np
 import pytest
 
+from common import client_messages as wire
 from common.cli import OptionParser, config_from
 from common.errors import ConfigError, StartupError
 from frontend import llm
@@ -33,6 +36,24 @@ def test_an_engine_that_does_not_start_says_why(tmp_path, monkeypatch):
         llm.LLM("folder")
 
 
+def test_the_engines_log_goes_to_a_logger_with_its_levels(caplog):
+    lines = [
+        "a line of nobody's",
+        "12:00:01.123 INFO    scheduler  ready",
+        "12:00:01.124 WARNING worker-0   few blocks",
+        "Traceback (most recent call last):",
+        "",
+        '{"time": 1.5, "level": "error", "process": "frontend", "message": "no \\u6d77"}',
+        "12:00:01.125 DEBUG   frontend   caf\ufffd",
+    ]
+    caplog.set_level("DEBUG", "trireme")
+    log = llm.EngineLog(io.BytesIO("\n".join(lines).replace("\ufffd", "\udcff").encode(errors="surrogateescape")))
+    log.wait()
+    assert [record.getMessage() for record in caplog.records] == [line for line in lines if line]
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "WARNING", "WARNING", "ERROR", "DEBUG"]
+    assert log.last_line == lines[-1]
+
+
 @pytest.mark.parametrize(
     ("prompts", "plain"),
     [
@@ -41,9 +62,14 @@ def test_an_engine_that_does_not_start_says_why(tmp_path, monkeypatch):
         ([1, 2], [[1, 2]]),
         ([[1, 2], [3]], [[1, 2], [3]]),
         ({"prompt_token_ids": (1, 2)}, [[1, 2]]),
-        ([{"prompt": "text"}, array("i", [1])], ["text", array("i", [1])]),
+        ([{"prompt": "text"}, array("i", [1])], ["text", [1]]),
+        ([np.int64(5), np.int64(6)], [[5, 6]]),
+        (np.array([5, 6]), [[5, 6]]),
+        ([np.array([5, 6]), (7,)], [[5, 6], [7]]),
         ([], []),
     ],
 )
 def test_prompts_of_all_shapes(prompts, plain):
-    assert [llm._plain(prompt) for prompt in llm._as_many(prompts)] == plain
+    sent = [wire.Generate(request_id="a", prompt=prompt).to_wire() for prompt in llm._as_many(prompts)]
+    received = [wire.decode_from_client(data).prompt for data in sent]
+    assert [prompt if isinstance(prompt, str) else list(prompt) for prompt in received] == plain

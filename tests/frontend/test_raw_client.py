@@ -1,10 +1,15 @@
 """The example client that knows docs/protocol.md alone, against the real frontend."""
 
 import dataclasses
+import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 from common import client_messages as wire
+from common.errors import RequestError
+from frontend.client_server import prompt_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,6 +21,20 @@ def test_the_example_without_the_sdk(frontend, capsys):
     assert shown.out == "user\nhello"  # the echo of the rendered chat, up to its first end token
     assert "protocol version 1" in shown.err
     assert "stop: " in shown.err
+
+
+def test_the_example_says_what_it_wants(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["raw_client.py"])
+    with pytest.raises(SystemExit, match=r"^usage: .*raw_client\.py ENDPOINT QUESTION$"):
+        runpy.run_path(str(ROOT / "examples" / "raw_client.py"), run_name="__main__")
+
+
+def test_the_document_offers_the_chat_options_that_there_are():
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    [row] = re.findall(r"^\| chat \| map \| for chats, each may be missing: (.*) \|$", text, re.MULTILINE)
+    with pytest.raises(RequestError) as caught:
+        prompt_of([{"role": "user", "content": "x"}], {"no_such_option": 1})
+    assert re.findall(r"`(\w+)`", row) == str(caught.value).partition("known are ")[2].split(", ")
 
 
 def test_the_document_names_every_message_and_field():

@@ -74,3 +74,24 @@ def test_a_false_start_is_shown_as_soon_as_it_is_one():
 def test_characters_that_mean_something_in_patterns():
     for stop in ("]", "^", "\\", "-", ".", "[a"):
         assert read((stop,), ["x" + stop]) == (["x"], stop)
+
+
+@given(
+    st.lists(st.text("ab", max_size=3), max_size=12),
+    st.integers(0, 12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_what_completes_too_early_is_passed_over_and_nothing_is_lost(pieces, early_count, strings):
+    text, early = "".join(pieces), len("".join(pieces[:early_count]))
+    ends = [(end, stop) for end in range(early + 1, len(text) + 1) for stop in strings if text[:end].endswith(stop)]
+    end, stop = min(ends, key=lambda found: (found[0], -len(found[1])), default=(len(text), None))
+    matcher, shown = StopMatcher(StopStrings(tuple(strings))), ""
+    for number, piece in enumerate(pieces):
+        emitted, found = matcher.feed(piece, may_end=number >= early_count)
+        shown += emitted
+        if found is not None:
+            break
+    else:
+        found = None
+        shown += matcher.flush()
+    assert (shown, found) == (text[: end - len(stop or "")], stop)

@@ -48,6 +48,12 @@ def test_end_tokens_come_from_all_three_files(tokenizer):
     assert tokenizer.end_token_ids == (1, 7, 8, 9)
 
 
+@pytest.mark.parametrize(("named", "wanted"), [(-1, ()), ([2, -1], (2,)), (True, ()), (2**40, ()), (2, (2,))])
+def test_what_is_no_token_id_is_no_end_token(byte_tokenizer, named, wanted):
+    files = {"config.json": {"eos_token_id": named}}
+    assert Tokenizer(byte_tokenizer.raw, files).end_token_ids == wanted
+
+
 def test_sampling_defaults(tokenizer):
     assert tokenizer.sampling_defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
 

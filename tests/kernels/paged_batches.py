@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from benchmarks.kernels.paged_inputs import PagedInputs
 from kernels.kv_format import quantise
 
 # On a CPU the kernels run in the interpreter, which computes bf16 products wrongly; on a GPU they run as they are.
@@ -23,37 +24,8 @@ def skip_unless_here(device: str) -> None:
 
 
 @dataclass
-class PagedBatch:
-    """Inputs of both attention operations (layouts: kernels/paged_kv.py)."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    block_tables: torch.Tensor
-    row_slots: torch.Tensor
-    context_lengths: torch.Tensor
-    query_starts: torch.Tensor
-    key_scales: torch.Tensor | None = None
-    value_scales: torch.Tensor | None = None
-
-    @property
-    def scales(self) -> dict[str, torch.Tensor | None]:
-        return {"key_scales": self.key_scales, "value_scales": self.value_scales}
-
-    @property
-    def decode_inputs(self) -> tuple[torch.Tensor, ...]:
-        return (
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.block_tables,
-            self.row_slots,
-            self.context_lengths,
-        )
-
-    @property
-    def prefill_inputs(self) -> tuple[torch.Tensor, ...]:
-        return (*self.decode_inputs, self.query_starts)
+class PagedBatch(PagedInputs):
+    """Inputs whose tensors can be listed."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from kernels.noise import gumbel_reference, noise_bits_reference
-from kernels.sampling import SampledTokens, adjusted_reference, kept_reference, launch_plan, sample, sample_reference
+from kernels.sampling import (
+    SampledTokens,
+    adjusted_reference,
+    kept_reference,
+    launch_plan,
+    logprobs_reference,
+    sample,
+    sample_reference,
+)
 from kernels.sampling_state import (
     ALLOWED_ROW,
     BAD_WORD_COUNT,
@@ -235,7 +243,7 @@ def test_logprobs_are_of_the_raw_logits():
     bench.set(1, logprobs=0, temperature=0.5, top_k=2)
     bench.set(2, logprobs=8, repetition=3.0, prompt=[int(logits[2].argmax())])
     ids = bench.launch(logits)
-    want = logits.log_softmax(-1)
+    want = logprobs_reference(logits)
     for row in range(3):
         assert bench.out.ranks[row] == 1 + int((want[row] > want[row, ids[row]]).sum())
         assert abs(float(bench.out.logprobs[row] - want[row, ids[row]])) < 1e-4

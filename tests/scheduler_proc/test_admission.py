@@ -39,6 +39,18 @@ def test_a_full_queue_refuses_at_once_with_a_retry_hint():
     assert run.outputs == expected_outputs(messages[:3])
 
 
+def test_a_request_for_several_samples_waits_as_one():
+    run = engine(max_queued=2, max_queued_tokens=11)
+    messages = [simple_request(i, range(5), n=8) for i in range(2)]
+    for message in messages:
+        run.send(message)
+    assert not run.failures
+    run.send(simple_request(2, range(1)))
+    assert "2 requests wait" in run.failures[2].message
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+
+
 def test_the_retry_hint_follows_the_rate_of_finished_requests():
     clock = Clock()
     run = engine(clock, max_queued=1)
@@ -84,6 +96,23 @@ def test_a_deadline_of_a_finished_request_means_nothing():
     run.tick()
     run.run()
     assert not run.failures
+
+
+def test_deadlines_of_ended_requests_are_not_kept():
+    """Every request may have a deadline an hour away, and end in a second."""
+    clock = Clock()
+    run = engine(clock, max_model_len=2000, block_count=500)
+    run.send(replace(simple_request(0, range(5), max_tokens=1900), deadline_s=4000.0))
+    for request_id in range(1, 200):
+        run.send(replace(simple_request(request_id, [1], max_tokens=1), deadline_s=4600.0 + request_id % 7))
+        while (request_id, 0) not in run.reasons:
+            run.step()
+    assert len(run.core._deadlines) < 80
+    assert run.core.next_deadline_s() == 4000.0
+    clock.now = 4000.0
+    run.tick()
+    assert list(run.failures) == [0]
+    run.run()
 
 
 def test_an_empty_prompt_is_refused():

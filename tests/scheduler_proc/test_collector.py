@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.messages import StepResult
+from common.messages import AbortRequests, StepResult
 from scheduler_proc.collector import ResultError
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
@@ -69,6 +69,50 @@ def test_a_sample_that_is_not_a_number_ends_alone():
     expected = expected_outputs(messages)
     assert run.outputs == {**expected, (1, 0): expected[1, 0][:1]}
     assert run.reasons == {(0, 0): "length", (1, 0): "error", (2, 0): "length"}
+
+
+def not_numbers(result):
+    return replace(result, token_ids=array("i", [-1]) * len(result.token_ids))
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_nobody_finds_what_was_computed_for_a_sample_that_is_not_a_number(kind, run_ahead, aborted, n):
+    """Its K/V may hold NaN: a prompt that starts alike would take it over."""
+    run = engine(prefix_cache=kind, run_ahead=run_ahead)
+    message = simple_request(1, range(21), max_tokens=20, n=n)
+    run.send(message)
+    for _ in range(3):
+        run.step()
+    while run.plan() is not None:
+        pass
+    if aborted:
+        run.send(AbortRequests(array("i", [1])))
+    run.deliver(not_numbers)
+    again = replace(message, request_id=2)
+    run.send(again)
+    run.run()
+    assert run.cached_counts[2, 0] == 0
+    assert {key: run.outputs[key] for key in run.outputs if key[0] == 2} == expected_outputs([again])
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_a_sample_that_is_not_a_number_leaves_others_what_they_read(kind):
+    run = engine(prefix_cache=kind)
+    run.send(simple_request(1, range(20), max_tokens=30))
+    run.step()
+    run.send(simple_request(2, [*range(20), *range(50, 60)], max_tokens=30))
+    run.step()
+    run.step()
+    while run.plan() is not None:
+        pass
+    run.deliver(lambda result: replace(result, token_ids=array("i", [result.token_ids[0], -1])))
+    assert run.reasons == {(2, 0): "error"}
+    run.send(simple_request(3, [*range(20), *range(50, 60)], max_tokens=2))
+    run.run()
+    assert run.cached_counts[3, 0] == 20
 
 
 def test_logprobs_follow_their_tokens_when_others_are_dropped():

@@ -1,5 +1,6 @@
 """The core against the simulated worker: every request gives what it gives alone, and the books balance."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -29,6 +30,26 @@ def check_outputs(engine, messages, max_len=200):
         for index in range(message.params.n):
             ended = wanted[message.request_id, index][-1] in message.end_token_ids
             assert engine.reasons[message.request_id, index] == ("stop" if ended else "length")
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_prefixes_are_found_under_the_same_cache_salt_only(kind):
+    engine = SimulatedEngine(limits(prefix_cache=kind))
+    for request_id, salt in enumerate(("", "one", "two", "one", "")):
+        engine.send(replace(simple_request(request_id, range(21), max_tokens=2), cache_salt=salt))
+        engine.run()
+    assert list(engine.cached_counts.values()) == [0, 0, 0, 20, 20]
+
+
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_a_prompt_does_not_wait_for_an_equal_one_under_another_cache_salt(kind):
+    engine = SimulatedEngine(limits(prefix_cache=kind))
+    for request_id, salt in enumerate(("one", "two")):
+        engine.send(replace(simple_request(request_id, range(50), max_tokens=2), cache_salt=salt))
+    assert engine.plan() is not None and engine.core.stats().running_count == 2
+    engine.run()
+    assert list(engine.cached_counts.values()) == [0, 0]
+    assert engine.worker.computed_tokens == 2 * (50 + 1)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])

@@ -182,6 +182,33 @@ def test_a_prompt_that_waits_for_a_shared_start_is_looked_up_once():
     assert run.plans <= -(-1000 // 64) + 3
 
 
+def test_a_cached_prompt_does_not_wait_for_two_unfinished_ones():
+    """What counts against the budget is what must be computed, not how long the prompt is."""
+    run = engine(max_num_batched_tokens=64)
+    run.send(simple_request(0, prompt_of(1000), max_tokens=1))
+    run.run()
+    for i in (1, 2, 3):
+        run.send(simple_request(i, prompt_of(1000, i), max_tokens=1))
+    run.step()
+    run.send(simple_request(4, prompt_of(1000), max_tokens=1))
+    run.step()
+    assert run.outputs.keys() == {(0, 0), (4, 0)}
+    run.run()
+
+
+def test_prompts_behind_two_unfinished_ones_are_looked_up_now_and_then():
+    run = engine(max_num_batched_tokens=64)
+    lookups = []
+    cache = run.core.state.cache
+    original = cache.lookup
+    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    for i in range(5):
+        run.send(simple_request(i, prompt_of(2000, i), max_tokens=1))
+    run.run()
+    assert run.plans >= 5 * 2000 // 64
+    assert len(lookups) <= 5 + 3 * run.plans // 32
+
+
 def test_a_prompt_waits_only_for_the_part_it_shares():
     run = engine(max_num_batched_tokens=64)
     run.send(simple_request(0, prompt_of(1000), max_tokens=1))
@@ -210,12 +237,35 @@ def test_a_prompt_without_room_is_not_looked_up_in_every_step():
     assert len(run.reasons) == 2
 
 
+@pytest.mark.parametrize(("prompt_length", "enters"), [(96 * 4, True), (97 * 4, False)])
+def test_a_hundredth_of_the_blocks_stays_available_to_running_sequences(prompt_length, enters):
+    run = engine(block_count=100, max_num_batched_tokens=1000)
+    run.send(simple_request(0, prompt_of(9), max_tokens=3))
+    run.step()
+    assert run.core.state.pool.available_count == 97
+    run.send(simple_request(1, prompt_of(prompt_length, 1), max_tokens=2))
+    run.plan()
+    assert (run.core.stats().running_count == 2) == enters
+    run.run()
+    assert len(run.reasons) == 2
+
+
+def test_a_sequence_that_is_alone_may_have_every_block():
+    run = engine(block_count=100, max_num_batched_tokens=1000)
+    message = simple_request(0, prompt_of(400), max_tokens=1)
+    run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs([message])
+
+
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
-def test_no_new_sequence_enters_while_a_preempted_one_waits(run_ahead):
+@pytest.mark.parametrize(("lengths", "block_count"), [((3, 10, 60), 40), ((1, 1, 3, 10), 30)])
+def test_no_new_sequence_enters_while_a_preempted_one_waits(run_ahead, lengths, block_count):
+    """Neither one that finds no room nor one whose last tokens are still in flight is overtaken."""
     random = Random(run_ahead)
-    run = engine(block_count=40, max_num_batched_tokens=24, run_ahead=run_ahead, max_num_seqs=6)
+    run = engine(block_count=block_count, max_num_batched_tokens=24, run_ahead=run_ahead, max_num_seqs=6)
     for i in range(40):
-        run.send(simple_request(i, prompt_of(random.choice((3, 10, 60)), i), max_tokens=random.randrange(1, 40)))
+        run.send(simple_request(i, prompt_of(random.choice(lengths), i), max_tokens=random.randrange(1, 40)))
     state, preempted_at_all = run.core.state, False
     while not run.core.is_idle:
         waiting_before, preempted_before = len(state.waiting), list(state.preempted)

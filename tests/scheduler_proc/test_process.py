@@ -252,12 +252,12 @@ def test_a_dead_worker_ends_every_request(harness):
     harness.worker_ready()
     harness.requests.send(simple_request(5, range(20), max_tokens=30).to_wire())
     assert harness.plans.poll(TIMEOUT_MS)
-    harness.order(PeerFailed("worker-0", "killed by signal 9"))
+    harness.order(PeerFailed("worker-0", "worker-0 was killed by signal 9"))
     message = harness.receive_out()
     while isinstance(message, EngineStats):
         message = harness.receive_out()
     assert isinstance(message, RequestFailed)
-    assert "worker-0" in message.message and "signal 9" in message.message
+    assert (message.error_code, message.message) == ("engine_dead", "worker-0 was killed by signal 9")
     assert harness.child.wait(20) == 0
 
 

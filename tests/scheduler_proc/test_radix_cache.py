@@ -129,6 +129,17 @@ def test_flush_forgets_what_nobody_holds():
     books.cache.check()
 
 
+def test_a_namespace_whose_prefixes_are_gone_is_forgotten_alone():
+    books = Books()
+    for number in range(5):
+        books.compute(range(8), namespace=str(number), keep=number == 3)
+    books.cache.flush()
+    assert len(books.cache._roots) == 1
+    assert [books.find(range(8), namespace=str(number))[1] for number in range(5)] == [0, 0, 0, 8, 0]
+    books.compute(range(12), namespace="1")
+    assert books.find(range(12), namespace="1")[1] == 12
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_longest_match_against_brute_force(seed):

@@ -75,7 +75,20 @@ def test_samples_count_as_one_lookup_and_no_hit():
     run.run()
     assert set(run.cached_counts.values()) == {0}
     stats = run.core.stats()
-    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (20, 0)
+    assert (stats.prompt_tokens, stats.prefix_query_tokens, stats.prefix_hit_tokens) == (20, 20, 0)
+
+
+def test_samples_are_not_looked_up_while_the_first_computes_the_prompt():
+    run = engine(max_num_batched_tokens=8)
+    lookups = []
+    cache = run.core.state.cache
+    original = cache.lookup
+    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    message = simple_request(1, range(150), max_tokens=3, n=8)
+    run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs([message])
+    assert run.plans > 150 // 8 and len(lookups) == 8
 
 
 def test_prompt_logprobs_come_with_the_first_sample():

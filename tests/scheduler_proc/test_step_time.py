@@ -37,6 +37,22 @@ def test_a_missed_target_leaves_the_least_chunk_and_admits_nobody():
     assert not times.admits()
 
 
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_wall_clock_that_is_set_changes_no_step_time(jump_s):
+    wall_s, monotonic_s = [1e9], [50.0]
+    limits = Limits(
+        max_model_len=100, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, block_count=20, run_ahead=0
+    )
+    run = SimulatedEngine(limits, lambda: wall_s[0], lambda: monotonic_s[0])
+    run.send(simple_request(0, range(20), max_tokens=10))
+    while run.plan() is not None:
+        monotonic_s[0] += 0.25
+        wall_s[0] += jump_s
+        run.deliver()
+    times = run.core.state.step_time
+    assert times.decode_s == 0.25 and times.token_s == 0.25 / 20
+
+
 class TimedRun:
     """A simulated engine whose steps take the time that a machine would need."""
 

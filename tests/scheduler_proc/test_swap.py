@@ -94,6 +94,22 @@ def test_blocks_that_are_still_on_the_device_are_not_brought_back(kind):
     assert run.outputs == expected_outputs(messages)
 
 
+@pytest.mark.parametrize("kind", ["hash", "radix"])
+def test_a_swapped_prompt_computes_what_its_logprobs_need(kind):
+    """What it had not computed itself is not taken from another request, whose logits are not its own."""
+    run = engine(prefix_cache=kind, run_ahead=0, block_count=14, max_num_batched_tokens=4)
+    run.send(simple_request(0, range(16), max_tokens=40))
+    for request_id in (1, 2):
+        run.send(simple_request(request_id, range(100 * request_id, 100 * request_id + 4), max_tokens=14))
+    while len(run.core.state.decoding) < 3:
+        run.step()
+    run.send(simple_request(3, range(16), max_tokens=2, prompt_logprobs=0))
+    swapped = run_until(run, Status.SWAPPED)
+    assert swapped.request_id == 3 and 0 < swapped.swapped_count < 16
+    run.run()
+    assert [entry.row_index for entry in run.prompt_logprobs[3, 0]] == list(range(1, 16))
+
+
 def test_a_step_may_only_swap():
     """Without run-ahead, a swapped sequence's blocks are free only after the step that swaps them has come back."""
     run = engine(run_ahead=0, block_count=4)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ class Server:
     """
 
     def __init__(self, model_dir: Path | str, *options: str) -> None:
+        self._log: str | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="tt-"))
         self.ready: dict = {}
         self.stderr_path = self.folder / "stderr"
@@ -53,8 +55,8 @@ class Server:
         self.close()
 
     def stderr(self) -> str:
-        """What the engine has logged so far."""
-        return self.stderr_path.read_text()
+        """What the engine has logged so far; after `close`, all that it ever did."""
+        return self.stderr_path.read_text() if self._log is None else self._log
 
     def children(self) -> dict[str, int]:
         """Process ids of the engine's processes by name, as an operator sees them (`frontend`, `worker-0`, ...)."""
@@ -72,7 +74,7 @@ class Server:
         return self.process.wait(STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        """End whatever is left, however."""
+        """End whatever is left, however, and remove the folder."""
         pids = _descendants_of(self.process.pid)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
@@ -86,6 +88,8 @@ class Server:
         for pid in pids:
             if Path(f"/proc/{pid}").exists() and "trireme" in _read(Path(f"/proc/{pid}/cmdline")):
                 os.kill(pid, signal.SIGKILL)
+        self._log = self.stderr()
+        shutil.rmtree(self.folder)
 
     def assert_nothing_is_left(self, pids: dict[str, int]) -> None:
         """No process of the engine lives, and its run directory is gone."""

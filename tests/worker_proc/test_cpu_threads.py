@@ -13,7 +13,6 @@ CONFIG = parse_model_config(
         '{"architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,'
         '"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}'
     ),
-    {},
     source="test",
 )
 

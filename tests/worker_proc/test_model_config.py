@@ -20,8 +20,8 @@ BASE = {
 }
 
 
-def parse(generation=None, **overrides):
-    return parse_model_config({**BASE, **overrides}, generation or {}, source="config.json")
+def parse(**overrides):
+    return parse_model_config({**BASE, **overrides}, source="config.json")
 
 
 def test_defaults():
@@ -30,7 +30,6 @@ def test_defaults():
     assert (config.rope.rope_type, config.rope.theta) == ("default", 10_000.0)
     assert config.sliding_windows == (None,) * 4
     assert not config.tie_word_embeddings
-    assert config.eos_token_ids == ()
     assert parse(num_key_value_heads=None).kv_head_count == 8
 
 
@@ -49,12 +48,6 @@ def test_rope_scaling_extends_the_context():
     assert parse(rope_scaling=yarn, max_position_embeddings=4096).context_limit == 4096
     assert parse(rope_scaling={"rope_type": "dynamic", "factor": 2.0}).context_limit == 1024
     assert parse(rope_scaling={"rope_type": "linear", "factor": 2.0}).context_limit == 512
-
-
-def test_end_ids_of_the_generation_config_win():
-    assert parse(eos_token_id=2).eos_token_ids == (2,)
-    assert parse(eos_token_id=[2, 3]).eos_token_ids == (2, 3)
-    assert parse({"eos_token_id": [5, 7]}, eos_token_id=2).eos_token_ids == (5, 7)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
@@ -94,7 +87,6 @@ def test_saved_configs_are_read_as_transformers_reads_them(family, overrides, tm
         ({"num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        ({"eos_token_id": "end"}, "eos_token_id must be an integer"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
     ],
 )

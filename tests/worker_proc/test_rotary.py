@@ -43,7 +43,7 @@ def configs(name: str) -> tuple[LlamaConfig, ModelConfig]:
         hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=MAX_LENGTH, rope_parameters=dict(rope),
         architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    return theirs, parse_model_config({**theirs.to_dict(), "rope_parameters": rope}, {}, source="test")
+    return theirs, parse_model_config({**theirs.to_dict(), "rope_parameters": rope}, source="test")
 
 
 def test_every_type_of_transformers_is_known():

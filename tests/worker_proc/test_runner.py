@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from common.messages import SlotInit, SlotSampling, StepPlan
+from worker_proc.cuda.attention import cuda_attention
+from worker_proc.cuda.plain_forward import PlainForward
 
 BLOCK = 4
 both_runners = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
@@ -103,6 +105,22 @@ def test_run_ahead_gives_the_same_tokens_with_penalties_and_bad_words(depth, ker
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_the_plain_pass_reads_an_8_bit_cache_as_the_cpu_does(kv_cache_dtype, tiny_model, make_driver, monkeypatch):
+    """Models that the fused pass does not cover, here for a bias, with the GPU's attention kernels."""
+    _, folder = tiny_model("Llama", num_hidden_layers=1, head_dim=64, attention_bias=True)
+    outputs = []
+    for kernels in (False, True):
+        driver = make_driver(folder, kernels=kernels, kv_cache_dtype=kv_cache_dtype)
+        if kernels:
+            assert isinstance(driver.runner.program._forward, PlainForward)
+            monkeypatch.setattr("worker_proc.attention.cpu_attention", cuda_attention)
+        requests = [driver.add(prompt(length, seed=length)) for length in (3, 9)]
+        driver.run(requests, 3, chunk=5)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
 @both_runners
 def test_prompt_logprobs_equal_transformers_over_chunks(kernels, tiny_model, make_driver):
     reference, folder = tiny_model("Llama")
@@ -120,6 +138,22 @@ def test_prompt_logprobs_equal_transformers_over_chunks(kernels, tiny_model, mak
         assert list(entry.top_token_ids) == row.topk(2).indices.tolist()
         np.testing.assert_allclose(entry.logprob, row[token].item(), rtol=2e-4)
         np.testing.assert_allclose(entry.top_logprobs, row.topk(2).values.tolist(), rtol=2e-4)
+
+
+@both_runners
+def test_prompt_logprobs_leave_out_ids_that_the_tokenizer_lacks(kernels, tiny_model, make_driver):
+    reference, folder = tiny_model("Llama")
+    driver = make_driver(folder, kernels=kernels, vocab=90)
+    tokens = [token % 90 for token in prompt(8)]
+    request = driver.add(tokens, SlotSampling(temperature=0.0, prompt_logprobs=131))
+    driver.run([request], 1, chunk=5)
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0, :, :90].log_softmax(-1)
+    assert len(request.prompt_logprobs) == 7
+    for place, entry in enumerate(request.prompt_logprobs, 1):
+        np.testing.assert_allclose(entry.logprob, expected[place - 1, tokens[place]].item(), rtol=2e-4)
+        assert sorted(entry.top_token_ids[:90]) == list(range(90))
+        assert entry.rank <= 90
 
 
 def test_padding_rows_and_poisoned_free_blocks_change_nothing(tiny_model, make_driver, monkeypatch):

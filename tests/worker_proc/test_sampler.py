@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages import SlotInit, SlotSampling
+from common.messages import SlotInit, SlotSampling, TokenLogprobs
 from common.sampling_params import sample_seed
 from kernels.noise import noise_bits_reference
+from worker_proc.logit_rules import LogitRules
 from worker_proc.noise import gumbel_from_bits, gumbel_noise, random_bits
-from worker_proc.sampler import Sampler, choose
+from worker_proc.pending import sampled_entries
+from worker_proc.sampler import Sampled, Sampler, choose
 from worker_proc.slots import SlotMemory, SlotMirror
 
 VOCAB = 64
@@ -49,6 +51,10 @@ class Bench:
     def alone(self, logits: np.ndarray, tokens: list[int], sampling: SlotSampling, prompt_count: int = 0) -> int:
         slot = self.add(15, tokens, sampling, prompt_count)
         return int(self.sample(logits[None], [slot]).token_ids[0])
+
+
+def entries_of(sampled: Sampled) -> tuple[TokenLogprobs, ...]:
+    return sampled_entries(sampled.logprobs, sampled.logprob_rows)
 
 
 def random_logits(seed: int, rows: int = 1, vocab: int = VOCAB) -> np.ndarray:
@@ -117,6 +123,21 @@ def test_choices_equal_plain_formulas_in_float64(seed):
     logits, sampling = random_logits(seed)[0], random_sampling(seed)
     expected = expected_token(adjusted(logits, tokens, 7, sampling), sampling, len(tokens))
     assert Bench().alone(logits, tokens, sampling, 7) == expected, sampling
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rules_equal_plain_formulas_in_float64_on_every_id(seed):
+    """Also where it does not change the choice: negative logits, ids that stand in the output more than once."""
+    rng = Random(seed)
+    tokens = [rng.randrange(VOCAB) for _ in range(7)] + [rng.choice([10, 11, 5, 20]) for _ in range(9)]
+    logits, sampling = random_logits(seed)[0], random_sampling(seed)
+    found = logits.copy()
+    rules = LogitRules.of(sampling)
+    assert rules is not None
+    rules.apply(found, np.array(tokens, dtype=np.int32), 7)
+    np.testing.assert_allclose(
+        found, adjusted(logits, tokens, 7, sampling), rtol=1e-5, atol=1e-5, err_msg=str(sampling)
+    )
 
 
 def test_every_row_gets_the_token_that_it_gets_alone():
@@ -243,7 +264,9 @@ def test_a_row_that_is_not_numbers_reports_minus_1_and_leaves_the_others(bad):
     assert sampled.token_ids[0] == logits[0].argmax()
     assert sampled.token_ids[2] == Bench().alone(logits[2], [1], SlotSampling(temperature=0.9, seed=3))
     assert bench.memory.token_ids[1, 1] == 0  # a token that the next step can compute
-    assert all(math.isfinite(number) for number in [sampled.entries()[0].logprob, *sampled.entries()[0].top_logprobs])
+    assert all(
+        math.isfinite(number) for number in [entries_of(sampled)[0].logprob, *entries_of(sampled)[0].top_logprobs]
+    )
 
 
 def test_nothing_left_to_sample_reports_minus_1():
@@ -262,7 +285,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled():
     for _ in range(30):
         sampled = bench.sample(logits, [0, 1])
         assert sampled.token_ids.max() < 50
-        assert max(sampled.entries()[0].top_token_ids) < 50
+        assert max(entries_of(sampled)[0].top_token_ids) < 50
 
 
 def test_ties_go_to_the_lowest_id():
@@ -278,9 +301,19 @@ def test_logprobs_are_of_the_raw_distribution_and_finite():
     bench = Bench()
     bench.add(0, [1, 5], SlotSampling(temperature=1.0, top_k=1, logprobs=5, repetition_penalty=1.3, seed=1))
     sampled = bench.sample(logits, [0])
-    entry, token = sampled.entries()[0], int(sampled.token_ids[0])
+    entry, token = entries_of(sampled)[0], int(sampled.token_ids[0])
     expected = torch.tensor(logits[0], dtype=torch.float64).log_softmax(-1)
     assert entry.rank == 1 + int((expected > expected[token]).sum())
     assert list(entry.top_token_ids) == expected.topk(5).indices.tolist()
     np.testing.assert_allclose([entry.logprob, *entry.top_logprobs], [expected[token], *expected.topk(5).values], 1e-6)
     assert entry.row_index == 0
+
+
+def test_end_ids_and_bad_words_that_the_model_lacks_are_left_alone():
+    """One legal request with an added token in `bad_words`, or a folder's stray end id, cost the whole engine."""
+    sampling = SlotSampling(
+        temperature=0.0, end_token_ids=(VOCAB + 5, 7), min_output_count=3, bad_token_ids=((VOCAB,), (3, VOCAB), (9,))
+    )
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[[7, 9, 11]] = 5.0, 4.0, 3.0
+    assert Bench().alone(logits, [3], sampling) == 11

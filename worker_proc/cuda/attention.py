@@ -48,8 +48,9 @@ def cuda_attention(
     """Store this step's K and V, then attend; see `worker_proc.attention.attention`."""
     from worker_proc.attention import store_reference
 
-    key_cache, key_scales = context.layer_keys(layer_index)
-    value_cache, value_scales = context.layer_values(layer_index)
+    (key_cache, key_scales), (value_cache, value_scales) = (
+        context.layer_keys(layer_index), context.layer_values(layer_index)
+    )  # fmt: skip
     store_reference(key, key_cache, context.slot_mapping, key_scales)
     store_reference(value, value_cache, context.slot_mapping, value_scales)
     plans = context.plans.get("attention")

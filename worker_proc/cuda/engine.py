@@ -10,8 +10,6 @@ import time
 import torch
 
 from common.config import EngineConfig, StepLimits
-from common.errors import ConfigError
-from kernels.decode_attention import MAX_ROWS
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import DECODE, Bucket, largest_buckets
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
@@ -45,13 +43,9 @@ def cuda_runner(
     """A runner that has run every bucket that start-up covers, and the size of its cache.
 
     Raises:
-        ConfigError: more sequences a step than the kernels take, no memory left for the cache, or --deterministic.
+        ConfigError: no memory left for the cache.
     """
-    if limits.max_num_seqs > MAX_ROWS:
-        raise ConfigError(f"--max-num-seqs is {limits.max_num_seqs}; at most {MAX_ROWS} are supported on a GPU")
     start = time.monotonic()
-    if config.worker.deterministic:
-        raise ConfigError("--deterministic is not supported on a GPU so far; leave it out, or use --device cpu")
     prepare_thread()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     model_limit = model.config.context_limit

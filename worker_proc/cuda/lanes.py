@@ -1,20 +1,16 @@
 """Steps in flight: what each needs on the host, and how its result is read once it has arrived.
 
 A `Lane` is pinned memory for a step's sampled ids and the events around the step. There are as many lanes as steps may
-be in flight; taking one when all are out waits for the oldest. `PendingStep.result` waits for the step and gives its
-lane back: whoever calls it should not be the thread that issues steps. Called by the GPU runner and the worker's
-reporter.
+be in flight; taking one when all are out waits for the oldest. `Lanes.read` waits for the step and gives its lane back:
+the step's `PendingStep` calls it, in the reporter's thread. Called by the GPU runner.
 """
 
 import queue
 from array import array
-from dataclasses import dataclass
 
 import torch
 
-from common.messages import StepResult, TokenLogprobs
-from worker_proc.logprobs import LogprobTable
-from worker_proc.pending import PromptPiece, entries_by_slot
+from worker_proc.pending import Arrived
 from worker_proc.slots import IntArray
 
 LANE_COUNT = 6
@@ -64,48 +60,12 @@ class Lanes:
         except queue.Empty:
             raise RuntimeError(f"no result was read for {LANE_TIMEOUT_S} s with {LANE_COUNT} steps in flight") from None
 
-    def give_back(self, lane: Lane) -> None:
-        """The lane's step is done."""
+    def read(self, lane: Lane, rows: IntArray, input_us: int) -> Arrived:
+        """Wait for the lane's step, which sampled in `rows`, and give the lane back.
+
+        `input_us` is what preparing it took on the host. Sampling is in the forward pass's graph, and so in its time.
+        """
+        forward_us = lane.wait()
+        token_ids = array("i", lane.id_view[rows].tobytes())
         self._free.put(lane)
-
-
-@dataclass(frozen=True)
-class PendingStep:
-    """A step that has been issued.
-
-    Attributes:
-        sampled_rows: rows whose ids are reported.
-        input_us: what preparing the step took on the host.
-        logprob_rows: for each sampled row that asked: its row of `logprobs`, its index in the result, how many of the
-            likeliest tokens it wants.
-        logprobs: of the step's rows, if one asked.
-        prompt_pieces: in the order of positions, slot by slot.
-    """
-
-    step_id: int
-    lane: Lane
-    lanes: Lanes
-    sampled_rows: IntArray
-    input_us: int
-    logprob_rows: tuple[tuple[int, int, int], ...] = ()
-    logprobs: LogprobTable | None = None
-    prompt_pieces: tuple[PromptPiece, ...] = ()
-
-    def result(self, report_us: int = 0) -> StepResult:
-        """Wait for the step and make its result; `report_us` is how long the report before this one took."""
-        forward_us = self.lane.wait()
-        token_ids = array("i", self.lane.id_view[self.sampled_rows].tobytes())
-        self.lanes.give_back(self.lane)
-        return StepResult(
-            step_id=self.step_id,
-            token_ids=token_ids,
-            logprobs=self._entries(),
-            prompt_logprobs=entries_by_slot(self.prompt_pieces),
-            parts_us=array("i", [0, 0, self.input_us, forward_us, 0, report_us]),
-        )
-
-    def _entries(self) -> tuple[TokenLogprobs, ...]:
-        table = self.logprobs
-        if table is None:
-            return ()
-        return tuple(table.entry(row, index, top_count) for row, index, top_count in self.logprob_rows)
+        return Arrived(token_ids, input_us, forward_us, 0)

@@ -8,8 +8,8 @@ tests. The sockets, and when a plan comes, are the worker's business (`worker.py
 
 import gc
 import time
-from array import array
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,19 +18,16 @@ from common.messages import StepPlan
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import Bucket, bucket_of, chunk_buckets, decode_buckets, exact_bucket
-from worker_proc.cuda.lanes import LANE_COUNT, Lanes, PendingStep
+from worker_proc.cuda.lanes import LANE_COUNT, Lanes
 from worker_proc.cuda.slots import DeviceSlots, add_sampling
 from worker_proc.cuda.special_rows import SpecialRows
 from worker_proc.cuda.staging import DeviceStager, PackedStep, StagingRing
 from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
-from worker_proc.pending import PromptPiece
+from worker_proc.pending import PendingStep, PromptPiece, prompt_parts
 from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows
-
-PROMPT_LOGPROB_ROWS = 64
-"""Positions whose logits are computed at once for prompt log probabilities; bounds their memory."""
 
 
 class CudaRunner:
@@ -71,7 +68,7 @@ class CudaRunner:
         with span("input"):
             packed = self._prepare(plan)
         input_us = (time.perf_counter_ns() - start) // 1000
-        step = PendingStep(plan.step_id, lane, self._lanes, packed.sampled_rows, input_us)
+        step = PendingStep(plan.step_id, partial(self._lanes.read, lane, packed.sampled_rows, input_us))
         if packed.token_count:
             bucket = self._bucket(packed.decode_rows, packed.chunk_rows, packed.token_count)
             with span("forward"):  # with the sampling, which is in the same graph
@@ -116,7 +113,7 @@ class CudaRunner:
         """Everything that changes before the rows run, and the copy of the plan."""
         for slot in plan.cleared_slots:
             self.mirror.clear(slot)
-        self._move_blocks(plan)
+        self._cache.move_blocks(plan)
         writes = StateWrites(self.slots)
         for init in plan.new_slots:
             self.mirror.start(init)
@@ -130,14 +127,6 @@ class CudaRunner:
         for init in plan.new_slots:
             self._special.start(init)
         return packed
-
-    def _move_blocks(self, plan: StepPlan) -> None:
-        if plan.swap_out_block_ids:
-            self._cache.swap_out(_pairs(plan.swap_out_block_ids))
-        if plan.copy_block_ids:
-            self._cache.copy_blocks(_pairs(plan.copy_block_ids))
-        if plan.swap_in_block_ids:
-            self._cache.swap_in(_pairs(plan.swap_in_block_ids))
 
     def _run(self, step: PendingStep, packed: PackedStep, bucket: Bucket) -> PendingStep:
         if not packed.prompt_rows and not self._special.any_of(packed.sampled_slots):
@@ -170,16 +159,9 @@ class CudaRunner:
         sampling = self.mirror.sampling[rows.slot]
         assert sampling is not None, f"slot {rows.slot} is free"
         pieces = []
-        for start in range(0, rows.count, PROMPT_LOGPROB_ROWS):
-            count = min(PROMPT_LOGPROB_ROWS, rows.count - start)
-            position = rows.first_position + 1 + start
-            logits = self.program.token_logits(rows.first_token + start, count)
+        for token, count, position in prompt_parts(rows):
+            logits = self.program.token_logits(token, count)
             predicted = self.slots.token_ids[rows.slot, position : position + count]
             table = self._special.logprobs(logits, predicted, sampling.prompt_logprobs)
             pieces.append(PromptPiece(rows.slot, position, sampling.prompt_logprobs, table))
         return pieces
-
-
-def _pairs(ids: "array[int]") -> list[tuple[int, int]]:
-    """Flat pairs as tuples."""
-    return list(zip(ids[::2], ids[1::2], strict=True))

@@ -12,7 +12,7 @@ import torch
 from common.messages import SlotInit, SlotSampling
 from common.sampling_params import TEMPERATURE_FLOOR
 from kernels.sampling_state import BAD_WORD_TOKENS, CHOICE_COUNT, NUMBER_COUNT, SamplingState
-from worker_proc.slots import IntArray, SlotMemory, StateWrites, div_ceil
+from worker_proc.slots import IntArray, SlotMemory, StateWrites, div_ceil, known_ids
 from worker_proc.transfer import to_device
 
 MAX_BIASES, MAX_BANNED, MAX_BAD_WORDS = 320, 64, 32
@@ -74,7 +74,7 @@ class KernelRules:
 
 def add_sampling(writes: StateWrites, init: SlotInit, vocab_size: int) -> None:
     """How a new slot samples, as far as the kernel does it."""
-    slot, sampling = init.slot, init.sampling
+    slot, sampling = init.slot, known_ids(init.sampling, vocab_size)
     rules = KernelRules.of(sampling)
     writes.add("numbers", slot, _numbers(sampling).view(np.int32))
     writes.add("choices", slot, _choices(init, rules))

@@ -15,6 +15,7 @@ from common.messages import SlotInit, SlotSampling
 from kernels.sampling_state import fill_counts
 from worker_proc.cuda.slots import DeviceSlots, KernelRules, is_penalised
 from worker_proc.logprobs import LogprobTable, logprob_tensors
+from worker_proc.slots import known_ids
 from worker_proc.transfer import to_device, to_host
 
 
@@ -89,8 +90,8 @@ class SpecialRows:
 
     def _rules_of(self, init: SlotInit) -> SlotRules | None:
         """What of the slot's rules does not fit the kernel's tables."""
-        sampling = init.sampling
-        fitting = KernelRules.of(sampling)
+        fitting = KernelRules.of(known_ids(init.sampling, self._slots.vocab_size))  # as `add_sampling` has it
+        sampling = known_ids(init.sampling, self._vocabulary)
         words = [word for word in sampling.bad_token_ids if word and not fitting.bad_words]
         has_banned = bool(sampling.min_output_count and sampling.end_token_ids) and not fitting.banned
         has_biases = bool(sampling.bias_token_ids) and not fitting.biases
@@ -104,9 +105,9 @@ class SpecialRows:
         )
 
     def _shift(self, sampling: SlotSampling) -> torch.Tensor:
-        shift = np.zeros(self._vocabulary, dtype=np.float32)
+        shift = np.zeros(self._slots.vocab_size, dtype=np.float32)
         shift[np.asarray(sampling.bias_token_ids, dtype=np.int64)] = np.asarray(sampling.bias_values, np.float32)
-        return to_device(shift, self._slots.device)
+        return to_device(shift[: self._vocabulary], self._slots.device)
 
     def _on_device(self, ids: Sequence[int]) -> torch.Tensor:
         return to_device(np.array(ids, dtype=np.int64), self._slots.device)

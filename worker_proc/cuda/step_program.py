@@ -97,10 +97,6 @@ class StepProgram:
         """Logits of any tokens of the last step."""
         return self._forward.token_logits(first_token, count)
 
-    def forget_graphs(self) -> None:
-        """Drop all graphs, because something that they hold the address of is going away."""
-        self._graphs.clear()
-
     def _run(self, bucket: Bucket, sampling: bool) -> torch.Tensor:
         inputs = self.inputs(bucket)
         step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)

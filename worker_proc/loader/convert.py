@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,14 @@ from safetensors.numpy import save_file
 from worker_proc.loader.gguf_config import make_config, make_generation_config
 from worker_proc.loader.gguf_file import GgufFile
 from worker_proc.loader.gguf_tokenizer import make_tokenizer, make_tokenizer_config
+from worker_proc.loader.scratch import scratch_folder
 
 LINK_NAME = "model.gguf"
 
 
-def convert_gguf(gguf_path: Path, folder: Path, *, copy_weights: bool) -> None:
+def convert_gguf(
+    gguf_path: Path, folder: Path, *, copy_weights: bool, sampling: Mapping[str, float] | None = None
+) -> None:
     """Make `folder` from a GGUF file, unless another process makes it first.
 
     Args:
@@ -31,7 +32,7 @@ def convert_gguf(gguf_path: Path, folder: Path, *, copy_weights: bool) -> None:
 
     def fill(target: Path) -> None:
         _write_json(target / "config.json", make_config(file, "float32"))
-        _write_json(target / "generation_config.json", make_generation_config(file))
+        _write_json(target / "generation_config.json", make_generation_config(file, sampling or {}))
         _write_json(target / "tokenizer_config.json", make_tokenizer_config(file))
         make_tokenizer(file).save(str(target / "tokenizer.json"))
         if copy_weights:
@@ -46,19 +47,17 @@ def convert_gguf(gguf_path: Path, folder: Path, *, copy_weights: bool) -> None:
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Create `folder` with the files that `fill` writes: all of them or none, whoever else tries at the same time."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with scratch_folder(folder.parent, f".{folder.name}-") as temporary:
         fill(temporary)
         temporary.chmod(0o755)
         for path in temporary.iterdir():
             if not path.is_symlink():
                 path.chmod(0o644)
-        os.rename(temporary, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

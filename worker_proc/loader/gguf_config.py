@@ -1,5 +1,6 @@
 """config.json and generation_config.json of a GGUF file, from its metadata."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,8 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     return config | ({"sliding_window": window} if window else {})
 
 
-def make_generation_config(file: GgufFile) -> dict[str, Any]:
-    """The contents of generation_config.json: the special ids, with every id that ends a turn."""
+def make_generation_config(file: GgufFile, sampling: Mapping[str, float]) -> dict[str, Any]:
+    """The contents of generation_config.json: the special ids, every id that ends a turn, and sampling parameters."""
     end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = [file.get(f"tokenizer.ggml.{key}") for key in end_keys]
     config = {
@@ -61,7 +62,7 @@ def make_generation_config(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": sorted({token_id for token_id in ends if token_id is not None}),
         "pad_token_id": file.get("tokenizer.ggml.padding_token_id"),
     }
-    return {key: value for key, value in config.items() if value not in (None, [])}
+    return {key: value for key, value in config.items() if value not in (None, [])} | dict(sampling)
 
 
 def _value(file: GgufFile, key: str, *default: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 from common.config import ServerOptions
 from common.messages import EngineStats, RequestFailed
 from frontend import request_log
+from frontend.http import protocol, server, streams
 from frontend.http import requests as bodies
-from frontend.http import server, streams
 from frontend.http.middleware import BODY_LIMIT_BYTES
 from frontend.http.replies import ChatReply
 
@@ -302,6 +302,34 @@ def test_an_unexpected_failure_in_mid_stream_is_an_event(api, monkeypatch):
     assert api.engine.core.live_count == 0
 
 
+async def exchange(address, data):
+    """Everything that the server says to these bytes until it closes."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(data)
+    reply = b""
+    with contextlib.suppress(ConnectionError):  # closed while we were still writing
+        while part := await reader.read(65536):
+            reply += part
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return reply
+
+
+def serve(api, talk):
+    """Serve on a real socket while `talk(address)` runs; its result."""
+
+    async def run():
+        listener = server.bind_http(ServerOptions(port=0))
+        running = server.HttpServer(api.engine, ServerOptions(port=0), listener)
+        await running.start()
+        result = await talk(listener.getsockname())
+        await running.stop(1.0)
+        return result
+
+    return api.loop.run_until_complete(asyncio.wait_for(run(), 30))
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "found"),
     [
@@ -309,34 +337,94 @@ def test_an_unexpected_failure_in_mid_stream_is_an_event(api, monkeypatch):
         (b"GET /health HTTP/1.1\r\nx: " + b"a" * (1 << 20), b"400", b"head is larger than 65536 bytes"),
         (b"GET /health HTTP/1.1\r\n" + b"x: a\r\n" * 100_000, b"400", b"head is larger than 65536 bytes"),
         (b"\x80\x02nonsense\r\n\r\n", b"400", b'"code":"bad_request"'),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", b"400", b"CONNECT is not served"),
     ],
-    ids=["good", "one header", "many headers", "no http"],
+    ids=["good", "one header", "many headers", "no http", "connect"],
 )
 def test_served_by_uvicorn_on_a_real_socket(make_api, sent, status, found):
-    api = make_api(port=0).ready()
+    async def talk(address):
+        return [await exchange(address, sent), await exchange(address, GOOD)]
 
-    async def exchange(address, data):
-        reader, writer = await asyncio.open_connection(*address)
-        writer.write(data)
-        reply = b""
-        with contextlib.suppress(ConnectionError):  # closed while we were still writing
-            while part := await reader.read(65536):
-                reply += part
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        return reply
-
-    async def serve():
-        listener = server.bind_http(ServerOptions(port=0))
-        address = listener.getsockname()
-        running = server.HttpServer(api.engine, ServerOptions(port=0), listener)
-        await running.start()
-        replies = [await exchange(address, sent), await exchange(address, GOOD)]
-        await running.stop(1.0)
-        return replies
-
-    first, second = api.loop.run_until_complete(asyncio.wait_for(serve(), 30))
+    first, second = serve(make_api(port=0).ready(), talk)
     assert first.startswith(b"HTTP/1.1 " + status)
     assert found in first
     assert second.startswith(b"HTTP/1.1 200"), "a good request after it"
+
+
+def test_idle_connections_leave_file_descriptors(make_api, monkeypatch):
+    """Without any, ZeroMQ aborts the process."""
+    monkeypatch.setattr(protocol, "connection_limit", lambda: 3)
+
+    async def talk(address):
+        idle = [await asyncio.open_connection(*address) for _ in range(3)]
+        refused = await exchange(address, b"")
+        for _, writer in idle:
+            writer.close()
+            await writer.wait_closed()
+        while not (served := await exchange(address, GOOD)).startswith(b"HTTP/1.1 200"):
+            pass  # the server has not seen yet that they are gone
+        return refused, served
+
+    refused, _ = serve(make_api(port=0).ready(), talk)
+    assert refused.startswith(b"HTTP/1.1 503 Service Unavailable")
+    assert b"too_many_connections" in refused
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /hea", GOOD.replace(b"connection: close\r\n", b"") + b"GET /hea"])
+def test_a_connection_that_sends_no_head_is_ended(make_api, monkeypatch, sent):
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.05)
+
+    async def talk(address):
+        return await exchange(address, sent)
+
+    reply = serve(make_api(port=0).ready(), talk)
+    assert b"HTTP/1.1 408 Request Timeout" in reply
+    assert reply.count(b"HTTP/1.1 200") == (1 if len(sent) > 10 else 0)
+
+
+@pytest.mark.parametrize(("files", "connections"), [(256, 128), (1024, 512), (65_536, 65_024), (-1, 1 << 30)])
+def test_the_limit_of_open_files_bounds_connections(monkeypatch, files, connections):
+    monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
+    assert protocol.connection_limit() == connections
+
+
+@pytest.mark.parametrize("cut", [0, 30, 150, 260])
+@pytest.mark.parametrize("length", [b"content-length: 30", b"transfer-encoding: chunked"], ids=["counted", "chunked"])
+def test_a_wish_for_another_protocol_is_passed_over(make_api, cut, length):
+    """The parser took the body for that protocol's, and the application saw none (curl --http2 asks so)."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    length = length.replace(b"30", b"%d" % len(body))
+    framed = body if b"content" in length else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    sent = head + b"http2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n" + length + b"\r\n\r\n" + framed + GOOD
+
+    async def talk(address):
+        reader, writer = await asyncio.open_connection(*address)
+        for part in (sent[:cut], sent[cut:]):
+            writer.write(part)
+            await writer.drain()
+        reply = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return reply
+
+    reply = serve(make_api(port=0).ready(), talk)
+    assert reply.count(b"HTTP/1.1 200") == 2, reply
+    assert b'"text_completion"' in reply
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_is_no_error(make_api, caplog):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+
+    async def talk(address):
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(head + b"{")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+        while "left while it sent" not in caplog.text:
+            await exchange(address, GOOD)
+
+    with caplog.at_level(logging.DEBUG, logger="frontend.http.middleware"):
+        serve(make_api(port=0).ready(), talk)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

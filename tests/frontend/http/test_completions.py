@@ -1,6 +1,11 @@
 """`/v1/completions`: the forms of prompts, echo, log probabilities, several prompts at once."""
 
+from array import array
+
 import pytest
+
+from frontend.events import SampleResult, TokenLogprob, TopLogprob
+from frontend.http.replies import NO_ECHO, CompletionReply
 
 BODY = {"model": "tiny", "prompt": "\n1. Carol has 20", "max_tokens": 6}
 PATH = "/v1/completions"
@@ -115,3 +120,16 @@ def test_one_refused_prompt_ends_the_others(api):
     assert response.status_code == 400
     assert api.engine.core.live_count == 0
     assert api.scheduler.aborted == [0]
+
+
+def test_likeliest_tokens_of_the_same_text_are_all_shown():
+    """Pieces of characters are all U+FFFD as text, and one of them stood for all."""
+    pieces = [TopLogprob(7 + n, "\ufffd", bytes([0xF0 + n]), -1.0 - n, n + 1) for n in range(4)]
+    chosen = TokenLogprob(8, "", b"\xf1", -2.0, 2, (*pieces, TopLogprob(5, "a", b"a", -9.0, 5)))
+    sample = SampleResult(0, "", array("i", [8]), "length", None, (chosen,))
+    reply = CompletionReply("id", "tiny", logprob_count=5, token_ids=False)
+    logprobs = reply.choice(0, sample, NO_ECHO)["logprobs"]
+    assert logprobs["top_logprobs"] == [
+        {"bytes:\\xf0": -1.0, "": -2.0, "bytes:\\xf2": -3.0, "bytes:\\xf3": -4.0, "a": -9.0}
+    ]
+    assert logprobs["tokens"] == [""]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits, WorkerOptions
-from common.errors import ConfigError
+from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits
 from worker_proc.cuda import engine
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
@@ -49,16 +48,6 @@ def test_a_small_model_starts_and_every_bucket_runs(start):
     assert size.block_count == 40
     assert runner.mirror.sampling == [None, None], "warming up took a slot"
     assert not runner.slots.known_lengths.any(), "warming up wrote to a slot"
-
-
-def test_more_rows_than_the_kernels_take_are_refused(start):
-    with pytest.raises(ConfigError, match="--max-num-seqs is 2000; at most 1024"):
-        engine.cuda_runner(EngineConfig(), StepLimits(2000, 4096), None, [], 10)
-
-
-def test_determinism_is_refused(start):
-    with pytest.raises(ConfigError, match="--deterministic"):
-        start(worker=WorkerOptions(deterministic=True))
 
 
 @pytest.mark.parametrize(

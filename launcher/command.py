@@ -1,0 +1,54 @@
+"""The verbs of the command line, and what a failure becomes: one line on stderr and an exit code.
+
+Exit codes are those of `common.errors`. Called by `launch.py`.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import setproctitle
+
+from common.config import DEFAULT_MODEL
+from common.errors import EXIT_CODES, ConfigError, TriremeError, exit_code
+from common.processes import open_standard_files
+from launcher import serve
+from launcher.supervisor import ProcessLost
+
+VERBS = ("serve", "status", "stop", "chat", "bench")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one verb; returns the exit code."""
+    open_standard_files()
+    setproctitle.setproctitle("trireme-supervisor")
+    arguments = list(argv)
+    verb = arguments.pop(0) if arguments and _is_verb(arguments[0]) else "serve"
+    try:
+        if verb == "serve":
+            return serve.serve(serve.parse(arguments))
+        if verb == "bench":
+            return subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], check=False).returncode
+        if verb in VERBS:
+            from frontend import terminal
+
+            return terminal.run(verb, arguments)
+        raise ConfigError(f"unknown verb {verb!r}; wanted one of {', '.join(VERBS)}, or a model and options")
+    except ProcessLost as lost:
+        _report(lost)
+        return lost.exit_code if lost.exit_code in EXIT_CODES.values() else exit_code(lost)
+    except TriremeError as error:
+        _report(error)
+        return exit_code(error)
+
+
+def _is_verb(word: str) -> bool:
+    """Whether the first word is a verb, or a mistyped one, and not an option or the model."""
+    names_model = word == DEFAULT_MODEL or "/" in word or word.endswith(".gguf") or os.path.exists(word)
+    return word in VERBS or not (word.startswith("-") or names_model)
+
+
+def _report(error: TriremeError) -> None:
+    if text := " ".join(str(error).split()):
+        print(f"trireme: {text}", file=sys.stderr, flush=True)

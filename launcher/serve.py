@@ -1,0 +1,139 @@
+"""The verb `serve`: run one engine until it is told to stop, or for the one answer of `--once`.
+
+Makes the run directory, reports where the engine serves (a line for people, `ready.json` for programs), and leaves the
+processes to the `Supervisor`. Called by `launcher.command`; torch is never loaded here.
+"""
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import log
+from common.cli import MODEL_DESTINATION, OptionParser, config_from
+from common.config import with_changes
+from common.errors import ConfigError, TriremeError
+from common.http_socket import is_private
+from common.processes import Wakeup, raise_file_limit, seconds_since_start
+from common.run_dir import RunDir, write_atomically
+from common.version import own_version
+from launcher.supervisor import ProcessLost, StopRequested, Supervisor
+
+logger = logging.getLogger("launch")
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run an engine until it is told to stop, or for one answer."""
+    if arguments.version:
+        print(f"trireme {own_version()}")
+        return 0
+    config = config_from(arguments)
+    if arguments.once is not None:
+        config = with_changes(config, server=dataclasses.replace(config.server, http=False))
+    log.set_up("supervisor", config.log.log_level, config.log.log_format)
+    wakeup = Wakeup()
+    raise_file_limit()
+    with RunDir() as run_dir:
+        endpoint = config.server.client_endpoint or f"ipc://{run_dir.path}/client.sock"
+        server = dataclasses.replace(config.server, client_endpoint=endpoint)
+        config = with_changes(config, server=server, run_dir=str(run_dir.path))
+        if server.http and not (is_private(server.host) or server.uds or server.api_key):
+            logger.warning("whoever reaches %s can use this engine; --api-key protects it", server.host)
+        supervisor = Supervisor(config, run_dir, wakeup, arguments.parent_pipe)
+        try:
+            supervisor.start()
+            _announce(supervisor, run_dir, arguments)
+            if arguments.once is not None:
+                return _run_once(supervisor, wakeup, arguments.once)
+            supervisor.run_until(lambda: False)
+        except StopRequested as stop:
+            logger.info("stopping: %s", stop)
+            supervisor.stop(stop.grace_s if arguments.once is None else 0.0)
+            return 0 if arguments.once is None else 128 + signal.SIGINT
+        except ProcessLost as lost:
+            supervisor.announce_loss(lost)
+            raise
+        finally:
+            supervisor.close()
+    return 0
+
+
+def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
+    """Say that the engine serves, and where: one line for people, a file for programs."""
+    seconds = seconds_since_start()
+    config = supervisor.config
+    where = [supervisor.http and f"HTTP on {supervisor.http}/v1", f"client socket {config.server.client_endpoint}"]
+    line = f"ready in {seconds:.1f} s: {config.model_name()}, {', '.join(filter(None, where))}"
+    ready = {
+        "pid": os.getpid(),
+        "model": config.model_name(),
+        "http": supervisor.http,
+        "client_endpoint": config.server.client_endpoint,
+        "ready_at_s": time.time(),
+    }
+    text = json.dumps(ready)
+    run_dir.write("ready.json", text)
+    if arguments.ready_file:
+        write_atomically(Path(arguments.ready_file), text)
+    print(line, file=sys.stdout if arguments.once is None else sys.stderr, flush=True)
+
+
+class _Answer(threading.Thread):
+    """Streams one chat answer to stdout beside the supervisor's loop."""
+
+    def __init__(self, endpoint: str, prompt: str, wakeup: Wakeup) -> None:
+        super().__init__(name="answer", daemon=True)
+        self.done = False
+        self.error: Exception | None = None
+        self._endpoint = endpoint
+        self._prompt = prompt
+        self._wakeup = wakeup
+
+    def run(self) -> None:
+        """Ask, print, and wake the supervisor."""
+        try:
+            from frontend.terminal import answer_once
+
+            answer_once(self._endpoint, self._prompt)
+        except Exception as error:
+            self.error = error
+        self.done = True
+        self._wakeup.poke()
+
+
+def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
+    answer = _Answer(supervisor.config.server.client_endpoint, prompt, wakeup)
+    answer.start()
+    supervisor.run_until(lambda: answer.done)
+    supervisor.stop(0.0)
+    if isinstance(answer.error, TriremeError):
+        raise answer.error
+    if answer.error:
+        raise TriremeError(f"no answer: {answer.error}")
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = OptionParser(
+        prog="launch.py",
+        description="Serve a language model. Verbs: serve (the default), status, stop, chat, bench.",
+        usage="%(prog)s [serve] [MODEL] [options]",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--once", metavar="PROMPT", help="start, stream one chat answer to stdout, stop")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("--ready-file", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--parent-pipe", type=int, default=-1, help=argparse.SUPPRESS)
+    parsed = parser.parse(arguments)
+    if parsed.once is not None and not parsed.once.strip():
+        raise ConfigError("--once: the prompt is empty")
+    if parsed.model:
+        setattr(parsed, MODEL_DESTINATION, parsed.model)
+    return parsed

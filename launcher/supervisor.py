@@ -1,0 +1,346 @@
+"""Starts the processes of one engine, watches them and stops them.
+
+Order of start: HTTP socket (bound here, so that a port in use is known at once), control socket, model folder, then
+frontend, scheduler and worker side by side. Everything that happens is dealt with in `Supervisor._turn`: messages on
+the control socket, ended children, missing heartbeats, signals. Order of stop: the frontend, which ends its requests
+first, then the others. A child that ends or stops responding ends the run: the frontend is told, so that requests in
+flight get their error, and one line on stderr names the process and its error.
+
+Knows nothing of models or requests; torch is never loaded here. Called by `launcher.serve`.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from common.child import READING_VOCABULARY
+from common.config import DEFAULT_MODEL, EngineConfig, with_changes
+from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
+from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, file_identity, http_url, remove_own
+from common.messages import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
+from common.model_cache import ready_model_dir
+from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
+from common.profiling import TRACING, TRACING_TIMEOUT_S
+from common.run_dir import RunDir
+from common.sockets import bind_router, new_context
+
+HEARTBEAT_TIMEOUT_S = 2.0
+SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
+FAILURE_NOTICE_S = 1.5
+"""How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
+EXIT_TIMEOUT_S = 5.0
+"""How long a process gets to exit after its grace."""
+LAST_WORDS_TIMEOUT_S = 2.0
+TURN_LIMIT_MS = 250
+POLL_WITHOUT_PIDFD_MS = 50
+
+logger = logging.getLogger("supervisor")
+
+
+class StopRequested(Exception):
+    """Someone wants the run to end; requests in flight get `grace_s` seconds."""
+
+    def __init__(self, why: str, grace_s: float) -> None:
+        super().__init__(why)
+        self.grace_s = grace_s
+
+
+class AlreadyReported(ConfigError):
+    """A child has said on stderr why it cannot go on; there is nothing to add."""
+
+
+class ProcessLost(EngineDeadError):
+    """A child ended, or hangs, while it was wanted."""
+
+    def __init__(self, process: str, message: str, exit_code: int | None) -> None:
+        super().__init__(message)
+        self.process = process
+        self.exit_code = exit_code
+
+
+@dataclass
+class Peer:
+    """A child with its side of the control link."""
+
+    child: Child
+    started_at: float
+    last_heard_at: float
+    ready_after_s: float | None = None
+    last_words: str = ""
+    state: str = ""
+
+
+class Supervisor:
+    """Starts the processes of one engine, watches them and stops them.
+
+    Args:
+        config: complete but for `model_dir` and `tokenizer_dir`.
+        run_dir: this instance's.
+        wakeup: where signals arrive.
+        parent_fd: a pipe that ends when the process that wants this engine is gone; -1 for none.
+        rooms: name and Python arguments of each child; None takes the engine's own.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        run_dir: RunDir,
+        wakeup: Wakeup,
+        parent_fd: int = -1,
+        rooms: dict[str, list[str]] | None = None,
+    ) -> None:
+        self.config = config
+        self._run_dir = run_dir
+        self._wakeup = wakeup
+        self._parent_fd = parent_fd
+        self._rooms = engine_rooms(config) if rooms is None else rooms
+        self._signals_seen = 0
+        self._turned_at = time.monotonic()
+        self._turn_limit_ms = TURN_LIMIT_MS
+        self._exit_fds: set[int] = set()
+        self._peers: dict[str, Peer] = {}
+        self._timeline: list[str] = []
+        self._death_pipe = DeathPipe()
+        self._http_socket = bind_http(config.server) if config.server.http else None
+        self._uds_identity = file_identity(config.server.uds)
+        self.http = http_url(config.server, self._http_socket) if self._http_socket else ""
+        self._context = new_context()
+        self._router = bind_router(self._context, config.endpoint("supervisor"))
+        self._poller = zmq.Poller()
+        for waited_for in (self._router, wakeup.fd, *([parent_fd] if parent_fd >= 0 else [])):
+            self._poller.register(waited_for, zmq.POLLIN)
+
+    def start(self) -> None:
+        """Bring all processes up; returns when every one of them is ready.
+
+        Raises:
+            ConfigError, StartupError: the model cannot be had, or the processes were not ready in time.
+            ProcessLost: one of them ended.
+            StopRequested: a signal came.
+        """
+        self._mark("launch", seconds_since_start())
+        began = time.monotonic()
+        model_dir, tokenizer_dir = self._folders()
+        self._mark("model folder", time.monotonic() - began)
+        self.config = with_changes(self.config, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
+        config_path = self._run_dir.write("config.json", self.config.to_json())
+        for name, arguments in self._rooms.items():
+            self._spawn(name, [*arguments, "--config", str(config_path)])
+        deadline = time.monotonic() + self.config.server.startup_timeout
+        while waited_for := [name for name, peer in self._peers.items() if peer.ready_after_s is None]:
+            if time.monotonic() > deadline:
+                raise StartupError(
+                    f"{' and '.join(waited_for)} not ready within --startup-timeout, which is "
+                    f"{self.config.server.startup_timeout:g} s"
+                )
+            self._turn()
+        logger.info("start-up time: %s", ", ".join(self._timeline))
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Watch the processes until `done()`; raises ProcessLost or StopRequested."""
+        while not done():
+            self._turn()
+
+    def stop(self, grace_s: float) -> None:
+        """End the processes in order, the frontend first; a second signal cuts it short.
+
+        An engine that has not come up has nothing to finish: `close` ends it.
+        """
+        if not self._peers or any(peer.ready_after_s is None for peer in self._peers.values()):
+            return
+        others = [name for name in self._peers if name != "frontend"]
+        for names, seconds in ((["frontend"], grace_s), (others, 0.0)):
+            began = time.monotonic()
+            self._order(names, Stop(int(seconds * 1000)))
+            if not self._wait_ended(names, seconds + EXIT_TIMEOUT_S):
+                return
+            logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
+
+    def announce_loss(self, lost: ProcessLost) -> None:
+        """Tell the other processes, and give the frontend a moment to tell its clients."""
+        frontend = self._peers.get("frontend")
+        serving = frontend is not None and frontend.ready_after_s is not None and lost.process != "frontend"
+        self._order([name for name in self._peers if name != lost.process], PeerFailed(lost.process, str(lost)))
+        if serving:
+            self._wait_ended(["frontend"], FAILURE_NOTICE_S)
+
+    def close(self) -> None:
+        """End whatever still runs, at once, and give everything back."""
+        for peer in self._peers.values():
+            peer.child.kill()
+        for peer in self._peers.values():
+            peer.child.close()
+        self._router.close(linger=0)
+        self._context.term()
+        self._death_pipe.close()
+        if self._http_socket:
+            self._http_socket.close()
+        remove_own(self.config.server.uds, self._uds_identity)
+
+    def _spawn(self, name: str, arguments: list[str]) -> None:
+        inherits = name == "frontend" and self._http_socket is not None
+        fds = [self._http_socket.fileno()] if inherits and self._http_socket else []
+        variables = {HTTP_SOCKET_VARIABLE: str(fds[0])} if fds else {}
+        child = Child(name, arguments, self._death_pipe, variables=variables, inherited_fds=fds)
+        now = time.monotonic()
+        self._peers[name] = Peer(child, now, now)
+        self._watch_end(child)
+
+    def _watch_end(self, child: Child) -> None:
+        if child.exit_fd < 0:
+            self._turn_limit_ms = POLL_WITHOUT_PIDFD_MS
+        else:
+            self._exit_fds.add(child.exit_fd)
+            self._poller.register(child.exit_fd, zmq.POLLIN)
+
+    def _forget_end(self, exit_fd: int) -> None:
+        if exit_fd in self._exit_fds:
+            self._exit_fds.remove(exit_fd)
+            self._poller.unregister(exit_fd)
+
+    def _folders(self) -> tuple[str, str]:
+        """The local folders of model and tokenizer."""
+        options = self.config.model
+        revision = ("--revision", options.revision) if options.revision else ()
+        model_dir = self._local_folder("--model", options.model, *revision)
+        if not os.access(Path(model_dir) / "config.json", os.R_OK):
+            raise ConfigError(
+                f"--model {options.model}: no readable config.json in {model_dir}, so it is no model folder"
+            )
+        if not options.tokenizer:
+            return model_dir, model_dir
+        return model_dir, self._local_folder("--tokenizer", options.tokenizer, "--tokenizer-only")
+
+    def _local_folder(self, option: str, name: str, *arguments: str) -> str:
+        """The local folder that an option names, fetched and converted first if need be."""
+        if folder := ready_model_dir(name):
+            return str(folder)
+        a_path = name.startswith(("/", ".", "~")) or name.endswith(".gguf")
+        if a_path and not (name.endswith(".gguf") and Path(name).expanduser().is_file()):
+            raise ConfigError(f"{option} {name}: no such folder or .gguf file")
+        logger.info("fetching %s", "the default model" if name == DEFAULT_MODEL else name)
+        command = ["-m", "worker_proc.fetch_model", "--model", name, *arguments]
+        child = Child("fetch_model", command, self._death_pipe, capture_stdout=True)
+        self._watch_end(child)
+        try:
+            self.run_until(child.ended)
+            if child.exit_code == EXIT_CODES[ConfigError]:
+                raise AlreadyReported
+            if child.exit_code != 0:
+                raise StartupError(child.describe_end())
+            return child.read_stdout().strip().splitlines()[-1]
+        finally:
+            child.kill()
+            self._forget_end(child.exit_fd)
+            child.close()
+
+    def _turn(self) -> None:
+        """Wait until something happens, a quarter of a second at most, and deal with all that has."""
+        self._wait()
+        self._take_messages()
+        self._check_orders()
+        self._check_ended()
+        self._check_heartbeats()
+
+    def _wait(self) -> None:
+        ready = dict(self._poller.poll(self._turn_limit_ms))
+        self._wakeup.clear()
+        for exit_fd in self._exit_fds & ready.keys():  # it has woken us; it would do so for ever
+            self._forget_end(exit_fd)
+        if self._parent_fd in ready:
+            self._poller.unregister(self._parent_fd)
+            raise StopRequested("the process that started this engine is gone", 0.0)
+
+    def _take_messages(self) -> None:
+        while self._router.poll(0):
+            name, data = self._router.recv_multipart()[:2]
+            peer = self._peers.get(name.decode(errors="replace"))
+            try:
+                message = decode_for_supervisor(data)
+            except WireError as error:
+                logger.error("dropped a message on the control socket: %s", error)
+                continue
+            if peer is None:
+                continue
+            peer.last_heard_at = time.monotonic()
+            if isinstance(message, Ready):
+                self._on_ready(peer, message)
+            elif isinstance(message, Failed):
+                peer.last_words = message.message
+            elif isinstance(message, Heartbeat):
+                peer.state = message.state
+            elif isinstance(message, Profile):
+                self._order([name for name in self._peers if name.startswith(message.process)], message)
+
+    def _on_ready(self, peer: Peer, message: Ready) -> None:
+        peer.ready_after_s = time.monotonic() - peer.started_at
+        self._mark(peer.child.name, peer.ready_after_s)
+        logger.info("%s ready after %.1f s: %s", peer.child.name, peer.ready_after_s, message.detail)
+
+    def _check_orders(self) -> None:
+        new = len(self._wakeup.signals) - self._signals_seen
+        self._signals_seen = len(self._wakeup.signals)
+        if new:
+            grace_s = 0.0 if new > 1 else self.config.server.shutdown_timeout
+            raise StopRequested(signal.Signals(self._wakeup.signals[-1]).name, grace_s)
+
+    def _check_ended(self) -> None:
+        for name, peer in self._peers.items():
+            if peer.child.ended():
+                self._await_last_words(peer)
+                raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
+
+    def _await_last_words(self, peer: Peer) -> None:
+        """A failed child has sent its last message before it ended, but it may still be on its way through zmq."""
+        deadline = time.monotonic() + LAST_WORDS_TIMEOUT_S
+        while peer.child.exit_code in (1, 2, 3) and not peer.last_words and time.monotonic() < deadline:
+            self._router.poll(50)
+            self._take_messages()
+
+    def _check_heartbeats(self) -> None:
+        now = time.monotonic()
+        paused_ourselves = now - self._turned_at > 1.0
+        self._turned_at = now
+        for name, peer in self._peers.items():
+            if paused_ourselves or peer.ready_after_s is None:
+                peer.last_heard_at = now
+            silence_s = now - peer.last_heard_at
+            if silence_s > SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S):
+                raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
+
+    def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile) -> None:
+        for name in names:
+            if name in self._peers and not self._peers[name].child.ended():
+                self._router.send_multipart([name.encode(), order.to_wire()])
+
+    def _wait_ended(self, names: Sequence[str], timeout_s: float) -> bool:
+        """Wait until the named processes have ended; False if a further signal came instead."""
+        deadline = time.monotonic() + timeout_s
+        while waited_for := [name for name in names if name in self._peers and not self._peers[name].child.ended()]:
+            if time.monotonic() > deadline:
+                logger.warning("%s did not stop in %.1f s", " and ".join(waited_for), timeout_s)
+                return True
+            try:
+                self._wait()
+                self._take_messages()
+                self._check_orders()
+            except StopRequested as again:
+                logger.warning("%s: stopping at once", again)
+                return False
+        return True
+
+    def _mark(self, what: str, seconds: float) -> None:
+        self._timeline.append(f"{what} {seconds:.1f} s")
+
+
+def engine_rooms(config: EngineConfig) -> dict[str, list[str]]:
+    """Name and Python arguments of each process; the slowest to start comes first."""
+    ranks = range(config.worker.tensor_parallel_size)
+    workers = {f"worker-{rank}": ["-m", "worker_proc", "--rank", str(rank)] for rank in ranks}
+    return workers | {"frontend": ["-m", "frontend"], "scheduler": ["-m", "scheduler_proc"]}

@@ -1,0 +1,39 @@
+"""What the sockets make of bytes that cannot be read; the sockets themselves: test_process.py."""
+
+import pytest
+
+from common.errors import WireError
+from common.messages import AbortRequests, AddRequest, RequestFailed, decode_for_frontend
+from common.wire import pack
+from scheduler_proc.transport import read_result, refusal_of
+
+
+def test_a_request_that_only_tells_its_number_is_refused_by_it():
+    refusal = refusal_of(pack([AddRequest.CODE, 7, "no token ids"]), WireError("x" * 9000))
+    assert decode_for_frontend(refusal.to_wire()) == refusal
+    assert isinstance(refusal, RequestFailed)
+    assert (refusal.request_id, refusal.error_code, refusal.status) == (7, "internal_error", 500)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        pack([AddRequest.CODE]),
+        pack([AddRequest.CODE, -1]),
+        pack([AddRequest.CODE, 2**31]),
+        pack([AddRequest.CODE, True]),
+        pack([AddRequest.CODE, "7"]),
+        pack([AbortRequests.CODE, 7]),
+        pack([200, 7]),
+    ],
+    ids=repr,
+)
+def test_what_tells_no_number_is_not_answered(data):
+    assert refusal_of(data, WireError("unreadable")) is None
+
+
+def test_a_result_that_cannot_be_read_is_an_error_that_names_its_sender():
+    with pytest.raises(WireError, match="a message of the worker cannot be read: type code 200"):
+        read_result(pack([200]))

@@ -1,0 +1,55 @@
+"""What the worker refuses before it loads a model; each refusal is one line."""
+
+import pytest
+import torch
+
+from common.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions, WorkerOptions
+from common.errors import ConfigError
+from kernels.decode_attention import MAX_ROWS
+from kernels.paged_kv import MAX_BLOCK_SIZE
+from worker_proc import engine
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+def refusal(config: EngineConfig, device: torch.device) -> str:
+    with pytest.raises(ConfigError) as caught:
+        engine.check_options(config, device)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_determinism_is_refused_with_the_reason(device):
+    text = refusal(EngineConfig(worker=WorkerOptions(deterministic=True)), device)
+    assert text.startswith("--deterministic is not supported: ")
+    assert "another order" in text
+
+
+def test_what_the_kernels_cannot_take_is_refused_on_a_gpu_only():
+    large_blocks = EngineConfig(cache=CacheOptions(block_size=256))
+    many_rows = EngineConfig(scheduler=SchedulerOptions(max_num_seqs=2000))
+    assert refusal(large_blocks, GPU) == "--block-size is 256; at most 128 are supported on a GPU"
+    assert refusal(many_rows, GPU) == "--max-num-seqs is 2000; at most 1024 are supported on a GPU"
+    for config in (large_blocks, many_rows):
+        engine.check_options(config, CPU)
+    assert (engine.KERNEL_MAX_BLOCK_SIZE, engine.KERNEL_MAX_ROWS) == (MAX_BLOCK_SIZE, MAX_ROWS)
+
+
+def test_options_are_refused_before_the_model_is_read(tmp_path):
+    config = EngineConfig(
+        model=ModelOptions(device="cpu"), worker=WorkerOptions(deterministic=True), model_dir=str(tmp_path / "none")
+    )
+    with pytest.raises(ConfigError, match="--deterministic"):
+        engine.load_engine(config)
+
+
+def test_a_cache_type_is_refused_before_the_weights_are_loaded(tiny_model, monkeypatch):
+    _, folder = tiny_model("Llama")
+    monkeypatch.setattr(engine, "choose_device", lambda _: GPU)
+    monkeypatch.setattr(engine, "device_name", lambda _: "a card")
+    monkeypatch.setattr(engine, "set_threads", lambda _: None)
+    monkeypatch.setattr(engine, "load_model", lambda *_, **__: pytest.fail("the weights were loaded"))
+    config = EngineConfig(cache=CacheOptions(kv_cache_dtype="int8"), model_dir=str(folder))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype is int8, .* this model's is 16"):
+        engine.load_engine(config)

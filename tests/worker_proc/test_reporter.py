@@ -1,0 +1,65 @@
+"""Results leave in order, and a step that fails in the reporter's thread stops the thread that issues steps."""
+
+import queue
+import threading
+from array import array
+
+import pytest
+
+from common.messages import StepResult, decode_from_worker
+from worker_proc.reporter import InlineReporter, ThreadReporter
+
+DEADLINE_S = 30
+
+
+class Step:
+    """A step with a result, or with an error."""
+
+    def __init__(self, step_id: int, error: Exception | None = None) -> None:
+        self._step_id, self._error = step_id, error
+
+    def result(self, report_us: int = 0) -> StepResult:
+        if self._error is not None:
+            raise self._error
+        return StepResult(step_id=self._step_id, token_ids=array("i"), parts_us=array("i", [1, 2, 3, report_us]))
+
+
+def sent_steps(sent: list[bytes]) -> list[int]:
+    return [decode_from_worker(data).step_id for data in sent]
+
+
+def test_a_thread_sends_what_it_has_in_order_before_it_ends():
+    sent: list[bytes] = []
+    reporter = ThreadReporter(sent.append, pytest.fail)
+    for step_id in range(1, 20):
+        reporter.report(Step(step_id))
+    reporter.close()
+    assert sent_steps(sent) == list(range(1, 20))
+    reporter.check()
+
+
+def test_a_failed_step_wakes_the_issuing_thread_and_raises_there():
+    woken: queue.Queue[tuple[str, str]] = queue.Queue()
+    sent: list[bytes] = []
+    reporter = ThreadReporter(sent.append, lambda text: woken.put((text, threading.current_thread().name)))
+    reporter.report(Step(1))
+    reporter.report(Step(2, RuntimeError("the card fell off")))
+    assert woken.get(timeout=DEADLINE_S) == ("RuntimeError: the card fell off", "report")
+    with pytest.raises(RuntimeError, match="the card fell off"):
+        reporter.check()
+    with pytest.raises(RuntimeError, match="the card fell off"):
+        reporter.report(Step(3))
+    reporter.close()
+    assert sent_steps(sent) == [1]
+    assert woken.empty()
+
+
+def test_a_result_carries_what_the_report_before_it_took():
+    sent: list[bytes] = []
+    clock = iter([1_000, 51_000, 60_000, 61_000])
+    reporter = InlineReporter(sent.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker_proc.reporter.time.perf_counter_ns", lambda: next(clock))
+        reporter.report(Step(1))
+        reporter.report(Step(2))
+    assert [decode_from_worker(data).parts_us[3] for data in sent] == [0, 50]
