@@ -28,7 +28,9 @@ class AttentionPlans:
         """For a step of that size over `cache` [block, kv_head, position, head_dim]."""
         _, kv_head_count, _, head_dim = cache.shape
         sizes = (row_count, head_count, kv_head_count, head_dim, multiprocessor_count(cache.device))
-        decode_plan, prefill_plan = decode.launch_plan(*sizes), prefill.launch_plan(token_count, *sizes)
+        quantised = cache.dtype.itemsize == 1
+        decode_plan = decode.launch_plan(*sizes, quantised=quantised)
+        prefill_plan = prefill.launch_plan(token_count, *sizes, quantised=quantised)
         integers = {"dtype": torch.int32, "device": cache.device}
         return cls(
             decode_plan,

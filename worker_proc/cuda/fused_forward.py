@@ -145,7 +145,8 @@ class FusedForward:
             torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
         norms = _head_norms(attention)
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
-        if self._is_fused(bucket, attention):
+        key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
+        if self._is_fused(bucket, attention) and key_scales is None:
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
                 self._rope_table, self._partials, self._decode_counters, self._fused_plan(bucket.rows),
@@ -153,8 +154,9 @@ class FusedForward:
             )  # fmt: skip
         else:
             qk_norm_rope_store(
-                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table, **norms
-            )
+                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
+                k_scales=key_scales, v_scales=value_scales, **norms,
+            )  # fmt: skip
             self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
         skinny_linear(
             attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
@@ -174,13 +176,16 @@ class FusedForward:
             "scale": attention.scale,
             "sliding_window": attention.sliding_window or 0,
             "decode_row_count": counts[1:2],
+            "key_scales": cache.key_scales[index],
+            "value_scales": cache.value_scales[index],
             "pdl": output.device.type == "cuda" and bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS,
         }
+        quantised = cache.key_scales[index] is not None
         if bucket.kind != CHUNK:
-            plan = self._decode_plan(bucket.rows)
+            plan = self._decode_plan(bucket.rows, quantised)
             decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
         if bucket.kind != DECODE:
-            plan = self._prefill_plan(bucket, options["sliding_window"])
+            plan = self._prefill_plan(bucket, options["sliding_window"], quantised)
             prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
@@ -241,18 +246,18 @@ class FusedForward:
     def _fused_plan(self, rows: int) -> fused.FusedDecodePlan:
         return fused.launch_plan(rows, self.config.kv_head_count, self.config.head_dim)
 
-    def _decode_plan(self, rows: int) -> decode.DecodePlan:
+    def _decode_plan(self, rows: int, quantised: bool = False) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        return decode.launch_plan(_row_class(rows), *sizes)
+        return decode.launch_plan(_row_class(rows), *sizes, quantised=quantised)
 
-    def _prefill_plan(self, bucket: Bucket, sliding_window: int) -> prefill.PrefillPlan:
+    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill.PrefillPlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        is_large = bucket.tokens >= prefill.SPECIALISED_TOKENS
+        is_large = bucket.tokens >= prefill.SPECIALISED_TOKENS and not quantised
         is_specialised = is_large and has_hopper_kernel(self.model, sliding_window)
         rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
-        return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised)
+        return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 
 
 def _head_norms(attention: LlamaAttention) -> dict[str, Any]:

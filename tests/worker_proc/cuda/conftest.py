@@ -5,6 +5,7 @@ import torch
 
 from common.config import StepLimits
 from kernels import tuning
+from tests.support.poison import poison
 from worker_proc.cuda.fused_forward import FusedForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
@@ -35,16 +36,18 @@ def make_gpu_driver(plan_driver):
     `padded` pads every step to its bucket without a GPU too; `eager` runs without graphs on one.
     """
 
-    def make(folder, device, *, slot_count=4, block_count=48, padded=False, eager=False, dtype=torch.float32):
+    def make(
+        folder, device, *, slot_count=4, block_count=48, padded=False, eager=False, dtype=torch.float32,
+        kv_cache_dtype="auto",
+    ):  # fmt: skip
         place = torch.device(device)
         model = load_model(folder, device=place, dtype=dtype)
         limits = StepLimits(slot_count, 64)
         cache = KVCache(
-            cache_specs(model.config, dtype, "auto"),
+            cache_specs(model.config, dtype, kv_cache_dtype),
             block_size=BLOCK_SIZE, block_count=block_count, host_block_count=0, device=place,
         )  # fmt: skip
-        for tensor in cache.tensors():
-            tensor.fill_(float("nan"))
+        poison(cache)
         if device == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream())
         slots = DeviceSlots(slot_count, MAX_LEN, BLOCK_SIZE, model.config.vocab_size, place)

@@ -60,6 +60,22 @@ def test_padded_steps_touch_nothing_else(device, library_products, tiny_model, m
 
 
 @devices
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_quantised_caches_give_the_tokens_of_the_cpu(
+    device, kv_cache_dtype, library_products, tiny_model, make_gpu_driver, make_driver, fused_sizes
+):
+    """The same float32 model over the same type of cache by the CPU's runner."""
+    _, folder = tiny_model("Qwen3", **fused_sizes)
+    outputs = []
+    for driver in (make_gpu_driver(folder, device, kv_cache_dtype=kv_cache_dtype),
+                   make_driver(folder, kv_cache_dtype=kv_cache_dtype)):  # fmt: skip
+        requests = [driver.add(prompt(length, seed=length)) for length in (1, 10)]
+        driver.run(requests, 3, chunk=7)
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1]
+
+
+@devices
 def test_run_ahead_gives_the_same_tokens(device, library_products, tiny_model, make_gpu_driver, fused_sizes):
     _, folder = tiny_model("Qwen3", **fused_sizes)
     sampling = SlotSampling(temperature=0.8, top_k=20, seed=7, repetition_penalty=1.2)
