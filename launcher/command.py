@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"unknown verb {verb!r}; wanted one of {', '.join(VERBS)}, or a model and options")
     except ProcessLost as lost:
         _report(lost)
-        return lost.exit_code if lost.exit_code in EXIT_CODES.values() else exit_code(lost)
+        return next((code for code in EXIT_CODES.values() if code == lost.exit_code), exit_code(lost))
     except TriremeError as error:
         _report(error)
         return exit_code(error)
