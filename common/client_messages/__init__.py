@@ -28,6 +28,8 @@ message cost that one message and are answered by an ErrorReply.
 from collections.abc import Mapping
 from typing import Any
 
+import msgpack
+
 from common.client_messages.output import Delta, SampleResult, TokenLogprob, TopLogprob
 from common.client_messages.replies import (
     PARAM_LIMIT,
@@ -91,6 +93,10 @@ _FROM_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in FromClient.__args__}
 _TO_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in ToClient.__args__}
 
 
+_START_BYTES = 4 * ID_LIMIT + 64
+"""Of a message, as many bytes as hold its type code and request id."""
+
+
 def decode_from_client(data: bytes) -> FromClient:
     """A message from a client; raises WireError."""
     return _decode(data, _FROM_CLIENT, "client -> engine")  # type: ignore[no-any-return]
@@ -102,12 +108,20 @@ def decode_to_client(data: bytes) -> ToClient:
 
 
 def request_id_of(data: bytes) -> str:
-    """The request id of a message that could not be decoded, so that the error can name it; empty if there is none."""
+    """The request id of a message that could not be decoded, so that the error can name it; empty if there is none.
+
+    Whatever follows the id may be unreadable, such as a map with integer keys.
+    """
+    reader = msgpack.Unpacker(raw=False)
     try:
-        _, fields = unpack(data)
-    except WireError:
+        reader.feed(data[:_START_BYTES])
+        if reader.read_array_header() < 2:
+            return ""
+        code, request_id = reader.unpack(), reader.unpack()
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
         return ""
-    return fields[0] if fields and isinstance(fields[0], str) and len(fields[0]) <= ID_LIMIT else ""
+    readable = type(code) is int and isinstance(request_id, str) and len(request_id) <= ID_LIMIT
+    return request_id if readable else ""
 
 
 def _decode(data: bytes, kinds: Mapping[int, Any], link: str) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 from array import array
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,10 @@ def test_any_bytes_are_a_message_or_a_wire_error(data):
 
 def test_the_request_id_of_a_message_that_cannot_be_read():
     assert wire.request_id_of(pack([61, "mine", 5])) == "mine"
+    assert (
+        wire.request_id_of(msgpack.packb([61, "é" * 256, {5: 1}, "x" * 10_000, msgpack.ExtType(1, b"")])) == "é" * 256
+    )
+    assert wire.request_id_of(pack([61, "x" * 257])) == wire.request_id_of(b"\x91" * 100_000) == ""
     assert wire.request_id_of(pack([61, 5])) == wire.request_id_of(b"\xc1") == wire.request_id_of(pack([61])) == ""
 
 
