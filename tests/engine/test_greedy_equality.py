@@ -45,7 +45,11 @@ MODELS = {
     "qwen3-mha-head-dim": ("Qwen3", {"num_key_value_heads": 6, "head_dim": 32}),
     "qwen2": ("Qwen2", {"head_dim": 8}),
     "mistral-window": ("Mistral", {"sliding_window": 24}),
-} | {f"llama-{name}": ("Llama", {"rope_parameters": {"rope_theta": 10000.0, **rope}}) for name, rope in ROPES.items()}
+} | {
+    f"{family.lower()}-{name}": (family, {"rope_parameters": {"rope_theta": 10000.0, **rope}})
+    for family in ("Llama", "Qwen3")
+    for name, rope in ROPES.items()
+}
 
 CONDITIONS = {
     "alone": {"max_num_seqs": 1},
@@ -62,7 +66,7 @@ CONDITIONS = {
 }
 
 
-def random_prompts(vocab_size, count=16, seed=0):
+def random_prompts(vocab_size, count=20, seed=0):
     rng = Random(seed)
     lengths = [1, 3, 4, 5, 8, *(rng.randint(2, 70) for _ in range(count - 5))]
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
@@ -93,7 +97,7 @@ def test_every_condition_gives_the_tokens_of_transformers(tiny_case, condition):
 
 
 def test_a_warm_prefix_cache_gives_the_same_tokens_and_recomputes_little(tiny_case):
-    engine = MemoryEngine(tiny_case.model)
+    engine = MemoryEngine(tiny_case.model, block_count=800)
     assert engine.generate(tiny_case.prompts, OUTPUT_COUNT) == tiny_case.wanted
     hits_before = engine.core.stats().prefix_hit_tokens
     assert engine.generate(tiny_case.prompts, OUTPUT_COUNT) == tiny_case.wanted
