@@ -5,6 +5,7 @@ for the stream and the text. All others are dicts, encoded by msgspec.
 """
 
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ def usage_dict(usages: Sequence[Usage], *, output_wanted: bool = True) -> dict[s
     }
 
 
-class Reply:
+class Reply(ABC):
     """The reply to one HTTP request; subclasses know the form of a choice.
 
     Args:
@@ -85,12 +86,13 @@ class Reply:
             body["usage"] = usage
         return b"data: " + _encoder.encode(body) + b"\n\n"
 
+    @abstractmethod
     def delta_choice(self, index: int, delta: Delta) -> dict[str, Any]:
         """The choice of a chunk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _plain_chunk(self, index: int, text: str) -> bytes:
-        raise NotImplementedError
+        """A chunk that holds text alone."""
 
 
 class ChatReply(Reply):
