@@ -83,6 +83,9 @@ class Sequence:
             the next length.
         grammar: what its next token may be; None for anything.
         prompt_logprobs: by position, collected until the first token is reported; None when not wanted (any more).
+
+    Args:
+        output: int32, what it has already, from before the scheduler or the worker was started again.
     """
 
     __slots__ = (
@@ -92,7 +95,9 @@ class Sequence:
         "request_id", "retry_step", "sample_index", "slot", "status", "swapped_count", "tokens", "uncached_count",
     )  # fmt: skip
 
-    def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
+    def __init__(
+        self, request: Request, sample_index: int, max_len: int, chain: Chain, output: "array[int] | None" = None
+    ) -> None:
         message = request.message
         self.request = request
         self.request_id = message.request_id
@@ -101,9 +106,10 @@ class Sequence:
         self.status = Status.WAITING
         self.tokens = array("i", message.prompt_token_ids)
         self.prompt_count = len(self.tokens)
+        self.tokens.extend(output or ())
         self.max_len = max_len
         self.computed_count = 0
-        self.planned_len = self.prompt_count
+        self.planned_len = len(self.tokens)
         self.blocks: list[int] = []
         self.capacity = 0
         self.host_blocks: list[int] = []
@@ -118,7 +124,7 @@ class Sequence:
         self.rank: Rank = (0.0, 0)
         self.next_event_len = 0
         self.grammar: Grammar | None = None
-        wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0
+        wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0 and not output
         self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_logprobs else None
 
     @property

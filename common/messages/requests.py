@@ -36,6 +36,8 @@ class AddRequest:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         deadline_s: wall clock time after which the request is ended with an error; None for never.
         arrived_at_s: wall clock time of arrival at the frontend.
+        outputs: for a request that a process took along when it was lost: what each sample has, int32; None for one
+            that has ended. They go on from there. Empty for a new request.
     """
 
     CODE: ClassVar[int] = 1
@@ -49,6 +51,12 @@ class AddRequest:
     cache_salt: str = ""
     deadline_s: float | None = None
     arrived_at_s: float = 0.0
+    outputs: "tuple[array[int] | None, ...]" = ()
+
+    def open_samples(self) -> "list[tuple[int, array[int]]]":
+        """The samples that are to run, by index, with the output that each has already."""
+        outputs = self.outputs or (empty_i32(),) * self.params.n
+        return [(index, output) for index, output in enumerate(outputs) if output is not None]
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -65,6 +73,7 @@ class AddRequest:
                 self.cache_salt,
                 self.deadline_s,
                 self.arrived_at_s,
+                [None if output is None else array_bytes(output) for output in self.outputs],
             ]
         )
 
@@ -83,9 +92,19 @@ class AddRequest:
             cache_salt=read.text("cache_salt", 1024),
             deadline_s=read.optional_number("deadline_s"),
             arrived_at_s=read.number("arrived_at_s"),
+            outputs=read.entries("outputs", _output),
         )
         read.done()
+        message._check_outputs()
         return message
+
+    def _check_outputs(self) -> None:
+        samples, most = self.open_samples(), self.params.max_tokens
+        if len(self.outputs) not in (0, self.params.n) or not samples:
+            raise WireError(f"AddRequest: {len(samples)} open ones of {len(self.outputs)} outputs, n={self.params.n}")
+        longest = max(len(output) for _, output in samples)
+        if most is not None and longest >= most:
+            raise WireError(f"AddRequest: an output of {longest} tokens has ended already: max_tokens is {most}")
 
 
 @dataclass(frozen=True)
@@ -105,6 +124,31 @@ class AbortRequests:
         read = FieldReader("AbortRequests", fields)
         message = cls(read.numbers("request_ids", "i"))
         read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class AbortSamples:
+    """Single samples are not wanted any more, the others of their requests are; as AbortRequests otherwise."""
+
+    CODE: ClassVar[int] = 4
+    request_ids: "array[int]"  # int32
+    sample_indices: "array[int]"  # uint8, aligned
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, array_bytes(self.request_ids), array_bytes(self.sample_indices)])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "AbortSamples":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("AbortSamples", fields)
+        message = cls(read.numbers("request_ids", "i"), read.numbers("sample_indices", "B"))
+        read.done()
+        if len(message.request_ids) != len(message.sample_indices):
+            raise WireError(
+                f"AbortSamples: {len(message.sample_indices)} samples of {len(message.request_ids)} requests"
+            )
         return message
 
 
@@ -339,6 +383,10 @@ def _params(values: dict[str, Any]) -> SamplingParams:
         return SamplingParams.from_wire(values)
     except RequestError as error:
         raise WireError(f"AddRequest.params: {error}") from None
+
+
+def _output(value: Any) -> "array[int] | None":
+    return None if value is None else FieldReader("AddRequest", [value]).numbers("outputs", "i")
 
 
 def _counter(value: Any) -> int:
