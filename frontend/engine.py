@@ -63,14 +63,20 @@ Prompt = str | Sequence[int] | ChatPrompt
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine serves: `starting`, `serving`, `draining` or `dead`, and for `dead` why."""
+    """Whether the engine serves: `starting`, `serving`, `restarting`, `draining` or `dead`.
+
+    Attributes:
+        detail: for `restarting` and `dead` why.
+        restarts: how often a process that was lost has been started again.
+    """
 
     state: str
     detail: str = ""
+    restarts: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether new requests are taken and run at once."""
         return self.state == "serving"
 
 
@@ -207,7 +213,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.order_profile: Callable[[Profile], None] | None = None
         make_core = Core if recorder is None else partial(RecordedCore, RecorderLog(recorder))
-        self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
+        self.core = make_core(
+            tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval,
+            session=config.session, held_limit=config.scheduler.max_num_queued_reqs,
+        )  # fmt: skip
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         if config.log.enable_log_requests:
             request_log.attach(self.core)
@@ -348,7 +357,7 @@ class Engine:
 
     def health(self) -> Health:
         """Whether new requests are taken, and if not, why."""
-        return Health(self.core.state, self.core.error)
+        return Health(self.core.state, self.core.error, self.core.session)
 
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""

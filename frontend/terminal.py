@@ -103,7 +103,8 @@ def _print_status(instance: Instance) -> int:
         print(f"  blocks  {figures['free_block_count']} free, {figures['cached_block_count']} cached, ", end="")
         print(f"{figures['total_block_count']} in all")
         print(f"  since   {figures['prompt_tokens']} tokens in, {figures['output_tokens']} out, ", end="")
-        print(f"{figures['prefix_hit_tokens']} from the prefix cache, {figures['preemptions']} preemptions")
+        print(f"{figures['prefix_hit_tokens']} from the prefix cache, {figures['preemptions']} preemptions", end="")
+        print(f", {figures['restarts']} restarts" if figures.get("restarts") else "")
     return 0
 
 

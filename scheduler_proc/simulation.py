@@ -237,8 +237,7 @@ class SimulatedEngine:
     def __init__(
         self, limits: Limits, clock: Callable[[], float] = lambda: 0.0, monotonic: Callable[[], float] | None = None
     ) -> None:
-        self._make_core = lambda: SchedulerCore(limits, clock, monotonic=monotonic)
-        self._limits = limits
+        self._limits, self._clock, self._monotonic = limits, clock, monotonic
         self._start()
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.reasons: dict[tuple[int, int], str] = {}
@@ -251,7 +250,7 @@ class SimulatedEngine:
 
     def _start(self) -> None:
         limits = self._limits
-        self.core = self._make_core()
+        self.core = SchedulerCore(limits, self._clock, monotonic=self._monotonic)
         self.worker = SimulatedWorker(limits.block_size, limits.block_count, limits.host_block_count)
         self.results: deque[StepResult] = deque()
         self._used_blocks: deque[set[int]] = deque()

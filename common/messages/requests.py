@@ -1,7 +1,7 @@
 """Messages between the frontend and the scheduler: requests in, tokens and figures out."""
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from common.errors import RequestError, WireError
@@ -345,6 +345,10 @@ class EngineStats:
         "cached_block_count", "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens",
         "prompt_tokens", "output_tokens", "last_decode_rows", "last_chunk_tokens",
     )  # fmt: skip
+    COUNTERS: ClassVar[tuple[str, ...]] = (
+        "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens",
+        "output_tokens",
+    )  # fmt: skip
     running_count: int = 0
     waiting_count: int = 0
     swapped_count: int = 0
@@ -361,6 +365,11 @@ class EngineStats:
     last_decode_rows: int = 0
     last_chunk_tokens: int = 0
     parts_us: "array[int]" = field(default_factory=empty_i32)
+
+    def after(self, earlier: "EngineStats") -> "EngineStats":
+        """These figures, with counters that go on from those of a scheduler before this one."""
+        sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.COUNTERS}
+        return replace(self, **sums)
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""

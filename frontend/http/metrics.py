@@ -102,6 +102,8 @@ class _SchedulerFigures(Collector):
         yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", usage)
         for name, (attribute, text) in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text, getattr(stats, attribute))
+        restarts = self._engine.health().restarts
+        yield self._family(CounterMetricFamily, "engine_restarts", "Lost processes started again", restarts)
         yield self._step_times()
 
     def _step_times(self) -> CounterMetricFamily:
