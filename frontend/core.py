@@ -96,7 +96,7 @@ class Core:
         self.session = session
         self.token_count = 0
         self._send = send
-        self._random = random.Random(seed)
+        self._draw_seed = partial(random.Random(seed).getrandbits, 63)
         self._stream_interval = stream_interval
         self._clock = clock
         self._wall_clock = wall_clock
@@ -169,8 +169,7 @@ class Core:
         """
         limits = self.check_serving()
         check_prompt(prompt_token_ids, limits)
-        draw_seed = partial(self._random.getrandbits, 63)
-        params = complete(params, limits, len(prompt_token_ids), draw_seed, exact_max_tokens=exact_max_tokens)
+        params = complete(params, limits, len(prompt_token_ids), self._draw_seed, exact_max_tokens=exact_max_tokens)
         end_ids = end_token_ids(params, self.tokenizer, limits)
         bad_ids = bad_token_ids(params, self.tokenizer, limits)
         params.check_sampleable(end_ids, bad_ids)
@@ -199,12 +198,16 @@ class Core:
             deadline_s=None if timeout_s is None else timings.arrived_at_s + timeout_s,
             arrived_at_s=timings.arrived_at_s,
         )
+        self._enter(request)
+        return request
+
+    def _enter(self, request: Request) -> None:
+        """The request is live; it is sent now, or when the engine is back."""
         if self._suspended:
             self._held.add(request.request_id)
         else:
             self._send_request(request)
         self._live[request.request_id] = request
-        return request
 
     def _send_request(self, request: Request) -> None:
         """Send it, or send it once more with what it has."""

@@ -57,30 +57,30 @@ class Streams:
             client.generate(prompt, {"max_tokens": TOKENS, "ignore_eos": True, **params}, stream=True)
             for prompt, params in zip(PROMPTS, PARAMS, strict=True)
         ]
-        self._deltas = [[next(stream)] for stream in self._zmq]
+        self._deltas = [next(stream) for stream in self._zmq]
         for event in self._first:
             assert event.wait(60)
 
     def _read_http(self, base_url: str, number: int) -> str:
         body = {"prompt": PROMPTS[number], "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
         text = ""
-        with httpx.Client(base_url=base_url, timeout=60) as http:
-            with http.stream("POST", "/v1/completions", json=body | PARAMS[number]) as response:
-                assert response.status_code == 200, response.read()
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        chunk = json.loads(line.removeprefix("data: "))
-                        assert "error" not in chunk, chunk
-                        text += "".join(choice["text"] for choice in chunk["choices"])
-                        self._first[number].set()
+        url = f"{base_url}/v1/completions"
+        with httpx.stream("POST", url, json=body | PARAMS[number], timeout=60) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    assert "error" not in chunk, chunk
+                    text += "".join(choice["text"] for choice in chunk["choices"])
+                    self._first[number].set()
         return text
 
     def finish(self) -> list:
         """Text over HTTP; text, token ids and number of log probabilities over ZeroMQ."""
         results: list = [future.result() for future in self._http]
         self._pool.shutdown()
-        for stream, deltas in zip(self._zmq, self._deltas, strict=True):
-            deltas += stream
+        for stream, first in zip(self._zmq, self._deltas, strict=True):
+            deltas = [first, *stream]
             final = stream.final
             assert "".join(delta.text for delta in deltas) == final.text
             token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
@@ -162,13 +162,13 @@ def test_one_loss_too_many_ends_the_run(tiny_model_dir):
 
 
 def test_a_stop_during_a_restart_lets_requests_finish(tiny_model_dir):
-    with Server(tiny_model_dir, "--restart", "--shutdown-timeout", "60") as server:
-        with Client(server.ready["client_endpoint"], timeout_s=60) as client:
-            stream = client.generate("The sea", {"max_tokens": 300, "ignore_eos": True}, stream=True)
-            next(stream)
-            os.kill(server.children()["worker-0"], signal.SIGKILL)
-            while client.status().state != "restarting":
-                pass
-            server.process.send_signal(signal.SIGTERM)
-            assert len(stream.result().samples[0].token_ids) == 300
-            assert server.process.wait(30) == 0
+    options = ["--restart", "--shutdown-timeout", "60"]
+    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        stream = client.generate("The sea", {"max_tokens": 300, "ignore_eos": True}, stream=True)
+        next(stream)
+        os.kill(server.children()["worker-0"], signal.SIGKILL)
+        while client.status().state != "restarting":
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        assert len(stream.result().samples[0].token_ids) == 300
+        assert server.process.wait(30) == 0
