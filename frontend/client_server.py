@@ -24,6 +24,7 @@ from common import client_messages as wire
 from common.errors import RequestError, WireError
 from common.sampling_params import SamplingParams
 from common.wire import array_bytes, pack
+from frontend.client_door import ClientDoor
 from frontend.engine import ChatPrompt, Engine, Prompt
 from frontend.events import Delta, Final
 from frontend.request import Request
@@ -176,8 +177,7 @@ class ClientServer:
         self._reader = ZmqReader(socket, self._on_frames, self.flush)
         self._looks_left = 0
         self._next_look: asyncio.TimerHandle | None = None
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._monitor_reader = ZmqReader(self._monitor, lambda _: None, self._on_disconnect)
+        self._door = ClientDoor(socket, engine.connections, self._on_disconnect)
 
     def flush(self) -> None:
         """Send what has gathered since the last flush. Never blocks."""
@@ -202,9 +202,7 @@ class ClientServer:
             task.cancel()
         if self._next_look is not None:
             self._next_look.cancel()
-        self._monitor_reader.close()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._door.close()
         self._reader.close()
         self._socket.close(linger=linger_ms)
 
@@ -399,6 +397,7 @@ class ClientServer:
                 f"{wire.CLIENT_PROTOCOL_VERSION}",
                 code="protocol_version",
             )
+        self._engine.connections.check()
         limits = self._engine.limits
         self._reply(
             client,

@@ -26,6 +26,7 @@ from common.messages import EngineReady, EngineStats, Profile
 from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend import request_log
+from frontend.connections import Connections
 from frontend.core import Core
 from frontend.events import Delta, Final
 from frontend.recording import RecordedCore, RecorderLog
@@ -200,6 +201,7 @@ class Engine:
         core: the requests' life cycle.
         tokenizer: the model's tokenizer.
         order_profile: has a process of the engine traced; None where there is no supervisor.
+        connections: of clients, all ways in together.
     """
 
     def __init__(
@@ -212,6 +214,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.order_profile: Callable[[Profile], None] | None = None
+        self.connections = Connections.allowed()
         make_core = Core if recorder is None else partial(RecordedCore, RecorderLog(recorder))
         self.core = make_core(
             tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval,

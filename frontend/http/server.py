@@ -51,7 +51,7 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 loop="none",
-                http=Protocol,
+                http=Protocol.of(engine.connections),
                 ws="none",
                 server_header=False,
                 backlog=ACCEPTED_AT_ONCE,
