@@ -118,7 +118,7 @@ def _compile(program: StepProgram, slots: DeviceSlots, buckets: list[Bucket]) ->
         for bucket in buckets:
             program.rehearse(bucket)
         scatter_words(slots.memory, *torch.full((2, 4), -1, dtype=torch.int32, device=slots.device))
-    compile_all(needed, threads=torch.get_num_threads())
+    compile_all(needed, processes=torch.get_num_threads())
     logger.info("%d kernels ready in %.2f s", len(needed), time.monotonic() - start)
 
 
