@@ -11,6 +11,7 @@ Uses Triton's hook for launches that are about to compile (`triton.knobs.runtime
 `JITFunction.preload`. Called by the GPU worker's start.
 """
 
+import contextlib
 import importlib
 import json
 import queue
@@ -26,6 +27,7 @@ from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 ON_DISK_S = 0.1
@@ -131,6 +133,14 @@ class _NoDevice:
         return self._target
 
 
+def _build_launcher(kernel: CompiledKernel) -> None:
+    """The C function that passes a launch's arguments on is compiled at the first launch, and kept on disk as well."""
+    with contextlib.suppress(Exception):  # where CUDA is not installed; the launch would say so
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
+
+
 def main() -> None:
     """Compile what each line of the input asks for, and answer each with a line."""
     for line in sys.stdin:
@@ -138,7 +148,7 @@ def main() -> None:
         driver.set_active(_NoDevice(GPUTarget(*target)))
         answer = "compiled"
         try:
-            getattr(importlib.import_module(module), name).preload(specialization)
+            _build_launcher(getattr(importlib.import_module(module), name).preload(specialization))
         except Exception as error:  # the process that needs the kernel will meet it again, and report it
             answer = f"failed: {type(error).__name__}"
         print(answer, flush=True)
