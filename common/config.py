@@ -18,6 +18,7 @@ DEFAULT_MODEL = "default"
 """The name of the embedded default model."""
 
 TIMEOUT_LIMIT_S = 86_400
+FRONTEND_WORKERS_LIMIT = 64
 
 _UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -154,6 +155,9 @@ class ServerOptions:
     client_endpoint: str = option("", "endpoint of the client socket; empty makes an ipc:// one in the run directory")
     client_keys: str = option(
         "", "folder of keys (made by `launch.py keys`) for a client socket that other machines reach"
+    )
+    frontend_workers: int = option(
+        1, "processes for long texts, started when the first comes; 0 works on them in threads"
     )
     api_key: tuple[str, ...] = option((), "key that HTTP clients must send", repeat=True)
     allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from (CORS)", repeat=True)
@@ -321,6 +325,8 @@ def _check_server(server: ServerOptions) -> None:
             raise ConfigError(f"--{name}-timeout is {seconds:g}; wanted 0 to {TIMEOUT_LIMIT_S} seconds (a day)")
     if server.stream_interval < 1:
         raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
+    if not 0 <= server.frontend_workers <= FRONTEND_WORKERS_LIMIT:
+        raise ConfigError(f"--frontend-workers is {server.frontend_workers}; wanted 0 to {FRONTEND_WORKERS_LIMIT}")
     _check_client_endpoint(server)
 
 

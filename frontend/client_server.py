@@ -25,8 +25,9 @@ from common.errors import RequestError, WireError
 from common.sampling_params import SamplingParams
 from common.wire import array_bytes, pack
 from frontend.client_access import ClientAccess, key_of
-from frontend.engine import ChatPrompt, Engine, Prompt
+from frontend.engine import Engine
 from frontend.events import Delta, Final
+from frontend.prompt import ChatPrompt, Prompt
 from frontend.request import Request
 from frontend.zmq_reader import ZmqReader
 
