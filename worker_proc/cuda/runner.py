@@ -51,7 +51,7 @@ class CudaRunner:
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
         self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
-        self._special = SpecialRows(slots, vocabulary)
+        self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
         self.program = StepProgram(
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
