@@ -45,6 +45,7 @@ def ready_message(config: EngineConfig, engine: Engine, rank: int) -> WorkerRead
         block_bytes=size.block_bytes,
         vocab_size=engine.vocab_size,
         device_name=engine.device_name,
+        link_bytes_per_s=engine.link_bytes_per_s,
     )
 
 

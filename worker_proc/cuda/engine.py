@@ -10,10 +10,12 @@ import time
 import torch
 
 from common.config import EngineConfig, StepLimits
+from common.errors import ConfigError
 from kernels.compile_ahead import compile_all, launches_left_out
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import DECODE, Bucket, largest_buckets, start_buckets
+from worker_proc.cuda.fixed_order_forward import FixedOrderForward
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
@@ -45,7 +47,7 @@ def cuda_runner(
     """A runner that is ready for the first requests, and the size of its cache.
 
     Raises:
-        ConfigError: no memory left for the cache.
+        ConfigError: no memory left for the cache, or --deterministic with a model that it does not cover.
     """
     start = time.monotonic()
     prepare_thread()
@@ -54,7 +56,7 @@ def cuda_runner(
     max_len = min(config.model.max_model_len or model_limit, model_limit)
     device = model.model.norm.weight.device
     with torch.inference_mode():
-        forward = _forward(model, limits, max_len)
+        forward = _forward(model, limits, max_len, fixed_order=config.worker.deterministic)
         slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device)
         graph_bytes = _profile(forward, slots, limits, specs, vocabulary)
     available = available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
@@ -77,12 +79,15 @@ def prepare_thread() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int) -> Forward:
+def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int, *, fixed_order: bool = False) -> Forward:
     reason = unsupported_reason(model)
     if reason is not None:
+        if fixed_order:
+            raise ConfigError(f"--deterministic does not cover this model on a GPU ({reason}); leave the option out")
         logger.warning("the fused forward pass does not cover this model (%s): slower, and without CUDA Graphs", reason)
         return PlainForward(model)
-    return FusedForward(
+    kind = FixedOrderForward if fixed_order else FusedForward
+    return kind(
         model,
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,

@@ -18,6 +18,7 @@ from common.config import StepLimits
 from common.messages import StepPlan
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
+from worker_proc.cuda.block_swap import BlockSwap
 from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
 from worker_proc.cuda.lanes import LANE_COUNT, Lanes
 from worker_proc.cuda.slots import DeviceSlots, add_sampling
@@ -41,18 +42,19 @@ class CudaRunner:
         eager: run every step without a graph.
 
     Attributes:
+        swap: moves the cache's blocks.
         pads_steps: whether a step is padded to its bucket, as a graph needs it.
     """
 
     def __init__(
         self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
     ) -> None:
-        self._cache, self.slots, self._limits = cache, slots, limits
+        self.swap, self.slots, self._limits = BlockSwap(cache), slots, limits
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
         self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
-        self._special = SpecialRows(slots, vocabulary)
+        self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
         self.program = StepProgram(
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
@@ -110,7 +112,7 @@ class CudaRunner:
         """Everything that changes before the rows run, and the copy of the plan."""
         for slot in plan.cleared_slots:
             self.mirror.clear(slot)
-        self._cache.move_blocks(plan)
+        self.swap.move(plan)
         writes = StateWrites(self.slots)
         for init in plan.new_slots:
             self.mirror.start(init)

@@ -20,9 +20,15 @@ from worker_proc.kv_cache import KVCache
 
 
 class Forward(Protocol):
-    """A forward pass in buffers of its own: `FusedForward` or `PlainForward`."""
+    """A forward pass in buffers of its own: `FusedForward`, `FixedOrderForward` or `PlainForward`.
+
+    Attributes:
+        capturable: whether a graph can hold it.
+        fixed_order: whether a token's bits depend on its own request alone.
+    """
 
     capturable: bool
+    fixed_order: bool
 
     def run(
         self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
@@ -101,7 +107,7 @@ class StepProgram:
         out = SampledTokens(**{item.name: getattr(whole, item.name)[: bucket.rows] for item in fields(whole)})
         sample(
             logits, inputs.row_slots, inputs.sample_rows, slots.known_lengths, slots.token_ids, slots.sampling,
-            self._workspace, out, self._vocabulary,
+            self._workspace, out, self._vocabulary, fixed_order=self._forward.fixed_order,
         )  # fmt: skip
 
     def inputs(self, bucket: Bucket) -> StepInputs:
