@@ -165,6 +165,7 @@ class ServerOptions:
     ssl_keyfile: str = option("", "TLS key file")
     ssl_certfile: str = option("", "TLS certificate file")
     stream_interval: int = option(1, "tokens per streamed chunk")
+    metrics_prefix: str = option("trireme:", "before every name in /metrics; vllm: suits dashboards made for vLLM")
     shutdown_timeout: float = option(10.0, "seconds that requests in flight get to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until every process must be ready")
 
@@ -175,7 +176,9 @@ class LogOptions:
 
     log_level: str = option("info", "least severity that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = option("text", "form of a log line", choices=("text", "json"))
-    enable_log_requests: bool = option(False, "log one line for each finished request")
+    enable_log_requests: bool = option(
+        False, "log one line for each finished request", "--enable-log-requests", "--log-requests"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +328,8 @@ def _check_server(server: ServerOptions) -> None:
             raise ConfigError(f"--{name}-timeout is {seconds:g}; wanted 0 to {TIMEOUT_LIMIT_S} seconds (a day)")
     if server.stream_interval < 1:
         raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
+    if not re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?", server.metrics_prefix):
+        raise ConfigError(f"--metrics-prefix is {server.metrics_prefix}; wanted letters, digits, _ and : only")
     if not 0 <= server.frontend_workers <= FRONTEND_WORKERS_LIMIT:
         raise ConfigError(f"--frontend-workers is {server.frontend_workers}; wanted 0 to {FRONTEND_WORKERS_LIMIT}")
     _check_client_endpoint(server)

@@ -443,7 +443,7 @@ class ClientServer:
             self._engine.model_names,
             self._engine.core.live_count,
             {name: getattr(limits, name) for name in names} if limits else {},
-            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.step_totals_us(),
+            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.figures.step_totals_us(),
         )
 
 
