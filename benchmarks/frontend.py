@@ -50,7 +50,8 @@ class Frontend:
     """The real frontend process behind a scripted scheduler; a context manager."""
 
     def __init__(self, folder: Path, step_interval_s: float, **options: Any) -> None:
-        server = ServerOptions(uds=f"{folder}/http.sock", client_endpoint=f"ipc://{folder}/client.sock", **options)
+        options = {"http": False, "uds": f"{folder}/http.sock", **options}
+        server = ServerOptions(client_endpoint=f"ipc://{folder}/client.sock", **options)
         config = EngineConfig(server=server, run_dir=str(folder), model_dir=str(default_model_dir()))
         (folder / "config.json").write_text(config.to_json())
         self.endpoint = server.client_endpoint
@@ -182,7 +183,7 @@ def main() -> None:
         return
     if args.smoke:
         args.streams, args.rate, args.tokens = 8, 2000, 50
-    options = {"frontend_workers": args.frontend_workers} if args.beside else {}
+    options = {"frontend_workers": args.frontend_workers, "http": args.beside == "bodies"} if args.beside else {}
     metrics = measure(args.streams, args.rate, args.clients, args.tokens, args.beside, **options)
     device = f"{records.processor_name()}, {os.cpu_count()} cores"
     workload = f"{args.streams} streams, {args.clients} clients, {args.rate:g} tokens/s"
