@@ -75,6 +75,15 @@ def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASK
 
 
 @gluon.jit
+def _held(values):
+    """The values, in an instruction that the assembler moves no wait across."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p pmevent 1; mov.b32 $0, $1; }",
+        "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _steps(
     begin, end, read, probabilities, accumulator, maximum, normaliser, query, positions, keys, values, key_full,
     key_empty, value_full, value_empty, scale_log2,
@@ -99,6 +108,7 @@ def _steps(
         probabilities, maximum, normaliser, shrink = _softmax(
             scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
         )
+        normaliser = _held(normaliser)
         accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
@@ -135,26 +145,24 @@ def _consume(
     read = 0
     letter = 0
     is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
+    query = queries.index(GROUP_INDEX)
+    if is_work != 0 and not COPY_QUERY:
+        _load_query(
+            query, query_ptr, query_stride, query_start, query_count, first_token, head, GROUP_INDEX, GROUP, QUERY_TILE
+        )
+    mbarrier.wait(key_full.index(0), 0, pred=is_work != 0)
+    scores = warpgroup_mma(query, keys.index(0).permute((1, 0)), empty, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     while is_work != 0:
-        query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
-        if not COPY_QUERY:
-            tokens = first_token + token_in_tile
-            is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
-            places = (query_start + tokens).to(gl.int64)[:, None] * query_stride + head * (GROUP * HEAD_DIM)
-            query.store(gl.load(query_ptr + (places + head_places), mask=is_query[:, None], other=0.0))
-            fence_async_shared()
-
         positions = length - query_count + first_token + score_tokens
         first_position = length - query_count + first_token + (GROUP_INDEX * ROWS) // GROUP
         tile_count = (key_end + (TILE - 1)) // TILE
         last_tile = tile_count - 1
         full_count = gl.minimum((first_position + 1) // TILE, last_tile)
+        query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
 
-        # The tile on the diagonal has no values of an earlier one to go with.
+        # The tile on the diagonal: its scores are there already.
         stage = read % STAGES
-        mbarrier.wait(key_full.index(stage), (read // STAGES) & 1)
-        scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), empty, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(key_empty.index(stage), count=1)
         if tile_count * TILE > length:
             # Past the row's end the copied blocks may hold anything; both groups write the same zeros there.
@@ -181,11 +189,26 @@ def _consume(
             False, STAGES, score_layout, value_layout,
         )  # fmt: skip
 
+        # The last values beside the first scores of the next letter. After the last letter those are of stale keys.
         stage = read % STAGES
+        next_stage = (read + 1) % STAGES
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
         operand_tile = gl.convert_layout(probabilities.to(dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
-        accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
+        next_is_work, next_start, next_count, next_first, next_length, next_head, next_end, _ = read_mail(
+            mail, mail_full, letter + 1
+        )
+        next_query = queries.index(((letter + 1) % MAIL_SLOTS) * 2 + GROUP_INDEX)
+        if next_is_work != 0 and not COPY_QUERY:
+            _load_query(
+                next_query, query_ptr, query_stride, next_start, next_count, next_first, next_head,
+                GROUP_INDEX, GROUP, QUERY_TILE,
+            )  # fmt: skip
+        mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1, pred=next_is_work != 0)
+        scores = warpgroup_mma(
+            next_query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True
+        )
+        accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=1, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         read += 1
 
@@ -198,9 +221,31 @@ def _consume(
         gl.store(output_ptr + (places + head_places), query.load(copy_layout), mask=is_query[:, None])
         fence_async_shared()
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
 
         letter += 1
-        is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
+        is_work, query_start, query_count, first_token = next_is_work, next_start, next_count, next_first
+        length, head, key_end = next_length, next_head, next_end
+
+
+@gluon.jit
+def _load_query(
+    query, query_ptr, query_stride, query_start, query_count, first_token, head,
+    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr,
+):  # fmt: skip
+    """A group's rows of a tile of queries into shared memory, where the copy engine cannot do it."""
+    ROWS: gl.constexpr = query.shape[0]
+    HEAD_DIM: gl.constexpr = query.shape[1]
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    tile_rows = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, copy_layout))
+    token_in_tile = tile_rows // GROUP
+    tokens = first_token + token_in_tile
+    is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
+    places = (query_start + tokens).to(gl.int64)[:, None] * query_stride + head * (GROUP * HEAD_DIM)
+    head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    query.store(gl.load(query_ptr + (places + head_places), mask=is_query[:, None], other=0.0))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -209,7 +254,7 @@ def _hopper_kernel(
     decode_rows_ptr, counters_ptr, max_rows, token_count, output_stride, query_stride, table_stride, scale_log2,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr, TOKEN_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+    ROWS_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -286,13 +331,16 @@ def _hopper_kernel(
                     mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
                 ),
             ),
+            (
+                zero_unowned,
+                (
+                    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+                    KV_HEADS * GROUP * HEAD_DIM,
+                ),
+            ),
         ],
-        [4, 1, 1],
-        [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
-    )  # fmt: skip
-    zero_unowned(
-        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-        KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
+        [4, 1, 1, 1],
+        [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
 
 
@@ -362,7 +410,6 @@ def launch(
         KEY_TILE=KEY_TILE,
         STAGES=STAGE_COUNT,
         ROWS_TILE=rows_tile,
-        TOKEN_TILE=max(1024, triton.next_power_of_2(shape.query_heads * shape.head_dim)),
         COMPUTE_REGISTERS=240,
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
