@@ -58,7 +58,8 @@ def _copy_tiles(
 ):  # fmt: skip
     """Copy the keys' (or the values') tiles `begin` - 1 down to `end`; return the stages filled so far."""
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
-    BOX: gl.constexpr = 64
+    BOX: gl.constexpr = pages.shape[2]
+    TILE_BYTES: gl.constexpr = KEY_TILE * HALVES * BOX * pages.dtype.primitive_bitwidth // 8
     last_page = (length - 1) // BLOCK_SIZE
     for step in range(begin - end):
         first_page = (begin - 1 - step) * PAGES
@@ -69,7 +70,7 @@ def _copy_tiles(
             block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
             box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
         mbarrier.wait(empty.index(stage), ((copied // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), KEY_TILE * HALVES * BOX * 2)
+        mbarrier.expect(full.index(stage), TILE_BYTES)
         for page in gl.static_range(PAGES):
             for half in gl.static_range(HALVES):
                 box = pages.index((stage * HALVES + half) * PAGES + page)
@@ -84,10 +85,11 @@ def produce_keys(
     table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, GROUP: gl.constexpr,
-    COPY_QUERY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr,
 ):  # fmt: skip
-    """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
+    """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
+    QUERY_HALVES: gl.constexpr = HEAD_DIM // BOX
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -129,14 +131,14 @@ def produce_keys(
         mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
         if COPY_QUERY:
             # Tokens past the row's end are other rows' or zeros; what comes of them is not stored.
-            mbarrier.expect(mail_full.index(slot), 2 * 64 * HALVES * BOX * 2)
+            mbarrier.expect(mail_full.index(slot), 2 * 64 * HEAD_DIM * 2)
             for part in gl.static_range(2):
-                for half in gl.static_range(HALVES):
+                for half in gl.static_range(QUERY_HALVES):
                     tma.async_copy_global_to_shared(
                         query_desc,
                         [query_start + first_token + part * (64 // GROUP), head * GROUP, half * BOX],
                         mail_full.index(slot),
-                        query_boxes.index((slot * 2 + part) * HALVES + half),
+                        query_boxes.index((slot * 2 + part) * QUERY_HALVES + half),
                     )
         mail.index(slot).store(content)
         mbarrier.arrive(mail_full.index(slot), count=1)
