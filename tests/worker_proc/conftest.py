@@ -222,7 +222,7 @@ def make_driver():
 
     def make(
         folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
-        kernels=False, kv_cache_dtype="auto",
+        kernels=False, kv_cache_dtype="auto", deterministic=False,
     ):  # fmt: skip
         device = torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu")
         model = load_model(folder, device=device, dtype=torch.float32) if isinstance(folder, Path) else folder
@@ -233,7 +233,7 @@ def make_driver():
         if kernels:
             runner = gpu_runner(model, cache, limits, max_model_len, vocab)
         else:
-            runner = CpuRunner(model, cache, limits, max_model_len, vocab)
+            runner = CpuRunner(model, cache, limits, max_model_len, vocab, deterministic=deterministic)
         driver = PlanDriver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
         driver.runner, driver.cache = runner, cache
         return driver
