@@ -20,7 +20,7 @@ from common.model_cache import default_model_dir
 PROMPTS = [
     "The capital of France is", "Once upon a time there was a", "def fibonacci(n):", "Water boils at", "1, 2, 3, 5, 8,",
     "The three primary colours are", "To be or not to be,", "In the year 1969", "The mitochondria is the",
-    "SELECT name", "My favourite recipe for bread", "Dear Sir or Madam,", "The speed of light is about", "Roses are red,",
+    "SELECT name", "My favourite recipe for bread", "Dear Sir or Madam,", "The speed of light is", "Roses are red,",
     "The largest planet of the solar system", "import numpy as np", "A triangle has three", "Breaking news:",
     "Photosynthesis is", "Why did the chicken",
 ]  # fmt: skip
