@@ -189,7 +189,11 @@ def _scan_kernel(
     token_id = chunk * CHUNK + lane
     inside = token_id < VOCABULARY  # the vocabulary's end, or ids that the tokenizer lacks
     wait_for_inputs(PDL)
-    x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    place = logits + row * logits_stride + token_id
+    if chunk * CHUNK + CHUNK <= VOCABULARY:
+        x = tl.load(place).to(tl.float32)  # without a mask these are wide loads, whatever the vocabulary is
+    else:
+        x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot >= 0) & (tl.load(sample_rows + row) >= 0):
         known = tl.load(known_lengths + slot)
@@ -209,7 +213,8 @@ def _scan_kernel(
         else:
             # 4. Otherwise the chunk's best score, and the lowest id that has it.
             x = noisy_scores(x, token_id, slot, known, settings)
-            top, best = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            top = tl.max(x, axis=0)
+            best = tl.min(tl.where(x == top, lane, CHUNK), axis=0)
             tl.store(work[0] + at, top)
             tl.store(work[1] + at, chunk * CHUNK + best)
 

@@ -1,10 +1,12 @@
 """Measure every candidate plan of the skinny products on this card and write the table that ships with the kernels.
 
     python -m benchmarks.kernels.tune_skinny_linear [--models qwen3-0.6b,llama-3.1-8b] [--rows 1,2,...] [--table FILE]
+        [--kinds layer,head,parts]
 
 Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then
 timed one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
-reference before it is timed. The entries of this card and dtype are replaced, all others are kept.
+reference before it is timed. A product that leaves parts is timed with the kernel that reads them. The entries of this
+card and dtype are replaced, all others are kept.
 """
 
 import json
@@ -13,14 +15,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.kernels.harness import argument_parser, copies_to_exceed_l2, device_name, time_us
-from benchmarks.kernels.linear_shapes import MODELS, LinearShape, make_arguments
-from kernels.skinny_linear import Workspace, run_plan, skinny_linear_reference
+from benchmarks.kernels.linear_shapes import MODELS, LinearShape, make_arguments, make_reader
+from kernels.skinny_linear import MAX_ROWS, Workspace, run_parts_plan, run_plan, skinny_linear_reference
+from kernels.skinny_linear_hopper import fits
 from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, operation_key
 
 DTYPE = torch.bfloat16
@@ -76,9 +79,43 @@ def held_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
                     yield LinearPlan("small_m", block_n, 256, warps, 1, split_k, held=True)
 
 
+def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
+    """Hopper's tiles: 60 to 420 programs, the stages of x that fit beside all of W, or beside as many of W."""
+    silu = "silu" in shape.fusion
+    for block_m, warps in (64, 4), (128, 8), (256, 8):
+        if block_m > 64 and block_m >= 2 * rows:
+            continue
+        for block_n in (16, 32, 64, 128):
+            if block_n * (2 if silu else 1) * block_m > 128 * 256:
+                continue
+            for split_k in (1,) if silu else (1, 2, 3, 4, 6, 8):
+                programs = -(-shape.out_columns // block_n) * split_k * -(-rows // block_m)
+                if not 60 <= programs <= 420 or programs * block_m * block_n * 8 < shape.out_columns * rows:
+                    continue
+                for block_k in (128, 256):
+                    yield from _stage_choices(shape, LinearPlan(
+                        "resident", block_n, block_k, warps, 1, split_k, norm_apart=True, block_m=block_m
+                    ), silu)  # fmt: skip
+
+
+def _stage_choices(shape: LinearShape, plan: LinearPlan, silu: bool) -> Iterator[LinearPlan]:
+    steps = shape.inputs // plan.block_k // plan.split_k
+    for stages in (2, 3, 4, 8):
+        for weight_stages in (0, stages):
+            choice = replace(plan, num_stages=stages, weight_stages=weight_stages)
+            deep = stages * plan.block_k >= 512 or stages >= steps
+            if stages <= max(steps, 2) and deep and fits(choice, shape.inputs, silu):
+                if weight_stages == 0 or weight_stages < steps:
+                    yield choice
+
+
 def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     """Every plan worth timing for `rows` rows."""
     plans = [LIBRARY]
+    if "parts" in shape.fusion or shape.fusion == ("silu",):
+        if rows <= 32:
+            plans += held_candidates(shape) if rows <= 16 else small_m_candidates(shape, rows)
+        return plans + list(resident_candidates(shape, rows))
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
     if 2 <= rows <= 16:
@@ -88,37 +125,59 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     return plans
 
 
-def jobs_for(models: list[str], row_counts: list[int]) -> list[tuple[LinearShape, int]]:
+def jobs_for(models: list[str], row_counts: list[int], kinds: list[str]) -> list[tuple[LinearShape, int]]:
     """The distinct operations of the models with each number of rows; lm_head last, being the largest."""
     shapes: dict[LinearShape, None] = {}
     for name in models:
-        for shape in (*MODELS[name].layer, MODELS[name].lm_head):
+        model = MODELS[name]
+        groups = {"parts": model.in_parts, "layer": model.layer, "head": (model.lm_head,)}
+        for shape in (shape for kind in groups if kind in kinds for shape in groups[kind]):
             shapes[shape] = None
     return [(shape, rows) for shape in shapes for rows in row_counts]
 
 
+def run_candidate(plan: LinearPlan, shape: LinearShape, item: dict, workspace: Workspace, upcoming=None) -> None:
+    """Launch the product, and what reads its parts; `item` holds `make_arguments` and "reader"."""
+    if "parts" in shape.fusion:
+        item["reader"](run_parts_plan(plan, item["x"], item["weight"], workspace))
+    else:
+        rest = {name: value for name, value in item.items() if name != "reader"}
+        run_plan(plan, workspace=workspace, upcoming=upcoming, **rest)
+
+
+def make_item(shape: LinearShape, rows: int) -> dict:
+    """Arguments of one call."""
+    reader = make_reader(shape, rows, DTYPE, "cuda") if "parts" in shape.fusion else None
+    return make_arguments(shape, rows, DTYPE, "cuda") | {"reader": reader}
+
+
+def make_workspace(outputs: int = 32_768) -> Workspace:
+    return Workspace.allocate(MAX_ROWS, 16_384, outputs, DTYPE, torch.device("cuda"))
+
+
 def _compile_share(share: list[tuple[LinearShape, int, LinearPlan]], ahead: bool) -> None:
     torch.cuda.init()
-    workspace = Workspace.allocate(64, 16_384, 32_768, DTYPE, torch.device("cuda"))
+    workspace = make_workspace()
     arguments: dict = {}
     for shape, rows, plan in share:
         if (shape, rows) not in arguments:
-            arguments = {(shape, rows): make_arguments(shape, rows, DTYPE, "cuda")}
+            arguments = {(shape, rows): make_item(shape, rows)}
         try:
             item = arguments[shape, rows]
-            run_plan(plan, workspace=workspace, upcoming=item["weight"] if ahead else None, **item)
+            run_candidate(plan, shape, item, workspace, item["weight"] if ahead else None)
         except Exception as error:  # a candidate that does not build is only not a candidate
             print(f"cannot build {shape.name} {plan}: {error!r}"[:300], file=sys.stderr)
 
 
 def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int, ahead: bool) -> None:
     """Fill Triton's cache. One representative number of rows is enough for the kernel that does not depend on it."""
-    work = []
+    work = {}
     for shape, rows in jobs:
         for plan in candidates(shape, rows):
             if plan != LIBRARY:
-                work.append((shape, rows, plan))
-    shares = [work[index::process_count] for index in range(process_count)]
+                row_class = 0 if plan.kernel == "resident" else rows
+                work[shape, row_class, plan] = (shape, rows, plan)
+    shares = [list(work.values())[index::process_count] for index in range(process_count)]
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_compile_share, args=(share, ahead)) for share in shares]
     for process in processes:
@@ -127,35 +186,40 @@ def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int, ahead: 
         process.join()
 
 
-def is_right(plan: LinearPlan, workspace: Workspace, arguments: dict, ahead: bool) -> bool:
+def is_right(plan: LinearPlan, shape: LinearShape, workspace: Workspace, item: dict, ahead: bool) -> bool:
     """Whether the plan's result is within bf16's error of the float32 reference."""
-    arguments["out"].fill_(float("nan"))
-    run_plan(plan, workspace=workspace, upcoming=arguments["weight"] if ahead else None, **arguments)
     names = ("x", "weight", "norm_weight", "eps", "residual", "silu_mul")
-    want = skinny_linear_reference(**{name: arguments[name] for name in names})
-    error = (arguments["out"].float() - want).norm() / want.norm()
+    want = skinny_linear_reference(**{name: item[name] for name in names})
+    if "parts" in shape.fusion:
+        workspace.partials.fill_(float("nan"))
+        workspace.wide.fill_(float("nan"))
+        got = run_parts_plan(plan, item["x"], item["weight"], workspace).float().sum(0)
+    else:
+        got = item["out"].fill_(float("nan"))
+        run_candidate(plan, shape, item, workspace, item["weight"] if ahead else None)
+    error = (got.float() - want).norm() / want.norm()
     return bool(error < 1e-2)
 
 
 def short_name(plan: LinearPlan) -> str:
     """A plan in a few letters, for the printed table."""
     flags = "h" * plan.held + "a" * plan.norm_apart
-    return f"{plan.kernel[0]}{plan.block_n}x{plan.block_k}w{plan.num_warps}s{plan.num_stages}k{plan.split_k}{flags}"
+    tile = f"{plan.block_m}x{plan.block_n}" if plan.block_m else f"{plan.block_n}"
+    stages = f"s{plan.num_stages}.{plan.weight_stages}" if plan.block_m else f"s{plan.num_stages}"
+    return f"{plan.kernel[0]}{tile}x{plan.block_k}w{plan.num_warps}{stages}k{plan.split_k}{flags}"
 
 
 def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> dict:
     """Time all candidates; returns the table's entry for the fastest."""
-    copies = [
-        make_arguments(shape, rows, DTYPE, "cuda") for _ in range(copies_to_exceed_l2(shape.weight_bytes, at_most=32))
-    ]
+    copies = [make_item(shape, rows) for _ in range(copies_to_exceed_l2(shape.weight_bytes, at_most=32))]
     timed: list[tuple[float, LinearPlan]] = []
     for plan in candidates(shape, rows):
         try:
-            if not is_right(plan, workspace, copies[0], ahead):
+            if not is_right(plan, shape, workspace, copies[0], ahead):
                 print(f"wrong result: {shape.name} rows {rows} {plan}", file=sys.stderr)
                 continue
             calls = [
-                lambda a=a, p=plan, n=n: run_plan(p, workspace=workspace, upcoming=n["weight"] if ahead else None, **a)
+                lambda a=a, p=plan, n=n: run_candidate(p, shape, a, workspace, n["weight"] if ahead else None)
                 for a, n in zip(copies, copies[1:] + copies[:1], strict=True)
             ]
             timed.append((time_us(calls, inner=max(8, len(calls)), replays=7), plan))
@@ -174,7 +238,8 @@ def merge(table: dict, entries: dict[tuple[LinearShape, int], dict]) -> dict:
     """The table with this card's entries replaced."""
     operations = table.setdefault(device_name(), {}).setdefault(str(DTYPE).removeprefix("torch."), {})
     for (shape, rows), entry in entries.items():
-        key = operation_key(shape.outputs, shape.inputs, "silu" in shape.fusion, "norm" in shape.fusion)
+        fusion = ("silu" in shape.fusion, "norm" in shape.fusion, "parts" in shape.fusion)
+        key = operation_key(shape.outputs, shape.inputs, *fusion)
         operations.setdefault(key, {})[str(rows)] = entry
     return table
 
@@ -183,14 +248,16 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,smollm2-135m")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
+    parser.add_argument("--kinds", default="layer,head,parts", help="products: parts for 16 rows and more")
     parser.add_argument("--prefetch", action="store_true", help="each launch prefetches the next one's weight")
     parser.add_argument("--table", type=Path, default=TABLE_PATH)
     options = parser.parse_args()
-    jobs = jobs_for(options.models.split(","), [int(rows) for rows in options.rows.split(",")])
+    row_counts = [int(rows) for rows in options.rows.split(",")]
+    jobs = jobs_for(options.models.split(","), row_counts, options.kinds.split(","))
     start_s = time.perf_counter()
     compile_all(jobs, min(16, os.cpu_count() or 1), options.prefetch)
     print(f"compiled in {time.perf_counter() - start_s:.0f} s", flush=True)
-    workspace = Workspace.allocate(64, 16_384, 151_936, DTYPE, torch.device("cuda"))
+    workspace = make_workspace(151_936)
     entries = {(shape, rows): tune(shape, rows, workspace, options.prefetch) for shape, rows in jobs}
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     options.table.write_text(json.dumps(merge(table, entries), indent=1) + "\n")
