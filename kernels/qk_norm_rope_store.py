@@ -100,9 +100,7 @@ def launch_plan(token_count: int, query_heads: int, kv_heads: int, head_dim: int
     """The grid and tile: a few heads a program for a small batch, the whole token for a large one."""
     groups = 1
     while (
-        kv_heads % (2 * groups) == 0
-        and query_heads % (2 * groups) == 0
-        and token_count * 2 * groups <= PROGRAM_TARGET
+        kv_heads % (2 * groups) == 0 and query_heads % (2 * groups) == 0 and token_count * 2 * groups <= PROGRAM_TARGET
     ):
         groups *= 2
     elements = (query_heads + 2 * kv_heads) // groups * head_dim
@@ -275,7 +273,9 @@ def _qk_norm_rope_store_kernel(
     wait_for_inputs(PDL)
     # 3. Load all heads, then norm, rotate and store: queries to q_out, keys and values to the cache.
     row = qkv + token * qkv_stride
-    q = _split_heads(row + first_query * HEAD_DIM, part_stride, query, GROUP_QUERIES, half, rest, HEAD_DIM, SPLIT, PARTS)
+    q = _split_heads(
+        row + first_query * HEAD_DIM, part_stride, query, GROUP_QUERIES, half, rest, HEAD_DIM, SPLIT, PARTS
+    )
     row += (QUERY_HEADS + first_key) * HEAD_DIM
     k = _split_heads(row, part_stride, key, GROUP_KEYS, half, rest, HEAD_DIM, SPLIT, PARTS)
     row += KV_HEADS * HEAD_DIM

@@ -89,7 +89,9 @@ def _resident_kernel(
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     for stage in gl.static_range(X_STAGES):
-        _ask(x_desc, first_m, first_panel + stage * PANELS, row_full.index(stage), row_boxes.index(stage), True, X_BYTES)
+        _ask(
+            x_desc, first_m, first_panel + stage * PANELS, row_full.index(stage), row_boxes.index(stage), True, X_BYTES
+        )
     # 3. Multiply step by step; a stage is filled again when the step that read it has finished.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     total = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)

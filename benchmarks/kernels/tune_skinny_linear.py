@@ -104,17 +104,17 @@ def _stage_choices(shape: LinearShape, plan: LinearPlan, silu: bool) -> Iterator
         for weight_stages in (0, stages):
             choice = replace(plan, num_stages=stages, weight_stages=weight_stages)
             deep = stages * plan.block_k >= 512 or stages >= steps
-            if stages <= max(steps, 2) and deep and fits(choice, shape.inputs, silu):
-                if weight_stages == 0 or weight_stages < steps:
-                    yield choice
+            differs = stages <= max(steps, 2) and weight_stages < steps
+            if deep and differs and fits(choice, shape.inputs, silu):
+                yield choice
 
 
 def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     """Every plan worth timing for `rows` rows."""
     plans = [LIBRARY]
     if "parts" in shape.fusion or shape.fusion == ("silu",):
-        if rows <= 32:
-            plans += held_candidates(shape) if rows <= 16 else small_m_candidates(shape, rows)
+        if rows <= 16:
+            plans += held_candidates(shape)
         return plans + list(resident_candidates(shape, rows))
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
@@ -222,7 +222,7 @@ def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> di
                 lambda a=a, p=plan, n=n: run_candidate(p, shape, a, workspace, n["weight"] if ahead else None)
                 for a, n in zip(copies, copies[1:] + copies[:1], strict=True)
             ]
-            timed.append((time_us(calls, inner=max(8, len(calls)), replays=7), plan))
+            timed.append((time_us(calls, inner=max(8, len(calls)), replays=5), plan))
         except Exception as error:
             print(f"cannot run {shape.name} rows {rows} {plan}: {error!r}"[:300], file=sys.stderr)
     timed.sort(key=lambda item: item[0])

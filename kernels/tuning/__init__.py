@@ -21,7 +21,7 @@ class LinearPlan:
     """How one product is launched: "matvec", "small_m", "resident" or "library", and the tile for all but the last.
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
-    launch. block_m, weight_stages: of "resident", rows of a program and the steps of W that shared memory holds (0: all).
+    launch. block_m, weight_stages: of "resident", rows of a program, and steps of W in shared memory (0: all of them).
     """
 
     kernel: str
