@@ -148,9 +148,10 @@ def shared_bytes(plan: LinearPlan, inputs: int, silu_mul: bool) -> int:
 
 def fits(plan: LinearPlan, inputs: int, silu_mul: bool) -> bool:
     """Whether K divides into the plan's steps, and its program fits on a multiprocessor."""
+    panels = inputs // plan.split_k // PANEL
     whole = inputs % (plan.block_k * plan.split_k) == 0 and plan.block_k % PANEL == 0
-    boxed = plan.weight_stages or inputs // plan.split_k // PANEL <= 256
-    return bool(whole and boxed) and shared_bytes(plan, inputs, silu_mul) <= SHARED_BYTES - 512
+    is_box = plan.weight_stages > 0 or (panels <= 256 and panels & (panels - 1) == 0)
+    return whole and is_box and shared_bytes(plan, inputs, silu_mul) <= SHARED_BYTES - 512
 
 
 def _descriptor(tensor: torch.Tensor, panels: int, rows: int) -> TensorDescriptor:

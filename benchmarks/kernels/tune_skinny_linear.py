@@ -80,33 +80,34 @@ def held_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
 
 
 def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
-    """Hopper's tiles: 60 to 420 programs, the stages of x that fit beside all of W, or beside as many of W."""
+    """Hopper's tiles: 80 to 300 programs; all of W in shared memory, or a ring for one or for two programs of an SM."""
     silu = "silu" in shape.fusion
     for block_m, warps in (64, 4), (128, 8), (256, 8):
-        if block_m > 64 and block_m >= 2 * rows:
+        if block_m > 64 and (block_m >= 2 * rows or rows <= 64):
             continue
         for block_n in (16, 32, 64, 128):
-            if block_n * (2 if silu else 1) * block_m > 128 * 256:
+            width = block_n * (2 if silu else 1)
+            if width * block_m > 128 * 256 or (block_n == 16 and (shape.outputs > 1024 or rows > 64)):
                 continue
             for split_k in (1,) if silu else (1, 2, 3, 4, 6, 8):
                 programs = -(-shape.out_columns // block_n) * split_k * -(-rows // block_m)
-                if not 60 <= programs <= 420 or programs * block_m * block_n * 8 < shape.out_columns * rows:
-                    continue
-                for block_k in (128, 256):
-                    yield from _stage_choices(shape, LinearPlan(
-                        "resident", block_n, block_k, warps, 1, split_k, norm_apart=True, block_m=block_m
-                    ), silu)  # fmt: skip
+                if 80 <= programs <= 300 or (silu and 300 < programs <= 900):
+                    block_k = 128 if width + block_m <= 256 else 64
+                    tile = LinearPlan("resident", block_n, block_k, warps, 1, split_k, norm_apart=True, block_m=block_m)
+                    yield from _stage_choices(shape, tile, width)
 
 
-def _stage_choices(shape: LinearShape, plan: LinearPlan, silu: bool) -> Iterator[LinearPlan]:
+def _stage_choices(shape: LinearShape, plan: LinearPlan, width: int) -> Iterator[LinearPlan]:
     steps = shape.inputs // plan.block_k // plan.split_k
-    for stages in (2, 3, 4, 8):
-        for weight_stages in (0, stages):
-            choice = replace(plan, num_stages=stages, weight_stages=weight_stages)
-            deep = stages * plan.block_k >= 512 or stages >= steps
-            differs = stages <= max(steps, 2) and weight_stages < steps
-            if deep and differs and fits(choice, shape.inputs, silu):
-                yield choice
+    row_bytes, weight_bytes = plan.block_m * plan.block_k * 2, width * plan.block_k * 2
+    choices = {
+        (min(steps, 65_536 // row_bytes), 0),
+        *((min(steps, room // (row_bytes + weight_bytes)),) * 2 for room in (112_000, 224_000)),
+    }
+    for stages, weight_stages in sorted(choices):
+        choice = replace(plan, num_stages=stages, weight_stages=weight_stages)
+        if stages >= 2 and fits(choice, shape.inputs, "silu" in shape.fusion):
+            yield choice
 
 
 def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
