@@ -397,9 +397,9 @@ def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace) -> torch.T
     return parts
 
 
-def parts_plan(x: torch.Tensor, weight: torch.Tensor) -> LinearPlan | None:
-    """The measured plan for leaving x W^T in parts; None where this card has none."""
-    return measured_plan(x.device, x.dtype, x.shape[0], operation_key(*weight.shape, False, False, in_parts=True))
+def parts_plan(rows: int, weight: torch.Tensor) -> LinearPlan | None:
+    """The measured plan for leaving the product of `rows` rows in parts; None where this card has none."""
+    return measured_plan(weight.device, weight.dtype, rows, operation_key(*weight.shape, False, False, in_parts=True))
 
 
 def linear_parts(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torch.Tensor:
@@ -412,7 +412,7 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) ->
     key = (x.shape[0], *weight.shape)
     plan = workspace.plans.get(key)
     if plan is None:
-        plan = workspace.plans[key] = parts_plan(x, weight) or LIBRARY
+        plan = workspace.plans[key] = parts_plan(x.shape[0], weight) or LIBRARY
     return run_parts_plan(plan, x, weight, workspace)
 
 
