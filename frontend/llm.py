@@ -275,16 +275,17 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log:
 
 
 def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
-    """End the engine: the end of the pipe tells it to; a kill, if it does not listen."""
+    """End the engine: the end of the pipe tells it to; signals, if it does not listen. (One at the same time would be
+    the second wish to stop, which ends it without closing recordings.)"""
     with contextlib.suppress(OSError):
         os.close(parent_write_fd)
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    for insist in (process.terminate, process.kill):
+        try:
+            process.wait(STOP_TIMEOUT_S)
+            return
+        except subprocess.TimeoutExpired:
+            insist()
+    process.wait()
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:

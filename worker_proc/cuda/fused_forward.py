@@ -11,6 +11,7 @@ Knows nothing of requests, plans or sampling. `unsupported_reason` says which mo
 instead (`plain_forward`). Called by the GPU runner.
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class FusedForward:
     def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
         config = model.config
         self.model, self.config = model, config
+        self._layers = list(enumerate(model.model.layers))
         weight = model.model.norm.weight
         device, dtype = weight.device, weight.dtype
         self._multiprocessors = multiprocessor_count(device)
@@ -124,10 +126,17 @@ class FusedForward:
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
         if self._leaves_parts(bucket):
             return self._run_in_parts(hidden, bucket, inputs, cache, slots, counts)
-        for index, layer in enumerate(self.model.model.layers):
+        for index, layer in self._layers:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
             self._feed_forward_block(index, layer, hidden)
         return self._head(hidden, bucket, inputs)
+
+    def shortened(self) -> "FusedForward":
+        """The same pass over one layer of each kind only, which takes every kernel of the whole."""
+        kinds = {layer.self_attn.sliding_window: (index, layer) for index, layer in reversed(self._layers)}
+        short = copy(self)
+        short._layers = sorted(kinds.values(), key=lambda item: item[0])
+        return short
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
@@ -197,10 +206,10 @@ class FusedForward:
         """The layers and the head with products in parts; `normed` holds the next product's input throughout."""
         workspace, tokens = self._workspace, bucket.tokens
         normed, activated = workspace.rows("normed", tokens, hidden.shape[1]), self._activated[:tokens]
-        layers = self.model.model.layers
-        norms = [layer.input_layernorm for layer in layers] + [self.model.model.norm]
-        rms_norm(hidden, norms[0].weight, norms[0].eps, normed)
-        for index, layer in enumerate(layers):
+        norms = [layer.input_layernorm for _, layer in self._layers[1:]] + [self.model.model.norm]
+        first = self._layers[0][1].input_layernorm
+        rms_norm(hidden, first.weight, first.eps, normed)
+        for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
             qkv = linear_parts(normed, layer.self_attn.qkv_proj.weight, workspace)
             attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
             norm, mlp = layer.post_attention_layernorm, layer.mlp
@@ -208,7 +217,7 @@ class FusedForward:
             rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
             skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True)
             parts = linear_parts(activated, mlp.down_proj.weight, workspace)
-            rms_norm(parts, norms[index + 1].weight, norms[index + 1].eps, normed, residual=hidden)
+            rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
         return self._logits_of(self._sampled_rows(normed, bucket, inputs))
 
     def _attend(

@@ -17,7 +17,7 @@ from common.config import StepLimits
 from common.messages import StepPlan
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda.buckets import Bucket, bucket_of, chunk_buckets, decode_buckets, exact_bucket
+from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
 from worker_proc.cuda.lanes import LANE_COUNT, Lanes
 from worker_proc.cuda.slots import DeviceSlots, add_sampling
 from worker_proc.cuda.special_rows import SpecialRows
@@ -79,11 +79,11 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm_up(self, seconds: float = float("inf")) -> str:
-        """Compile, and capture, what the buckets of start-up need, on empty plans: nothing is computed or stored.
+        """Capture what the buckets of start-up need, on empty plans: nothing is computed or stored.
 
         Stops after that many seconds; what is left is prepared when it is first used. Returns what was done, in words.
         """
-        buckets = self.start_buckets()
+        buckets = start_buckets(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
         self._ring.device_buffer[:4].zero_()
@@ -93,13 +93,6 @@ class CudaRunner:
             self.program.run(buckets[prepared])
             prepared += 1
         return f"{prepared} of {len(buckets)} buckets, with {self.program.graph_count} graphs"
-
-    def start_buckets(self) -> list[Bucket]:
-        """What is to be ready before the first request: one prompt and its decoding, then every decode batch and the
-        usual steps with chunks."""
-        sizes = (self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
-        decodes, chunks = decode_buckets(sizes[0]), chunk_buckets(*sizes)
-        return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
 
     def _bucket(self, decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
         if not self.pads_steps:

@@ -14,7 +14,7 @@ from kernels.sampling import SampledTokens, sample
 from kernels.sampling_state import SamplingWorkspace
 from kernels.step_inputs import step_inputs
 from kernels.step_layout import PlanLayout, StepInputs
-from worker_proc.cuda.buckets import GRAPH_TOKENS, Bucket
+from worker_proc.cuda.buckets import Bucket, has_graph
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
@@ -28,6 +28,9 @@ class Forward(Protocol):
         self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
     ) -> torch.Tensor:
         """Logits of the rows that sample, float32 [rows, vocab_size]."""
+
+    def shortened(self) -> "Forward":
+        """A pass in the same buffers that takes every kernel of this one, but not every layer."""
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Logits of any tokens of the last pass, float32 [count, vocab_size]."""
@@ -51,6 +54,7 @@ class StepProgram:
     ) -> None:  # fmt: skip
         self._forward, self._cache, self._slots = forward, cache, slots
         self._plan, self._layout, self._vocabulary = plan, layout, vocabulary
+        self._max_tokens = max_tokens
         device = plan.device
         self._inputs = StepInputs.allocate(layout.rows, max_tokens, device)
         self._workspace = SamplingWorkspace.allocate(layout.rows, vocabulary, device)
@@ -70,14 +74,21 @@ class StepProgram:
 
         Without `sampling` the caller changes the logits and then calls `sample`.
         """
-        if not self.uses_graphs or bucket.tokens > GRAPH_TOKENS:
-            return self._run(bucket, sampling)
+        if not self.uses_graphs or not has_graph(bucket, self._max_tokens):
+            return self._run(self._forward, bucket, sampling)
         key = (bucket, sampling)
         if key not in self._graphs:
             self._graphs[key] = self._capture(bucket, sampling)
         graph, logits = self._graphs[key]
         graph.replay()
         return logits
+
+    def rehearse(self, bucket: Bucket) -> None:
+        """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""
+        kept = self._plan[:4].clone()
+        self._plan[:4].zero_()
+        self._run(self._forward.shortened(), bucket, sampling=True)
+        self._plan[:4].copy_(kept)
 
     def sample(self, bucket: Bucket, logits: torch.Tensor) -> None:
         """Choose the rows' tokens, write them to `sampled` and to their slots."""
@@ -97,21 +108,18 @@ class StepProgram:
         """Logits of any tokens of the last step."""
         return self._forward.token_logits(first_token, count)
 
-    def _run(self, bucket: Bucket, sampling: bool) -> torch.Tensor:
+    def _run(self, forward: Forward, bucket: Bucket, sampling: bool) -> torch.Tensor:
         inputs = self.inputs(bucket)
         step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)
-        logits = self._forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
+        logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
         if sampling:
             self.sample(bucket, logits)
         return logits
 
     def _capture(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Record the bucket's step; a run on an empty plan before it, which does nothing, compiles the kernels."""
-        kept = self._plan[:4].clone()
-        self._plan[:4].zero_()
-        self._run(bucket, sampling)
-        self._plan[:4].copy_(kept)
+        """Record the bucket's step. The rehearsal loads its kernels, and compiles those that are not compiled yet."""
+        self.rehearse(bucket)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._run(bucket, sampling)
+            logits = self._run(self._forward, bucket, sampling)
         return graph, logits
