@@ -311,6 +311,8 @@ def _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         torch.addmm(residual, x, weight.T, out=out)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.T, out=out)
+    elif out.dtype == torch.float32 and x.is_cuda:
+        torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
     else:
         wide = workspace.rows("wide", rows, weight.shape[0])
         torch.mm(x, weight.T, out=wide)

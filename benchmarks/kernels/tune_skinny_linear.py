@@ -82,6 +82,7 @@ def held_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
 def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
     """Hopper's tiles: 80 to 300 programs; all of W in shared memory, or a ring for one or for two programs of an SM."""
     silu = "silu" in shape.fusion
+    most = 900 if silu else 3000 if shape.outputs > 50_000 else 300
     for block_m, warps in (64, 4), (128, 8), (256, 8):
         if block_m > 64 and (block_m >= 2 * rows or rows <= 64):
             continue
@@ -89,12 +90,19 @@ def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
             width = block_n * (2 if silu else 1)
             if width * block_m > 128 * 256 or (block_n == 16 and (shape.outputs > 1024 or rows > 64)):
                 continue
-            for split_k in (1,) if silu else (1, 2, 3, 4, 6, 8):
+            for split_k in (1,) if silu or most == 3000 else (1, 2, 3, 4, 6, 8):
                 programs = -(-shape.out_columns // block_n) * split_k * -(-rows // block_m)
-                if 80 <= programs <= 300 or (silu and 300 < programs <= 900):
-                    block_k = 128 if width + block_m <= 256 else 64
-                    tile = LinearPlan("resident", block_n, block_k, warps, 1, split_k, norm_apart=True, block_m=block_m)
-                    yield from _stage_choices(shape, tile, width)
+                if 80 <= programs <= most * -(-rows // 256):
+                    tile = LinearPlan("resident", block_n, 0, warps, 1, split_k, norm_apart=True, block_m=block_m)
+                    for block_k in _step_choices(shape, width + block_m):
+                        yield from _stage_choices(shape, replace(tile, block_k=block_k), width)
+
+
+def _step_choices(shape: LinearShape, lines: int) -> tuple[int, ...]:
+    """Columns of K a step, for so many lines of W and x."""
+    if shape.inputs % 128 or lines > 256:
+        return (64,)
+    return (128, 256) if lines <= 128 else (128,)
 
 
 def _stage_choices(shape: LinearShape, plan: LinearPlan, width: int) -> Iterator[LinearPlan]:
@@ -121,8 +129,10 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
         plans += matvec_candidates(shape, rows)
     if 2 <= rows <= 16:
         plans += held_candidates(shape)
-    if rows >= 16 or (rows >= 2 and shape.outputs > 50_000):
+    if 16 <= rows <= 64 or (2 <= rows <= 64 and shape.outputs > 50_000):
         plans += small_m_candidates(shape, rows)
+    if rows >= 32 and shape.outputs > 30_000:
+        plans += resident_candidates(shape, rows)
     return plans
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 TABLE_PATH = Path(__file__).with_name("skinny_linear.json")
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,6 @@ def _card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def row_bucket(rows: int) -> int:
-    """The smallest measured number of rows that is not below `rows`."""
-    return next(bucket for bucket in ROW_BUCKETS if bucket >= rows)
-
-
 def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool) -> LinearPlan:
     """A plan by rule, for a shape or a card that was not measured: one row by matvec, the rest by the library."""
     halves = 2 if silu_mul else 1
@@ -70,12 +65,11 @@ def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool) -> Linear
 
 
 def measured_plan(device: torch.device, dtype: torch.dtype, rows: int, operation: str) -> LinearPlan | None:
-    """The fastest plan of this card for the bucket of `rows`; None where it was not measured."""
-    if rows > ROW_BUCKETS[-1]:
-        return None
+    """The fastest plan of this card for the next measured number of rows; None where none is measured."""
     operations = _table().get(_card(device), {}).get(str(dtype).removeprefix("torch."), {})
-    entry = operations.get(operation, {}).get(str(row_bucket(rows)))
-    return None if entry is None else LinearPlan(**entry["plan"])
+    measured = operations.get(operation, {})
+    bucket = next((str(bucket) for bucket in ROW_BUCKETS if bucket >= rows and str(bucket) in measured), None)
+    return None if bucket is None else LinearPlan(**measured[bucket]["plan"])
 
 
 def find_plan(

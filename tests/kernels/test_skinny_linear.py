@@ -1,11 +1,12 @@
 """Skinny products and the work fused into them, against float32."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from kernels import tuning
 from kernels.launch import prefetch_share
 from kernels.skinny_linear import (
     Workspace,
@@ -16,7 +17,7 @@ from kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_reference,
 )
-from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, row_bucket
+from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, measured_plan
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
 
 PLANS = [
@@ -104,10 +105,18 @@ def test_wrong_arguments_are_named():
 
 
 def test_table_and_rules():
-    assert [row_bucket(rows) for rows in (1, 3, 33, 64, 65, 256)] == [1, 4, 64, 64, 96, 256]
     assert default_plan(1, 4096, 1024, False).kernel == "matvec" and default_plan(40, 4096, 1024, False) == LIBRARY
     assert find_plan(torch.device("cpu"), torch.bfloat16, 257, 8, 8, silu_mul=False, has_norm=False) == LIBRARY
     assert bytes_moved(2, 3, 5, 2) == 2 * (15 + 2 * 8)
+
+
+def test_a_plan_serves_down_to_the_measured_size_below(monkeypatch):
+    plans = {rows: LinearPlan("small_m", block_n=rows, block_k=16) for rows in (4, 64)}
+    entries = {str(rows): {"plan": asdict(plan)} for rows, plan in plans.items()}
+    monkeypatch.setattr(tuning, "_table", lambda: {"cpu": {"float16": {"n8_k16_parts": entries}}})
+    found = [measured_plan(torch.device("cpu"), torch.float16, rows, "n8_k16_parts") for rows in (1, 4, 5, 64, 65)]
+    assert found == [plans[4], plans[4], plans[64], plans[64], None]
+    assert measured_plan(torch.device("cpu"), torch.float16, 1, "n8_k17_parts") is None
 
 
 def test_every_plan_of_the_table_is_well_formed():
