@@ -5,8 +5,9 @@
 
 Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then
 timed one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
-reference before it is timed. A product that leaves parts is timed with the kernel that reads them. The entries of this
-card and dtype are replaced, all others are kept.
+reference before it is timed. A product that leaves parts is timed with the kernel that reads them, and the fastest few
+of each are then exchanged for one another in a chain of whole layers, where a kernel also meets its neighbours. The
+entries of this card and dtype are replaced, all others are kept.
 """
 
 import json
@@ -14,126 +15,21 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from benchmarks.kernels.harness import argument_parser, copies_to_exceed_l2, device_name, time_us
-from benchmarks.kernels.linear_shapes import MODELS, LinearShape, make_arguments, make_reader
+from benchmarks.kernels.linear_candidates import candidates
+from benchmarks.kernels.linear_shapes import MODELS, LinearShape, ModelShape, make_arguments, make_reader
 from kernels.skinny_linear import MAX_ROWS, Workspace, run_parts_plan, run_plan, skinny_linear_reference
-from kernels.skinny_linear_hopper import fits
 from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, operation_key
 
 DTYPE = torch.bfloat16
-SHARED_BYTES = 200_000
-MULTIPROCESSORS = 132
+CHAIN_CHOICES = 6  # plans of an operation that are tried in the chain
 
-
-def matvec_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
-    """Tiles whose rows of W fit in registers and whose programs fill the card."""
-    halves = 2 if "silu" in shape.fusion else 1
-    for warps in (1, 2, 4, 8) if rows == 1 else (1, 2, 4):
-        for block_n in (1, 2, 4, 8) if rows == 1 else (2, 4):
-            programs = shape.out_columns / block_n
-            for block_k in (256, 512, 1024, 2048) if rows == 1 else (512, 1024):
-                tile = block_n * block_k
-                held = block_n * halves * (shape.inputs + block_k - 1) // block_k * block_k * 2 / (32 * warps)
-                sums = tile * halves * 4 / (32 * warps)
-                fits = held + sums <= (640 if rows == 1 else 480) and held >= 48
-                if fits and tile >= 256 * warps and block_k < 2 * shape.inputs and programs >= 100:
-                    yield LinearPlan("matvec", block_n=block_n, block_k=block_k, num_warps=warps)
-
-
-def small_m_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
-    """Pipelined tensor-core tiles: 100 to 1,100 programs (more for a very wide W), stages that fit shared memory."""
-    halves = 2 if "silu" in shape.fusion else 1
-    block_m = max(16, rows)
-    for block_n in (16, 32, 64, 128):
-        for split_k in (1, 2, 4):
-            programs = -(-shape.out_columns // block_n) * split_k
-            if programs < 100 or (programs > 800 and (split_k > 1 or block_n < 64)):
-                continue
-            for block_k in (64, 128, 256):
-                if shape.inputs // block_k < split_k:
-                    continue
-                stage = (block_n * halves + block_m) * block_k * 2
-                stages = min(6, SHARED_BYTES // stage, max(2, shape.inputs // block_k // split_k))
-                if stages >= 2 and stage >= 4096:
-                    apart = "norm" in shape.fusion
-                    yield LinearPlan("small_m", block_n, block_k, 4, stages, split_k, norm_apart=apart)
-
-
-def held_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
-    """Tensor-core tiles with W in registers, loaded early."""
-    halves = 2 if "silu" in shape.fusion else 1
-    for block_n in (16, 32, 64):
-        for split_k in (1, 2, 4):
-            programs = -(-shape.out_columns // block_n) * split_k
-            if programs < 100 or (split_k > 1 and programs > 600):
-                continue
-            for warps in (2, 4):
-                held = block_n * halves * shape.inputs * 2 / split_k / (32 * warps)
-                if 96 <= held <= (256 if halves == 2 else 512) and shape.inputs % (256 * split_k) == 0:
-                    yield LinearPlan("small_m", block_n, 256, warps, 1, split_k, held=True)
-
-
-def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
-    """Hopper's tiles: 80 to 300 programs; all of W in shared memory, or a ring for one or for two programs of an SM."""
-    silu = "silu" in shape.fusion
-    most = 900 if silu else 3000 if shape.outputs > 50_000 else 300
-    for block_m, warps in (64, 4), (128, 8), (256, 8):
-        if block_m > 64 and (block_m >= 2 * rows or rows <= 64):
-            continue
-        for block_n in (16, 32, 64, 128):
-            width = block_n * (2 if silu else 1)
-            if width * block_m > 128 * 256 or (block_n == 16 and (shape.outputs > 1024 or rows > 64)):
-                continue
-            for split_k in (1,) if silu or most == 3000 else (1, 2, 3, 4, 6, 8):
-                programs = -(-shape.out_columns // block_n) * split_k * -(-rows // block_m)
-                if 80 <= programs <= most * -(-rows // 256):
-                    tile = LinearPlan("resident", block_n, 0, warps, 1, split_k, norm_apart=True, block_m=block_m)
-                    for block_k in _step_choices(shape, width + block_m):
-                        yield from _stage_choices(shape, replace(tile, block_k=block_k), width)
-
-
-def _step_choices(shape: LinearShape, lines: int) -> tuple[int, ...]:
-    """Columns of K a step, for so many lines of W and x."""
-    if shape.inputs % 128 or lines > 256:
-        return (64,)
-    return (128, 256) if lines <= 128 else (128,)
-
-
-def _stage_choices(shape: LinearShape, plan: LinearPlan, width: int) -> Iterator[LinearPlan]:
-    steps = shape.inputs // plan.block_k // plan.split_k
-    row_bytes, weight_bytes = plan.block_m * plan.block_k * 2, width * plan.block_k * 2
-    choices = {
-        (min(steps, 65_536 // row_bytes), 0),
-        *((min(steps, room // (row_bytes + weight_bytes)),) * 2 for room in (112_000, 224_000)),
-    }
-    for stages, weight_stages in sorted(choices):
-        choice = replace(plan, num_stages=stages, weight_stages=weight_stages)
-        if stages >= 2 and fits(choice, shape.inputs, "silu" in shape.fusion):
-            yield choice
-
-
-def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
-    """Every plan worth timing for `rows` rows."""
-    plans = [LIBRARY]
-    if "parts" in shape.fusion or shape.fusion == ("silu",):
-        if rows <= 16:
-            plans += held_candidates(shape)
-        return plans + list(resident_candidates(shape, rows))
-    if rows <= 4:
-        plans += matvec_candidates(shape, rows)
-    if 2 <= rows <= 16:
-        plans += held_candidates(shape)
-    if 16 <= rows <= 64 or (2 <= rows <= 64 and shape.outputs > 50_000):
-        plans += small_m_candidates(shape, rows)
-    if rows >= 32 and shape.outputs > 30_000:
-        plans += resident_candidates(shape, rows)
-    return plans
+Timed = list[tuple[float, LinearPlan]]  # microseconds, fastest first
 
 
 def jobs_for(models: list[str], row_counts: list[int], kinds: list[str]) -> list[tuple[LinearShape, int]]:
@@ -220,10 +116,10 @@ def short_name(plan: LinearPlan) -> str:
     return f"{plan.kernel[0]}{tile}x{plan.block_k}w{plan.num_warps}{stages}k{plan.split_k}{flags}"
 
 
-def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> dict:
-    """Time all candidates; returns the table's entry for the fastest."""
+def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> Timed:
+    """Time all candidates, the fastest first."""
     copies = [make_item(shape, rows) for _ in range(copies_to_exceed_l2(shape.weight_bytes, at_most=32))]
-    timed: list[tuple[float, LinearPlan]] = []
+    timed: Timed = []
     for plan in candidates(shape, rows):
         try:
             if not is_right(plan, shape, workspace, copies[0], ahead):
@@ -237,12 +133,51 @@ def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> di
         except Exception as error:
             print(f"cannot run {shape.name} rows {rows} {plan}: {error!r}"[:300], file=sys.stderr)
     timed.sort(key=lambda item: item[0])
-    best_us, best = timed[0]
-    library_us = next(us for us, plan in timed if plan == LIBRARY)
+    best_us, library_us = timed[0][0], us_of(LIBRARY, timed)
     runners_up = "  ".join(f"{us:.2f}:{short_name(plan)}" for us, plan in timed[:4])
     print(f"{shape.name:8} rows {rows:3} best {best_us:7.2f} us {shape.weight_bytes / best_us / 1e6:5.2f} TB/s  "
           f"library {library_us:7.2f}  {runners_up}", flush=True)  # fmt: skip
-    return {"plan": asdict(best), "us": round(best_us, 2), "library_us": round(library_us, 2)}
+    return timed
+
+
+def us_of(plan: LinearPlan, timed: Timed) -> float:
+    """A plan's time among those measured."""
+    return next(us for us, other in timed if other == plan)
+
+
+def entry_of(plan: LinearPlan, timed: Timed) -> dict:
+    """A line of the table."""
+    return {
+        "plan": asdict(plan), "us": round(us_of(plan, timed), 2), "library_us": round(us_of(LIBRARY, timed), 2)
+    }  # fmt: skip
+
+
+def best_in_chain(
+    model: ModelShape, rows: int, timed: dict[LinearShape, Timed], workspace: Workspace
+) -> dict[LinearShape, LinearPlan]:
+    """The plans that make a chain of layers fastest, exchanged one operation at a time among the fastest few alone."""
+    layer_bytes = sum(shape.weight_bytes for shape in model.in_parts)
+    layers = [[make_item(shape, rows) for shape in model.in_parts] for _ in range(max(3, (256 << 20) // layer_bytes))]
+    chosen = {shape: timed[shape][0][1] for shape in model.in_parts}
+
+    def chain_us(plans: dict[LinearShape, LinearPlan]) -> float:
+        def chain() -> None:
+            for items in layers:
+                for shape, item in zip(model.in_parts, items, strict=True):
+                    run_candidate(plans[shape], shape, item, workspace)
+
+        return time_us([chain], inner=2, replays=9) / len(layers)
+
+    first_us = best_us = chain_us(chosen)
+    for _ in range(2):
+        for shape in model.in_parts:
+            for _, plan in timed[shape][:CHAIN_CHOICES]:
+                us = chain_us(chosen | {shape: plan}) if plan != chosen[shape] else best_us
+                if us < best_us * 0.997:
+                    best_us, chosen = us, chosen | {shape: plan}
+    names = "  ".join(f"{shape.name} {short_name(plan)}" for shape, plan in chosen.items())
+    print(f"{model.name} rows {rows:3} chain best {best_us:.2f} us a layer, of {first_us:.2f}: {names}", flush=True)
+    return chosen
 
 
 def merge(table: dict, entries: dict[tuple[LinearShape, int], dict]) -> dict:
@@ -269,7 +204,13 @@ def main() -> None:
     compile_all(jobs, min(16, os.cpu_count() or 1), options.prefetch)
     print(f"compiled in {time.perf_counter() - start_s:.0f} s", flush=True)
     workspace = make_workspace(151_936)
-    entries = {(shape, rows): tune(shape, rows, workspace, options.prefetch) for shape, rows in jobs}
+    timed = {(shape, rows): tune(shape, rows, workspace, options.prefetch) for shape, rows in jobs}
+    entries = {key: entry_of(plans[0][1], plans) for key, plans in timed.items()}
+    for model in (MODELS[name] for name in options.models.split(",")):
+        for rows in row_counts if "parts" in options.kinds else ():
+            of_model = {shape: timed[shape, rows] for shape in model.in_parts}
+            for shape, plan in best_in_chain(model, rows, of_model, workspace).items():
+                entries[shape, rows] = entry_of(plan, of_model[shape])
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     options.table.write_text(json.dumps(merge(table, entries), indent=1) + "\n")
 
