@@ -92,6 +92,7 @@ from kernels.truncation import (
     truncated_choice,
 )
 
+SCAN_WARPS = 8
 SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
 
 
@@ -426,7 +427,7 @@ def sample(
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
-        num_warps=8, maxnreg=SCAN_REGISTERS, **common,
+        num_warps=SCAN_WARPS, maxnreg=SCAN_REGISTERS, **common,
     )  # fmt: skip
     _choose_kernel[plan.choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
