@@ -147,6 +147,7 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         policy=options.policy,
         preemption=options.preemption,
         block_bytes=ready.block_bytes,
+        link_bytes_per_s=ready.link_bytes_per_s or Limits.link_bytes_per_s,
         namespace=config.model_dir,
     )
 

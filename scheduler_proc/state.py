@@ -30,7 +30,8 @@ class Limits:
         max_queued_tokens: their prompt tokens that may wait; 0 sets no limit.
         target_itl_s: time between tokens to aim for by limiting what a step holds; 0 does not.
         prefix_cache, policy, preemption: as the options of these names.
-        block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way. For preemption `auto`.
+        block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way: what the worker measured, or
+            what a simulation assumes. For preemption `auto`.
         namespace: model and adapter: prefixes are shared within one namespace.
     """
 

@@ -88,6 +88,7 @@ EXAMPLES = {
             block_bytes=2**40,
             vocab_size=100,
             device_name="cpu",
+            link_bytes_per_s=50_000_000_000,
         ),
         m.StepResult(
             step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1, 2, 3, 4])

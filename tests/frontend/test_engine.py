@@ -6,8 +6,9 @@ import pytest
 
 from common.errors import ConfigError, RequestError
 from common.sampling_params import SamplingParams
-from frontend.engine import ChatPrompt, Engine
+from frontend.engine import Engine
 from frontend.events import Delta, Final
+from frontend.prompt import ChatPrompt
 
 
 def run(main):
