@@ -3,10 +3,12 @@
 Called by benchmarks/soak.py. A process is named as its title says: `supervisor`, `frontend`, `scheduler`, `worker-0`.
 """
 
+import contextlib
 import itertools
 import os
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,21 +22,27 @@ class Holding:
 
     Attributes:
         rss_mb: resident memory that is its own (not of files that are mapped), in MB.
+        fds: open file descriptors by kind: `socket`, `pipe`, `anon_inode`, ...
     """
 
     rss_mb: float
-    fds: int
+    fds: Counter[str]
     threads: int
 
 
 def engine_processes(supervisor_pid: int) -> dict[str, int]:
-    """Process ids of an engine by name, the supervisor's with them."""
-    found = {"supervisor": supervisor_pid}
-    children = Path(f"/proc/{supervisor_pid}/task/{supervisor_pid}/children").read_text().split()
-    for pid in map(int, children):
-        title = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
-        if title.startswith(TITLE):
-            found[title.removeprefix(TITLE)] = pid
+    """Process ids of an engine by name, the supervisor's with them, and those that its processes have started."""
+    return {"supervisor": supervisor_pid} | _children(supervisor_pid)
+
+
+def _children(parent: int) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            title = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]
+            if title.startswith(TITLE):
+                found[title.removeprefix(TITLE)] = pid
+            found |= _children(pid)
     return found
 
 
@@ -43,7 +51,14 @@ def holding(pid: int) -> Holding:
     process = Path(f"/proc/{pid}")
     resident, shared = map(int, (process / "statm").read_text().split()[1:3])
     threads = len(os.listdir(process / "task"))
-    return Holding((resident - shared) * _PAGE_BYTES / 1e6, len(os.listdir(process / "fd")), threads)
+    return Holding((resident - shared) * _PAGE_BYTES / 1e6, Counter(_fd_kinds(process / "fd")), threads)
+
+
+def _fd_kinds(folder: Path) -> Iterator[str]:
+    for link in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that this is read through, or one just closed
+            target = os.readlink(link)
+            yield target.partition(":")[0] if ":" in target else "file"
 
 
 def memory_growth_mb(samples: Sequence[Holding]) -> float:

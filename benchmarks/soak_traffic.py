@@ -8,8 +8,8 @@ import asyncio
 import json
 import random
 from array import array
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -74,7 +74,7 @@ class Traffic:
         endpoint: the client socket's.
         rng: draws prompts and parameters.
         longest: tokens that a request may hold.
-        long_lived: requests that were left running on purpose, to be dropped with their client.
+        bad_count: bad inputs so far.
     """
 
     http: httpx.AsyncClient
@@ -82,7 +82,7 @@ class Traffic:
     endpoint: str
     rng: random.Random
     longest: int
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    bad_count: int = 0
 
     def text(self, word_count: int) -> str:
         """A prompt; half of them begin alike, for the prefix cache."""
@@ -158,7 +158,8 @@ async def http_gone_while_waiting(traffic: Traffic) -> None:
 
 async def http_bad_input(traffic: Traffic) -> None:
     """What no engine can serve."""
-    body = traffic.rng.choice(BAD_BODIES)
+    traffic.bad_count += 1
+    body = BAD_BODIES[traffic.bad_count % len(BAD_BODIES)]
     content = {"content": body} if isinstance(body, bytes) else {"json": body}
     response = await traffic.http.post("/v1/completions", **content)
     check(400 <= response.status_code < 500, f"{response.status_code} for {str(body)[:80]}")
@@ -283,3 +284,8 @@ KINDS: dict[Kind, int] = {
     sdk_generate: 14, sdk_abort: 8, sdk_timeout: 3, sdk_vanishes: 3, sdk_long_chat: 3, sdk_garbage: 3,
 }  # fmt: skip
 """Each kind with its weight."""
+
+
+def every_kind(kinds: Iterable[Kind]) -> list[Kind]:
+    """Each kind once, bad input once for each of the inputs."""
+    return [kind for kind in kinds for _ in (BAD_BODIES if kind is http_bad_input else (0,))]
