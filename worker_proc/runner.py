@@ -16,6 +16,7 @@ from common.config import StepLimits
 from common.messages import SlotInit, SlotSampling, StepPlan
 from kernels.step_layout import StepInputs
 from worker_proc.cpu_threads import StepThreads
+from worker_proc.fixed_order_model import GROUP_TOKENS, FixedOrderModel
 from worker_proc.forward_context import ForwardContext
 from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import logprob_table
@@ -36,6 +37,7 @@ class CpuRunner:
         model: in its final form.
         max_model_len: tokens that a slot has room for.
         tokenizer_vocab_size: ids from here on are never sampled.
+        deterministic: a request's bits may not depend on the others; slower.
     """
 
     def __init__(
@@ -45,15 +47,18 @@ class CpuRunner:
         limits: StepLimits,
         max_model_len: int,
         tokenizer_vocab_size: int,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.memory = SlotMemory(limits.max_num_seqs, max_model_len, cache.block_size, torch.device("cpu"))
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
-        self._model, self._cache, self._limits = model, cache, limits
+        self._model = FixedOrderModel(model) if deterministic else model
+        self._cache, self._limits = cache, limits
         self._vocab_size = tokenizer_vocab_size
         self._stager = StepStager(self.memory, self.mirror)
         self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, self.memory.device)
         self._sampler = Sampler(self.memory, self.mirror, tokenizer_vocab_size)
-        self._threads = StepThreads(model.config)
+        self._threads = StepThreads(model.config, GROUP_TOKENS if deterministic else None)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -71,6 +76,10 @@ class CpuRunner:
         parts_us = [(end - begin) // 1000 for begin, end in itertools.pairwise(marks)]
         arrived = Arrived(array("i", sampled.token_ids.tobytes()), *parts_us)
         return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces)
+
+    def prepare_next(self) -> bool:
+        """Nothing is prepared ahead on a CPU."""
+        return False
 
     def warm_up(self) -> None:
         """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""

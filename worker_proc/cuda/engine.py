@@ -10,10 +10,12 @@ import time
 import torch
 
 from common.config import EngineConfig, StepLimits
+from common.errors import ConfigError
 from kernels.compile_ahead import compile_all, launches_left_out
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import DECODE, Bucket, largest_buckets, start_buckets
+from worker_proc.cuda.fixed_order_forward import FixedOrderForward
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
@@ -28,8 +30,9 @@ logger = logging.getLogger(__name__)
 GRAPH_ALLOWANCE = 128
 """Graphs whose memory is set aside before the cache is sized: those of start-up, and as many that come later."""
 
-CAPTURE_SECONDS = 8.0
-"""After this long no further bucket is prepared at start, but when it is first used."""
+CAPTURE_SECONDS = 1.0
+"""After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
+first used."""
 
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
@@ -41,10 +44,10 @@ SAFETY_BYTES = 256 << 20
 def cuda_runner(
     config: EngineConfig, limits: StepLimits, model: LlamaForCausalLM, specs: list[LayerCacheSpec], vocabulary: int
 ) -> tuple[CudaRunner, CacheSize]:
-    """A runner that has run every bucket that start-up covers, and the size of its cache.
+    """A runner that is ready for the first requests, and the size of its cache.
 
     Raises:
-        ConfigError: no memory left for the cache.
+        ConfigError: no memory left for the cache, or --deterministic with a model that it does not cover.
     """
     start = time.monotonic()
     prepare_thread()
@@ -53,7 +56,7 @@ def cuda_runner(
     max_len = min(config.model.max_model_len or model_limit, model_limit)
     device = model.model.norm.weight.device
     with torch.inference_mode():
-        forward = _forward(model, limits, max_len)
+        forward = _forward(model, limits, max_len, fixed_order=config.worker.deterministic)
         slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device)
         graph_bytes = _profile(forward, slots, limits, specs, vocabulary)
     available = available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
@@ -63,9 +66,10 @@ def cuda_runner(
         host_block_count=size.host_block_count, device=device,
     )  # fmt: skip
     runner = CudaRunner(forward, cache, slots, limits, vocabulary, eager=config.worker.enforce_eager)
-    prepared = runner.warm_up(CAPTURE_SECONDS)
+    runner.warm_up(CAPTURE_SECONDS)
     torch.cuda.synchronize()
-    logger.info("prepared %s, %.2f s after the weights were loaded", prepared, time.monotonic() - start)
+    logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
+                time.monotonic() - start)  # fmt: skip
     return runner, size
 
 
@@ -75,12 +79,15 @@ def prepare_thread() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int) -> Forward:
+def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int, *, fixed_order: bool = False) -> Forward:
     reason = unsupported_reason(model)
     if reason is not None:
+        if fixed_order:
+            raise ConfigError(f"--deterministic does not cover this model on a GPU ({reason}); leave the option out")
         logger.warning("the fused forward pass does not cover this model (%s): slower, and without CUDA Graphs", reason)
         return PlainForward(model)
-    return FusedForward(
+    kind = FixedOrderForward if fixed_order else FusedForward
+    return kind(
         model,
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,

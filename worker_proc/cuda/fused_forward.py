@@ -83,6 +83,7 @@ class FusedForward:
     """
 
     capturable = True
+    fixed_order = False
 
     def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
         config = model.config

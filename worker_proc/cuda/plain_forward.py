@@ -18,6 +18,7 @@ class PlainForward:
     """The model's own forward pass."""
 
     capturable = False
+    fixed_order = False
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._model = model

@@ -19,10 +19,27 @@ from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
 
+class CaptureError(RuntimeError):
+    """A step could not be recorded as a CUDA Graph."""
+
+    def __init__(self, bucket: Bucket, cause: Exception) -> None:
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        super().__init__(
+            f"the CUDA Graph of {bucket.kind} steps with {bucket.rows} rows and {bucket.tokens} tokens cannot be "
+            f"captured: {reason}; --enforce-eager runs without graphs"
+        )
+
+
 class Forward(Protocol):
-    """A forward pass in buffers of its own: `FusedForward` or `PlainForward`."""
+    """A forward pass in buffers of its own: `FusedForward`, `FixedOrderForward` or `PlainForward`.
+
+    Attributes:
+        capturable: whether a graph can hold it.
+        fixed_order: whether a token's bits depend on its own request alone.
+    """
 
     capturable: bool
+    fixed_order: bool
 
     def run(
         self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
@@ -76,12 +93,16 @@ class StepProgram:
         """
         if not self.uses_graphs or not has_graph(bucket, self._max_tokens):
             return self._run(self._forward, bucket, sampling)
-        key = (bucket, sampling)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(bucket, sampling)
-        graph, logits = self._graphs[key]
+        graph, logits = self._graph(bucket, sampling)
         graph.replay()
         return logits
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Have what a bucket's steps need: the graph, or at least the kernels."""
+        if self.uses_graphs and has_graph(bucket, self._max_tokens):
+            self._graph(bucket, sampling=True)
+        else:
+            self.rehearse(bucket)
 
     def rehearse(self, bucket: Bucket) -> None:
         """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""
@@ -97,7 +118,7 @@ class StepProgram:
         out = SampledTokens(**{item.name: getattr(whole, item.name)[: bucket.rows] for item in fields(whole)})
         sample(
             logits, inputs.row_slots, inputs.sample_rows, slots.known_lengths, slots.token_ids, slots.sampling,
-            self._workspace, out, self._vocabulary,
+            self._workspace, out, self._vocabulary, fixed_order=self._forward.fixed_order,
         )  # fmt: skip
 
     def inputs(self, bucket: Bucket) -> StepInputs:
@@ -116,10 +137,28 @@ class StepProgram:
             self.sample(bucket, logits)
         return logits
 
+    def _graph(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        key = (bucket, sampling)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket, sampling)
+        return self._graphs[key]
+
     def _capture(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Record the bucket's step. The rehearsal loads its kernels, and compiles those that are not compiled yet."""
-        self.rehearse(bucket)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._run(self._forward, bucket, sampling)
+        """Record the bucket's step. The rehearsal loads its kernels, and compiles those that are not compiled yet.
+
+        Raises:
+            CaptureError: that failed; nothing is kept of it.
+        """
+        cause: Exception | None = None
+        try:
+            self.rehearse(bucket)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    logits = self._run(self._forward, bucket, sampling)
+                except Exception as error:
+                    cause = error  # ending the capture raises another error, which says less
+                    raise
+        except Exception as error:
+            raise CaptureError(bucket, cause or error) from (cause or error)
         return graph, logits
