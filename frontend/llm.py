@@ -32,7 +32,7 @@ from common.client_messages import TokenLogprob
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
-from frontend.client_state import Params, chat_options
+from frontend.client_requests import Params
 
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 15.0
@@ -140,7 +140,7 @@ class LLM:
             except BaseException:
                 self._finalizer()
                 raise
-        self.client = Client(ready["client_endpoint"], name="LLM")
+        self.client = Client(ready["local_endpoint"], name="LLM")
 
     def generate(
         self,
@@ -194,8 +194,10 @@ class LLM:
         """
         self._check_alive()
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        chat = chat_options(tools, chat_template_kwargs, continue_final_message)
-        finals = self.client.generate_batch(conversations, sampling_params, chat=chat, **options)
+        finals = self.client.generate_batch(
+            conversations, sampling_params, tools=tools, template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message, **options,
+        )  # fmt: skip
         return [_output(final, None, number) for number, final in enumerate(finals)]
 
     def close(self) -> None:

@@ -38,6 +38,9 @@ class StepRunner(Protocol):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, on a GPU as far as issuing it."""
 
+    def prepare_next(self) -> bool:
+        """Make something ready that steps may need later; whether there is more."""
+
 
 @dataclass(frozen=True)
 class Engine:

@@ -49,9 +49,9 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
 
     Args:
         engine: what serves the requests.
-        options: API keys, CORS origins.
+        options: API keys, CORS origins, the prefix of the metrics.
     """
-    figures = Metrics(engine)
+    figures = Metrics(engine, options.metrics_prefix)
 
     async def metrics(_: Request) -> Response:
         return Response(figures.render(), media_type=CONTENT_TYPE)

@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 GRAPH_ALLOWANCE = 128
 """Graphs whose memory is set aside before the cache is sized: those of start-up, and as many that come later."""
 
-CAPTURE_SECONDS = 8.0
-"""After this long no further bucket is prepared at start, but when it is first used."""
+CAPTURE_SECONDS = 1.0
+"""After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
+first used."""
 
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
@@ -43,7 +44,7 @@ SAFETY_BYTES = 256 << 20
 def cuda_runner(
     config: EngineConfig, limits: StepLimits, model: LlamaForCausalLM, specs: list[LayerCacheSpec], vocabulary: int
 ) -> tuple[CudaRunner, CacheSize]:
-    """A runner that has run every bucket that start-up covers, and the size of its cache.
+    """A runner that is ready for the first requests, and the size of its cache.
 
     Raises:
         ConfigError: no memory left for the cache, or --deterministic with a model that it does not cover.
@@ -65,9 +66,10 @@ def cuda_runner(
         host_block_count=size.host_block_count, device=device,
     )  # fmt: skip
     runner = CudaRunner(forward, cache, slots, limits, vocabulary, eager=config.worker.enforce_eager)
-    prepared = runner.warm_up(CAPTURE_SECONDS)
+    runner.warm_up(CAPTURE_SECONDS)
     torch.cuda.synchronize()
-    logger.info("prepared %s, %.2f s after the weights were loaded", prepared, time.monotonic() - start)
+    logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
+                time.monotonic() - start)  # fmt: skip
     return runner, size
 
 

@@ -8,6 +8,7 @@ tests. The sockets, and when a plan comes, are the worker's business (`worker.py
 
 import gc
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -60,6 +61,7 @@ class CudaRunner:
         )  # fmt: skip
         self.pads_steps = self.program.uses_graphs
         self._lanes = Lanes(limits.max_num_seqs, slots.device)
+        self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -79,22 +81,24 @@ class CudaRunner:
         lane.end()
         return step
 
-    @torch.inference_mode()
-    def warm_up(self, seconds: float = float("inf")) -> str:
-        """Capture what the buckets of start-up need, on empty plans: nothing is computed or stored.
-
-        Stops after that many seconds; what is left is prepared when it is first used. Returns what was done, in words.
-        """
-        buckets = start_buckets(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+    def warm_up(self, seconds: float = float("inf")) -> None:
+        """Prepare what start-up covers, for so many seconds; `prepare_next` does what is left."""
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
-        self._ring.device_buffer[:4].zero_()
         deadline = time.monotonic() + seconds
-        prepared = 0
-        while prepared < len(buckets) and time.monotonic() < deadline:
-            self.program.run(buckets[prepared])
-            prepared += 1
-        return f"{prepared} of {len(buckets)} buckets, with {self.program.graph_count} graphs"
+        while self.prepare_next() and time.monotonic() < deadline:
+            pass
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Capture the next bucket of start-up, on an empty plan: nothing is computed or stored. Takes up to 0.1 s.
+
+        Returns:
+            Whether there are more.
+        """
+        if self._unprepared:
+            self.program.prepare(self._unprepared.popleft())
+        return bool(self._unprepared)
 
     def _bucket(self, decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
         if not self.pads_steps:

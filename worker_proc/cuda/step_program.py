@@ -93,12 +93,16 @@ class StepProgram:
         """
         if not self.uses_graphs or not has_graph(bucket, self._max_tokens):
             return self._run(self._forward, bucket, sampling)
-        key = (bucket, sampling)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(bucket, sampling)
-        graph, logits = self._graphs[key]
+        graph, logits = self._graph(bucket, sampling)
         graph.replay()
         return logits
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Have what a bucket's steps need: the graph, or at least the kernels."""
+        if self.uses_graphs and has_graph(bucket, self._max_tokens):
+            self._graph(bucket, sampling=True)
+        else:
+            self.rehearse(bucket)
 
     def rehearse(self, bucket: Bucket) -> None:
         """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""
@@ -132,6 +136,12 @@ class StepProgram:
         if sampling:
             self.sample(bucket, logits)
         return logits
+
+    def _graph(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        key = (bucket, sampling)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket, sampling)
+        return self._graphs[key]
 
     def _capture(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Record the bucket's step. The rehearsal loads its kernels, and compiles those that are not compiled yet.
