@@ -19,7 +19,7 @@ from frontend.http.streams import EventStream, answer_or_abort
 
 
 async def completions(request: Request) -> Response:
-    """The endpoint."""
+    """Continue one or several texts."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), CompletionRequest)
     model = generation.check_model(engine, body.model)

@@ -6,7 +6,7 @@ are accepted, and each is logged once. The ranges of sampling parameters are `Sa
 
 import logging
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -14,9 +14,56 @@ from common.errors import RequestError
 
 _FIELD_PATH = re.compile(r"\$\.(\w+)")
 _REPORT_LIMIT = 1000
+_STRING = {"type": "string"}
 
 logger = logging.getLogger(__name__)
 _reported: set[str] = set()
+
+
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "null"},
+        {"type": "array", "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": _STRING}}},
+    ]
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    msgspec.Meta(
+        extra_json_schema={
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": _CONTENT,
+                    "tool_calls": {"type": "array", "items": {"type": "object"}},
+                    "tool_call_id": _STRING,
+                },
+                "required": ["role"],
+            }
+        }
+    ),
+]
+"""Chat messages; what they hold is checked where they are used, and only described here. So with tools."""
+Tools = Annotated[
+    list[dict[str, Any]],
+    msgspec.Meta(
+        extra_json_schema={
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "properties": {"name": _STRING, "description": _STRING, "parameters": {"type": "object"}},
+                        "required": ["name"],
+                    },
+                },
+                "required": ["type", "function"],
+            }
+        }
+    ),
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -92,14 +139,14 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class ChatRequest(GenerationRequest, kw_only=True):
     """`/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -111,8 +158,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
