@@ -114,6 +114,36 @@ class AsyncClient:
         )  # fmt: skip
         return await stream.result()
 
+    async def embed(
+        self,
+        prompt: wire.Prompt,
+        *,
+        pooling: str = "",
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> wire.EmbedReply:
+        """The embedding of a text, token ids or a chat; arguments as `client.Client.submit_embedding` has them.
+
+        A task that is cancelled here aborts the request.
+        """
+        inbox = self._inbox(request_id)
+        with self._state.freed_on_error(inbox):
+            await self._send(
+                client_state.embed_message(inbox.request_id, prompt, pooling=pooling, timeout_s=timeout_s, **options)
+            )
+            try:
+                async with asyncio.timeout_at(
+                    client_state.deadline_after(timeout_s, asyncio.get_running_loop().time())
+                ):  # fmt: skip
+                    reply = await inbox.next()
+            except asyncio.CancelledError:
+                await self.abort(inbox.request_id)
+                raise
+        client_state.raise_error(reply)
+        assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
+        return reply
+
     async def submit_chat(
         self,
         messages: Messages,
@@ -257,8 +287,7 @@ class AsyncStream:
         self.final: wire.Final | None = None
         self._client = client
         self._inbox = inbox
-        slack_s = client_state.TIMEOUT_SLACK_S
-        self._deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + slack_s
+        self._deadline_s = client_state.deadline_after(timeout_s, asyncio.get_running_loop().time())
 
     def __aiter__(self) -> "AsyncStream":
         return self

@@ -14,8 +14,9 @@ again by itself: requests that were live are gone, new ones work.
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import zmq
 
@@ -27,6 +28,8 @@ from frontend.client_state import HELLO_ID, ClientState, Inbox, Params, Reply
 
 Messages = Sequence[Mapping[str, Any]]
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Client:
@@ -142,40 +145,63 @@ class Client:
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
-        finals: dict[int, wire.Final] = {}
-        while left := [index for index in range(len(prompts)) if index not in finals]:
-            served, full = self._run_round([(index, prompts[index], each[index]) for index in left], options)
-            finals |= served
+        pairs = zip(prompts, each, strict=True)
+        starts = [partial(self.submit, prompt, wanted, stream=False, **options) for prompt, wanted in pairs]
+        return self._run_batch(starts, client_state.batch_window(each))
+
+    def embed(self, prompt: wire.Prompt, **options: Any) -> wire.EmbedReply:
+        """The embedding of a text, token ids or a chat.
+
+        Args:
+            prompt: what to embed.
+            options: see `submit_embedding`.
+
+        Raises:
+            RequestError, EngineDeadError, TimeoutError: see the module's docstring.
+        """
+        with self.submit_embedding(prompt, **options) as running:
+            return running.result()
+
+    def embed_batch(self, prompts: Sequence[wire.Prompt], **options: Any) -> list[wire.EmbedReply]:
+        """Embed many prompts at once; results in their order, errors as in `generate_batch`."""
+        starts = [partial(self.submit_embedding, prompt, **options) for prompt in prompts]
+        return self._run_batch(starts, client_state.BATCH_SAMPLES)
+
+    def _run_batch(self, starts: "Sequence[Callable[[], Running[ResultT]]]", window: int) -> list[ResultT]:
+        """Results in the order of what starts the requests; what finds the queue full is started again."""
+        results: dict[int, ResultT] = {}
+        while left := {index: start for index, start in enumerate(starts) if index not in results}:
+            served, full = self._run_round(left, window)
+            results |= served
             if full is not None:
-                if not finals:
+                if not results:
                     raise full
                 time.sleep((full.retry_after_ms or 0) / 1000)
-        return [finals[index] for index in range(len(prompts))]
+        return [results[index] for index in range(len(starts))]
 
     def _run_round(
-        self, wanted: Sequence[tuple[int, wire.Prompt, Params]], options: Mapping[str, Any]
-    ) -> tuple[dict[int, wire.Final], RequestError | None]:
+        self, starts: "Mapping[int, Callable[[], Running[ResultT]]]", window: int
+    ) -> tuple[dict[int, ResultT], RequestError | None]:
         """Results by index, and the refusal of those that found the queue full."""
-        streams: dict[int, Stream] = {}
-        finals: dict[int, wire.Final] = {}
+        running: dict[int, Running[ResultT]] = {}
+        results: dict[int, ResultT] = {}
         full: RequestError | None = None
-        window = client_state.batch_window([params for _, _, params in wanted])
         try:
-            for index, prompt, params in wanted:
+            for index, start in starts.items():
                 while self._state.live_count >= window:
                     self._pump(None)
-                streams[index] = self.submit(prompt, params, stream=False, **options)
-            for index, stream in streams.items():
+                running[index] = start()
+            for index, request in running.items():
                 try:
-                    finals[index] = stream.result()
+                    results[index] = request.result()
                 except RequestError as error:
                     if error.code != "queue_full":
                         raise
                     full = error
         finally:
-            for stream in streams.values():
-                stream.close()
-        return finals, full
+            for request in running.values():
+                request.close()
+        return results, full
 
     def submit(
         self,
@@ -211,6 +237,30 @@ class Client:
             )  # fmt: skip
             self._send(message)
         return Stream(self, inbox, timeout_s)
+
+    def submit_embedding(
+        self,
+        prompt: wire.Prompt,
+        *,
+        pooling: str = "",
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> "RunningEmbedding":
+        """Ask for an embedding and return at once.
+
+        Args:
+            prompt: a text, token ids, or chat messages.
+            pooling: `last` or `mean`; empty for what the engine was started with.
+            request_id, timeout_s: as in `submit`.
+            options: `priority`, `cache_salt`, `add_special_tokens`, `chat` as in `submit`.
+        """
+        inbox = self._state.open(request_id)
+        with self._state.freed_on_error(inbox):
+            self._send(
+                client_state.embed_message(inbox.request_id, prompt, pooling=pooling, timeout_s=timeout_s, **options)
+            )
+        return RunningEmbedding(self, inbox, timeout_s)
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets its `Final` with what there is. Unknown ids are ignored."""
@@ -313,6 +363,47 @@ class Client:
         return reply
 
 
+class Running(Protocol[ResultT_co]):
+    """A request that is under way."""
+
+    def result(self) -> ResultT_co:
+        """Wait for the end."""
+
+    def close(self) -> None:
+        """Abort the request if it is still running."""
+
+
+class RunningEmbedding:
+    """One running request for an embedding.
+
+    Attributes:
+        request_id: the request's name.
+    """
+
+    def __init__(self, client: Client, inbox: Inbox, timeout_s: float | None) -> None:
+        self.request_id = inbox.request_id
+        self._client = client
+        self._inbox = inbox
+        self._deadline_s = client_state.deadline_after(timeout_s, time.monotonic())
+
+    def result(self) -> wire.EmbedReply:
+        """Wait for it; to be called once."""
+        reply = self._client.next_reply(self._inbox, self._deadline_s)
+        assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
+        return reply
+
+    def close(self) -> None:
+        """Abort the request if it is still running."""
+        if self._client.is_live(self.request_id):
+            self._client.abort(self.request_id)
+
+    def __enter__(self) -> "RunningEmbedding":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Stream:
     """One running request: iterate over its deltas, or take its `result`.
 
@@ -328,8 +419,7 @@ class Stream:
         self.final: wire.Final | None = None
         self._client = client
         self._inbox = inbox
-        slack_s = client_state.TIMEOUT_SLACK_S
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s + slack_s
+        self._deadline_s = client_state.deadline_after(timeout_s, time.monotonic())
 
     def __iter__(self) -> "Stream":
         return self

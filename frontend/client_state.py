@@ -185,6 +185,22 @@ def generate_message(
     )
 
 
+def embed_message(
+    request_id: str,
+    prompt: wire.Prompt,
+    *,
+    pooling: str = "",
+    timeout_s: float | None = None,
+    chat: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> wire.Embed:
+    """A request for an embedding as a message; `options` as `wire.Embed` has them."""
+    timeout_ms = None if timeout_s is None else max(1, round(timeout_s * 1000))
+    return wire.Embed(
+        request_id=request_id, prompt=prompt, pooling=pooling, timeout_ms=timeout_ms, chat=chat or {}, **options
+    )
+
+
 def _params_to_wire(params: Mapping[str, Any]) -> dict[str, Any]:
     """Some parameters by name; `logit_bias` as pairs, since the wire has no map with integer keys."""
     if not isinstance(params, Mapping):
@@ -193,6 +209,11 @@ def _params_to_wire(params: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(bias := plain.get("logit_bias"), Mapping):
         plain["logit_bias"] = [[token_id, value] for token_id, value in bias.items()]
     return plain
+
+
+def deadline_after(timeout_s: float | None, now_s: float) -> float | None:
+    """When a client gives up on a request with this timeout: a little after the engine should have ended it."""
+    return None if timeout_s is None else now_s + timeout_s + TIMEOUT_SLACK_S
 
 
 def chat_params(params: Params) -> Params:

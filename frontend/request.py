@@ -120,11 +120,13 @@ class Request:
         stream: whether the sink wants deltas.
         starts_text: the output starts a text of its own (a chat's answer) instead of going on from the prompt.
         timings: holds the time of arrival.
+        pooling: what is wanted is an embedding of the prompt, by this one of POOLINGS.
         name: what the asker calls it, for the log.
     """
 
     __slots__ = (
-        "cached_count", "end_token_ids", "name", "open_count", "params", "prompt_logprobs", "prompt_token_ids",
+        "cached_count", "embedding", "end_token_ids", "name", "open_count", "params", "pooling", "prompt_logprobs",
+        "prompt_token_ids",
         "request_id", "samples", "sink", "starts_text", "stopped_early", "stops", "stream", "timings", "tokenizer",
     )  # fmt: skip
 
@@ -141,6 +143,7 @@ class Request:
         starts_text: bool,
         timings: Timings,
         name: str = "",
+        pooling: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -152,6 +155,8 @@ class Request:
         self.starts_text = starts_text
         self.timings = timings
         self.name = name
+        self.pooling = pooling
+        self.embedding: array[float] | None = None
         self.stops = StopStrings(params.stop) if params.stop else None
         self.cached_count = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -198,4 +203,4 @@ class Request:
         if self.params.prompt_logprobs is not None and prompt_logprobs is None:
             prompt_logprobs = (None,) * len(self.prompt_token_ids)
         samples = tuple(sample.result() for sample in self.samples)
-        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings)
+        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings, self.embedding)

@@ -4,9 +4,16 @@ from frontend.http import utilities
 from frontend.http.anthropic import MessagesRequest, count_tokens, messages
 from frontend.http.chat import chat_completions
 from frontend.http.completions import completions
+from frontend.http.embeddings import embeddings
 from frontend.http.openapi import Endpoint, docs, openapi_json
 from frontend.http.profiling import ProfileRequest, start_profile, stop_profile
-from frontend.http.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from frontend.http.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
+)
 from frontend.http.responses import ResponsesRequest, responses
 
 _QUESTION = {"role": "user", "content": "Why is the sky blue?"}
@@ -23,6 +30,7 @@ ENDPOINTS = (
     ),
     Endpoint("/v1/messages", messages, MessagesRequest, _CHAT, streams=True),
     Endpoint("/v1/messages/count_tokens", count_tokens, MessagesRequest, {"messages": [_QUESTION]}),
+    Endpoint("/v1/embeddings", embeddings, EmbeddingsRequest, {"input": ["The sea", "The sky"]}),
     Endpoint("/v1/models", utilities.models),
     Endpoint("/v1/models/{model_id:path}", utilities.model),
     Endpoint("/tokenize", utilities.tokenize, TokenizeRequest, {"prompt": "The sea"}),

@@ -6,7 +6,7 @@ are accepted, and each is logged once. The ranges of sampling parameters are `Sa
 
 import logging
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -80,7 +80,29 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: dict[str, Any] | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class QueueFields(msgspec.Struct, kw_only=True):
+    """What every request to the model may say that is not about its output.
+
+    Attributes:
+        model: the name of a model that is served here.
+        user: who asks, for fair sharing; the address if it is missing.
+        priority: lower goes first; 0 is usual.
+        cache_salt: cached prefixes are shared only under the same salt.
+        request_id: a name for the request, part of the reply's id.
+        timeout: seconds after which the request ends with an error.
+        add_special_tokens: put BOS before the prompt as the tokenizer does; by default for texts, not for chats.
+    """
+
+    model: str | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    timeout: float | None = None
+    add_special_tokens: bool | None = None
+
+
+class SamplingFields(QueueFields, kw_only=True):
     """The sampling parameters that a body may name, under SamplingParams' names."""
 
     n: int | None = None
@@ -106,9 +128,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class GenerationRequest(SamplingFields, kw_only=True):
-    """What chat and text completions have in common."""
+    """What chat and text completions have in common.
 
-    model: str | None = None
+    Attributes:
+        stream: answer with server-sent events.
+        response_format: the form of the output, as OpenAI has it; structured_outputs, and guided_*, as vLLM has it.
+        echo: put the prompt before the output.
+        return_token_ids: show token ids beside the text.
+    """
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -117,12 +145,6 @@ class GenerationRequest(SamplingFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    user: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    timeout: float | None = None
-    add_special_tokens: bool | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
 
@@ -153,6 +175,23 @@ class ChatRequest(GenerationRequest, kw_only=True):
     include_reasoning: bool | None = None
 
 
+class EmbeddingsRequest(QueueFields, kw_only=True):
+    """`/v1/embeddings`.
+
+    Attributes:
+        input: a text, token ids, or a list of either.
+        encoding_format: base64 is that of the little-endian float32 numbers.
+        dimensions: keep so many numbers of each embedding, and make it of length 1 again.
+        pooling: `last` for the last token's hidden state, `mean` for the mean of all; by default as the engine was
+            started.
+    """
+
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: str | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """`/tokenize`: a text or a chat."""
 
@@ -173,6 +212,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]
 
+
+_SAMPLING_NAMES = [name for name in SamplingFields.__struct_fields__ if name not in QueueFields.__struct_fields__]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -200,7 +241,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def sampling_values(request: SamplingFields) -> dict[str, Any]:
     """The sampling parameters that a body names."""
-    named = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    named = {name: getattr(request, name) for name in _SAMPLING_NAMES}
     return {name: value for name, value in named.items() if value is not None}
 
 
