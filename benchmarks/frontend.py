@@ -1,16 +1,19 @@
-"""What the frontend costs: processor time per streamed token over the client socket, and how evenly tokens come.
+"""What the frontend costs: processor time per streamed token, over the client socket or HTTP, and how evenly they come.
 
-    python -m benchmarks.frontend [--streams 256] [--rate 50000] [--clients 1] [--output FILE] [--smoke]
+    python -m benchmarks.frontend [--http] [--streams 256] [--rate 50000] [--clients 1] [--output FILE] [--smoke]
 
 The frontend is the real process with its real sockets. Behind it a scripted scheduler gives every stream one token per
 step at the given rate; before it client processes read the streams and decode them. Processor time is that of the whole
 frontend process, its ZeroMQ thread included. A gap is the time between two pieces of one stream at its client, to be
-compared with the time of a step. The last line is one JSON object.
+compared with the time of a step. Over HTTP every stream has a connection of its own; `tokens_per_chunk` says how many
+tokens came together on average, because they found the ones before them not sent yet. The last line is one JSON object.
 """
 
 import argparse
 import json
 import os
+import selectors
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +35,7 @@ from common.model_cache import default_model_dir
 from frontend.client import Client
 
 TARGETS = {"frontend_us_per_token": 3.0, "tokens_per_s": 50_000}
+HTTP_TARGETS = {"frontend_us_per_token": 8.0, "tokens_per_s": 50_000}
 START_TIMEOUT_S = 20
 PROMPT = "The quick brown fox jumps over the lazy dog."
 FIRST_WORD_ID = 1000
@@ -47,8 +51,9 @@ def script(request: AddRequest, sample_index: int) -> Iterator[int]:
 class Frontend:
     """The real frontend process behind a scripted scheduler; a context manager."""
 
-    def __init__(self, folder: Path, step_interval_s: float) -> None:
-        server = ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock")
+    def __init__(self, folder: Path, step_interval_s: float, http: bool) -> None:
+        self.http_port = _free_port() if http else 0
+        server = ServerOptions(http=http, port=self.http_port, client_endpoint=f"ipc://{folder}/client.sock")
         config = EngineConfig(server=server, run_dir=str(folder), model_dir=str(default_model_dir()))
         (folder / "config.json").write_text(config.to_json())
         self.endpoint = server.client_endpoint
@@ -77,12 +82,13 @@ class Frontend:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(streams: int, rate: float, clients: int, token_count: int) -> dict[str, Any]:
+def measure(streams: int, rate: float, clients: int, token_count: int, http: bool) -> dict[str, Any]:
     """Run all streams to their end."""
-    with tempfile.TemporaryDirectory(prefix="tf-") as folder, Frontend(Path(folder), streams / rate) as frontend:
+    with tempfile.TemporaryDirectory(prefix="tf-") as folder, Frontend(Path(folder), streams / rate, http) as frontend:
         frontend.wait_until_serving()
         frontend.scheduler.gate.clear()
-        command = [sys.executable, "-m", "benchmarks.frontend", "--client", frontend.endpoint]
+        endpoint = str(frontend.http_port) if http else frontend.endpoint
+        command = [sys.executable, "-m", "benchmarks.frontend", "--client", endpoint]
         arguments = ["--streams", str(streams // clients), "--tokens", str(token_count)]
         readers = [subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) for _ in range(clients)]
         expected = streams // clients * clients
@@ -100,25 +106,58 @@ def measure(streams: int, rate: float, clients: int, token_count: int) -> dict[s
         "gap_ms_p50": round(gaps[len(gaps) // 2], 2),
         "gap_ms_p99": round(gaps[len(gaps) * 99 // 100], 2),
         "step_ms": round(streams / rate * 1000, 2),
+        "tokens_per_chunk": round(total / sum(result["chunk_count"] for result in results), 2),
         "token_count": total,
     }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def read_http_streams(port: int, streams: int, token_count: int) -> dict[str, Any]:
+    """The client's side over HTTP: chunks are counted, not decoded."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": token_count, "ignore_eos": True, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    selector = selectors.DefaultSelector()
+    for number in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall((head + body).encode())
+        selector.register(connection, selectors.EVENT_READ, number)
+    chunk_count = 0
+    tails = [b""] * streams
+    times_s: list[float] = []
+    while any(not tail.endswith(b"[DONE]\n\n\r\n0\r\n\r\n") for tail in tails):
+        for key, _ in selector.select():
+            data = key.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+            assert data, "the server has closed a stream"
+            chunk_count += data.count(b"data: ")
+            tails[key.data] = (tails[key.data] + data)[-64:]
+            if key.data == 0:
+                times_s.append(time.monotonic())
+    ended_s = time.monotonic()
+    gaps_ms = [(later - sooner) * 1000 for sooner, later in pairwise(times_s)]
+    chunk_count -= streams  # [DONE]
+    return {"token_count": streams * token_count, "chunk_count": chunk_count, "ended_s": ended_s, "gaps_ms": gaps_ms}
 
 
 def read_streams(endpoint: str, streams: int, token_count: int) -> dict[str, Any]:
     """The client's side: start the streams, read them to their end."""
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.set(zmq.RCVHWM, 0)
-    socket.connect(endpoint)
+    dealer = context.socket(zmq.DEALER)
+    dealer.set(zmq.RCVHWM, 0)
+    dealer.connect(endpoint)
     for number in range(streams):
         params = {"max_tokens": token_count, "ignore_eos": True}
-        socket.send(wire.Generate(request_id=f"r{number}", prompt=PROMPT, params=params).to_wire())
-    received = ended = 0
+        dealer.send(wire.Generate(request_id=f"r{number}", prompt=PROMPT, params=params).to_wire())
+    received = ended = chunk_count = 0
     times_s: list[float] = []
     while ended < streams:
-        message = msgpack.unpackb(socket.recv())
+        message = msgpack.unpackb(dealer.recv())
         if message[0] == wire.Deltas.CODE:
             received += sum(len(row[3]) // 4 for row in message[1])
+            chunk_count += len(message[1])
             if any(row[0] == "r0" for row in message[1]):
                 times_s.append(time.monotonic())
         elif message[0] == wire.Final.CODE:
@@ -126,15 +165,16 @@ def read_streams(endpoint: str, streams: int, token_count: int) -> dict[str, Any
         else:
             assert message[0] == wire.Pong.CODE, message
     ended_s = time.monotonic()
-    socket.close(linger=0)
+    dealer.close(linger=0)
     context.term()
     gaps_ms = [(later - sooner) * 1000 for sooner, later in pairwise(times_s)]
-    return {"token_count": received, "ended_s": ended_s, "gaps_ms": gaps_ms}
+    return {"token_count": received, "chunk_count": chunk_count, "ended_s": ended_s, "gaps_ms": gaps_ms}
 
 
 def main() -> None:
     """Parse, measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--http", action="store_true", help="over HTTP instead of the client socket")
     parser.add_argument("--streams", type=int, default=256, help="requests that stream at once")
     parser.add_argument("--rate", type=float, default=50_000, help="tokens per second over all streams")
     parser.add_argument("--clients", type=int, default=1, help="client processes that share the streams")
@@ -144,14 +184,18 @@ def main() -> None:
     parser.add_argument("--client", metavar="ENDPOINT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
-        print(json.dumps(read_streams(args.client, args.streams, args.tokens)))
+        over_http = args.client.isdigit()
+        read = read_http_streams(int(args.client), args.streams, args.tokens) if over_http else None
+        print(json.dumps(read or read_streams(args.client, args.streams, args.tokens)))
         return
     if args.smoke:
         args.streams, args.rate, args.tokens = 8, 2000, 50
-    metrics = measure(args.streams, args.rate, args.clients, args.tokens)
+    metrics = measure(args.streams, args.rate, args.clients, args.tokens, args.http)
     device = f"{records.processor_name()}, {os.cpu_count()} cores"
-    workload = f"{args.streams} streams, {args.clients} clients, {args.rate:g} tokens/s"
-    entry = records.record(benchmark="frontend", workload=workload, metrics=metrics, device=device, limit=TARGETS)
+    way = ", HTTP" if args.http else ""
+    workload = f"{args.streams} streams, {args.clients} clients, {args.rate:g} tokens/s{way}"
+    limit = HTTP_TARGETS if args.http else TARGETS
+    entry = records.record(benchmark="frontend", workload=workload, metrics=metrics, device=device, limit=limit)
     if args.output:
         records.save([entry], args.output)
     print(json.dumps(entry))

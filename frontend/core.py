@@ -171,19 +171,13 @@ class Core:
             name=name,
             pooling=pooling,
         )
+        deadline_s = None if timeout_s is None else timings.arrived_at_s + timeout_s
         message = AddRequest(
-            request_id=request.request_id,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            end_token_ids=tuple(sorted(request.end_token_ids)),
-            bad_token_ids=bad_token_ids,
-            priority=priority,
-            client_key=client_key,
-            cache_salt=cache_salt,
-            deadline_s=None if timeout_s is None else timings.arrived_at_s + timeout_s,
-            arrived_at_s=timings.arrived_at_s,
+            request_id=request.request_id, prompt_token_ids=prompt_token_ids, params=params,
+            end_token_ids=tuple(sorted(end_token_ids)), bad_token_ids=bad_token_ids, priority=priority,
+            client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
             pooling=pooling,
-        )
+        )  # fmt: skip
         self._send(message.to_wire())
         timings.submitted_s = self._clock()
         self._live[request.request_id] = request
