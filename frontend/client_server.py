@@ -20,9 +20,11 @@ import zmq
 
 from common import client_messages as wire
 from common.errors import RequestError, WireError
+from frontend.client_access import ClientAccess, key_of
 from frontend.client_records import ClientRecord, ClientSink, EmbedSink, error_reply
 from frontend.core import EMBEDDING_PARAMS
-from frontend.engine import ChatPrompt, Engine, Prompt
+from frontend.engine import Engine
+from frontend.prompt import ChatPrompt, Prompt
 from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536
@@ -44,18 +46,24 @@ class ClientServer:
     Args:
         engine: does the work.
         socket: a bound ROUTER with ROUTER_MANDATORY; closed by `close`.
+        access: tells which clients may speak, where the socket has keys.
 
     Attributes:
         touched: clients that the next flush sends something to.
     """
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", access: ClientAccess | None = None) -> None:
         self.touched: dict[bytes, ClientRecord] = {}
         self._engine = engine
         self._socket = socket
         self._clients: dict[bytes, ClientRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reader = ZmqReader(socket, self._on_frames, self.flush)
+        self._access = access
+        self._reader = (
+            ZmqReader(socket, self._on_frames, self.flush)
+            if access is None
+            else ZmqReader(socket, self._on_keyed_frames, self.flush, copy=False)
+        )
         self._looks_left = 0
         self._next_look: asyncio.TimerHandle | None = None
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -132,11 +140,25 @@ class ClientServer:
 
     # -- messages in ---------------------------------------------------------------------------------------------------
 
-    def _on_frames(self, frames: list[bytes]) -> None:
-        identity, data = frames[0], frames[-1]
+    def _on_keyed_frames(self, frames: list[zmq.Frame]) -> None:
+        """Take a message whose sender had to show a key, which may have been revoked since."""
+        identity, *parts = [frame.bytes for frame in frames]
+        key = key_of(frames[-1])
+        if not key or self._access is None or self._access.allows(key):
+            self._on_frames([identity, *parts])
+            return
+        error = RequestError("this client's key was revoked", code="key_revoked", status=401)
+        self._reply(self._record_of(identity), error_reply(wire.request_id_of(parts[-1]), error))
+
+    def _record_of(self, identity: bytes) -> ClientRecord:
         client = self._clients.get(identity)
         if client is None:
             client = self._clients[identity] = ClientRecord(self.touched, identity)
+        return client
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        identity, data = frames[0], frames[-1]
+        client = self._record_of(identity)
         client.touch()
         try:
             if len(frames) != 2:
@@ -319,7 +341,7 @@ class ClientServer:
             self._engine.model_names,
             self._engine.core.live_count,
             {name: getattr(limits, name) for name in names} if limits else {},
-            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.step_totals_us(),
+            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.figures.step_totals_us(),
         )
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
 from common.messages import (
-    STEP_PARTS,
     AbortRequests,
     AddRequest,
     EngineReady,
@@ -32,6 +31,7 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
+from frontend.figures import Figures
 from frontend.request import Request, Sample
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids
 from frontend.token_rows import Row, rows_of, silent_index, stop_token
@@ -61,6 +61,7 @@ class Core:
         state: `starting`, `serving`, `draining` or `dead`.
         limits: the engine's, once it is ready.
         stats: the last figures from the scheduler.
+        figures: what is counted here.
         observers: called when a request ends.
         error: why the engine is dead.
         token_count: output tokens since start.
@@ -80,8 +81,8 @@ class Core:
         self.state = "starting"
         self.limits: EngineReady | None = None
         self.stats = EngineStats()
-        self._part_totals_us = [0] * len(STEP_PARTS)
-        self.observers: list[Observer] = []
+        self.figures = Figures()
+        self.observers: list[Observer] = [self.figures.note_end]
         self.error = ""
         self.token_count = 0
         self._send = send
@@ -92,6 +93,7 @@ class Core:
         self._live: dict[int, Request] = {}
         self._next_id = 0
         self._abort_ids = array("i")
+        self._previous_s: list[float | None] = []  # when the samples of a step got their tokens before
 
     @property
     def live_count(self) -> int:
@@ -101,16 +103,6 @@ class Core:
     def arrival(self) -> Timings:
         """The timings of a request that arrives now."""
         return Timings(self._wall_clock(), self._clock())
-
-    def step_totals_us(self) -> dict[str, int]:
-        """Microseconds that each part of the steps took since start, as `step_<part>_us`."""
-        return {f"step_{part}_us": total for part, total in zip(STEP_PARTS, self._part_totals_us, strict=True)}
-
-    def _note_stats(self, stats: EngineStats) -> None:
-        step_count = stats.steps - self.stats.steps
-        for index, mean_us in enumerate(stats.parts_us):
-            self._part_totals_us[index] += mean_us * step_count
-        self.stats = stats
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
@@ -169,6 +161,7 @@ class Core:
             starts_text=starts_text,
             timings=timings,
             name=name,
+            client_key=client_key,
             pooling=pooling,
         )
         deadline_s = None if timeout_s is None else timings.arrived_at_s + timeout_s
@@ -230,7 +223,8 @@ class Core:
             case TokensOut():
                 self._take_tokens(message)
             case EngineStats():
-                self._note_stats(message)
+                self.stats = message
+                self.figures.note_stats(message)
             case RequestFailed():
                 self._take_failure(message)
             case EngineReady():
@@ -241,10 +235,12 @@ class Core:
     def _take_tokens(self, out: TokensOut) -> None:
         now = self._clock()
         simple = not (out.sample_indices or out.token_counts or out.cached_counts or out.finishes)
-        if simple and not (out.logprobs or out.prompt_logprobs):
+        if simple and not (out.preemption_counts or out.logprobs or out.prompt_logprobs):
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
             self._take_rows(out, now)
+        self.figures.note_gaps(now, self._previous_s)
+        self._previous_s.clear()
         if self._abort_ids:
             self._send_aborts()
 
@@ -265,7 +261,7 @@ class Core:
             return
         text = sample.add(token_id)
         self.token_count += 1
-        request.mark_token(now)
+        self._mark_token(request, sample, now)
         if sample.finish_reason is not None:
             request.stopped_early = True
             if request.stream:
@@ -276,6 +272,16 @@ class Core:
                 request.sink.on_token(sample.index, text, token_id)
             else:
                 self._emit(request, sample, text, (token_id,))
+
+    def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
+        """Note the time of a sample's new tokens."""
+        self._previous_s.append(sample.last_token_s)
+        sample.last_token_s = now_s
+        timings = request.timings
+        timings.last_token_s = now_s
+        if timings.first_token_s is None:
+            timings.first_token_s = now_s
+            self.figures.note_first_token(request)
 
     def _take_rows(self, out: TokensOut, now: float) -> None:
         for row in rows_of(out):
@@ -292,6 +298,9 @@ class Core:
         if row.prompt_logprobs:
             request.add_prompt_logprobs(row.prompt_logprobs)
         sample = request.samples[row.sample_index]
+        sample.preemption_count = max(sample.preemption_count, row.preemption_count)
+        if row.prefill_us >= 0 and request.timings.prefill_s is None:
+            request.timings.prefill_s = row.prefill_us / 1e6
         if row.finish is not None and row.finish.reason == "error":
             self._abort_ids.append(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
@@ -306,7 +315,7 @@ class Core:
         if row.embedding is None or not math.isfinite(math.hypot(*row.embedding)):
             text = "the model's hidden states for this prompt were not numbers"
             return self._fail(request, RequestError(text, code="sample_failed", status=500))
-        request.mark_token(now)
+        self._mark_token(request, sample, now)
         request.embedding = row.embedding
         sample.finish_reason = "stop"
         self._sample_ended(request)
@@ -329,7 +338,7 @@ class Core:
         new_count = len(sample.token_ids) - old_count
         self.token_count += new_count
         if new_count:
-            request.mark_token(now)
+            self._mark_token(request, sample, now)
         if sample.finish_reason is not None:
             request.stopped_early |= row.finish is None
         elif row.finish is not None:

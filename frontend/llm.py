@@ -32,7 +32,7 @@ from common.client_messages import TokenLogprob
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
-from frontend.client_state import Params, chat_options
+from frontend.client_requests import Params
 
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 15.0
@@ -165,7 +165,7 @@ class LLM:
             except BaseException:
                 self._finalizer()
                 raise
-        self.client = Client(ready["client_endpoint"], name="LLM")
+        self.client = Client(ready["local_endpoint"], name="LLM")
 
     def generate(
         self,
@@ -219,8 +219,10 @@ class LLM:
         """
         self._check_alive()
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        chat = chat_options(tools, chat_template_kwargs, continue_final_message)
-        finals = self.client.generate_batch(conversations, sampling_params, chat=chat, **options)
+        finals = self.client.generate_batch(
+            conversations, sampling_params, tools=tools, template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message, **options,
+        )  # fmt: skip
         return [_output(final, None, number) for number, final in enumerate(finals)]
 
     def embed(
@@ -323,16 +325,17 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log:
 
 
 def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
-    """End the engine: the end of the pipe tells it to; a kill, if it does not listen."""
+    """End the engine: the end of the pipe tells it to; signals, if it does not listen. (One at the same time would be
+    the second wish to stop, which ends it without closing recordings.)"""
     with contextlib.suppress(OSError):
         os.close(parent_write_fd)
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    for insist in (process.terminate, process.kill):
+        try:
+            process.wait(STOP_TIMEOUT_S)
+            return
+        except subprocess.TimeoutExpired:
+            insist()
+    process.wait()
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:

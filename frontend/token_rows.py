@@ -13,13 +13,18 @@ from frontend.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of TokensOut with everything that belongs to it; `logprobs` by index into `token_ids`."""
+    """One row of TokensOut with everything that belongs to it; `logprobs` by index into `token_ids`.
+
+    Of what only some rows have, the others hold 0, -1 for `prefill_us`.
+    """
 
     request_id: int
     sample_index: int
     token_ids: Sequence[int]
     finish: SampleFinish | None
     cached_count: int
+    prefill_us: int
+    preemption_count: int
     logprobs: dict[int, TokenLogprobs]
     prompt_logprobs: tuple[TokenLogprobs, ...]
     embedding: "array[float] | None" = None
@@ -40,6 +45,8 @@ def rows_of(out: TokensOut) -> Iterator[Row]:
             out.token_ids[start:end],
             finishes.get(index),
             out.cached_counts[index] if out.cached_counts else 0,
+            out.prefill_us[index] if out.prefill_us else -1,
+            out.preemption_counts[index] if out.preemption_counts else 0,
             {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
             prompt_logprobs.get(index, ()),
             embeddings.get(index),

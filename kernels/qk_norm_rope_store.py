@@ -234,8 +234,11 @@ def qk_norm_rope_store(
     eps: float = 1e-6,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    one_plan: bool = False,
 ) -> None:
     """Norm and rotate q and k, write q to `q_out` and store K and V at `slot_mapping`. Shapes: the module's table.
+
+    `one_plan` launches as for one token, so that a token's bits do not depend on how many there are.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
@@ -245,9 +248,9 @@ def qk_norm_rope_store(
     kv_heads, block_size = k_cache.shape[1:3]
     if token_count == 0:
         return
-    plan = launch_plan(token_count, query_heads, kv_heads, head_dim)
+    plan = launch_plan(1 if one_plan else token_count, query_heads, kv_heads, head_dim)
     has_norm = q_weight is not None
-    _qk_norm_rope_store_kernel[plan.grid](
+    _qk_norm_rope_store_kernel[(token_count, plan.grid[1])](
         qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table,
         q_weight if has_norm else qkv, k_weight if has_norm else qkv, k_scales, v_scales,
         qkv.stride(0), q_out.stride(0), k_cache.stride()[:3], v_cache.stride()[:3],

@@ -182,6 +182,8 @@ class Planner:
         counters.steps += 1
         counters.last_decode_rows = flight.decode_count
         counters.last_chunk_tokens = flight.chunk_tokens = sum(row.count for row in draft.chunks)
+        counters.decode_tokens += flight.decode_count
+        counters.chunk_tokens += flight.chunk_tokens
         return plan
 
     def _commit_chunks(self, draft: Draft, flight: Flight) -> None:

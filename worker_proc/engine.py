@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
 from common.messages import StepPlan
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
+from worker_proc.link import Swap, measured_link_bytes_per_s
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
 from worker_proc.pending import PendingStep
@@ -36,16 +37,20 @@ class StepRunner(Protocol):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, on a GPU as far as issuing it."""
 
+    def prepare_next(self) -> bool:
+        """Make something ready that steps may need later; whether there is more."""
+
 
 @dataclass(frozen=True)
 class Engine:
-    """A worker that can run steps."""
+    """A worker that can run steps; `link_bytes_per_s` is how fast it swaps blocks, 0 where it has nowhere to."""
 
     runner: StepRunner
     size: CacheSize
     vocab_size: int
     device_name: str
     dtype_name: str
+    link_bytes_per_s: int = 0
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -71,7 +76,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
         with timed("prepared the GPU"):
             gpu_runner, size = cuda_runner(config, limits, model, specs, sampled_ids)
-        return Engine(gpu_runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
+        return _engine(gpu_runner, size, model_config, name, dtype, gpu_runner.swap, torch.cuda.synchronize)
     size = choose_size(config, limits, specs, model_config.context_limit, config.cache.cpu_kv_cache_bytes)
     with timed("allocated the KV cache"):
         cache = KVCache(
@@ -81,7 +86,17 @@ def load_engine(config: EngineConfig) -> Engine:
         runner = CpuRunner(model, cache, limits, size.max_model_len, sampled_ids)
     with timed("ran a first forward pass"):
         runner.warm_up()
-    return Engine(runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
+    return _engine(runner, size, model_config, name, dtype, cache, lambda: None)
+
+
+def _engine(
+    runner: StepRunner, size: CacheSize, model: ModelConfig, device_name: str, dtype: torch.dtype, swap: Swap,
+    wait: Callable[[], None],
+) -> Engine:  # fmt: skip
+    link = measured_link_bytes_per_s(swap, size.block_count, size.host_block_count, size.block_bytes, wait)
+    if link:
+        logger.info("blocks move to and from the host at %.1f GB/s", link / 1e9)
+    return Engine(runner, size, model.vocab_size, device_name, str(dtype).removeprefix("torch."), link)
 
 
 def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[ModelConfig, torch.dtype, int]:

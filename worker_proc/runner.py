@@ -76,6 +76,10 @@ class CpuRunner:
         arrived = Arrived(array("i", sampled.token_ids.tobytes()), *parts_us)
         return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces, embeddings)
 
+    def prepare_next(self) -> bool:
+        """Nothing is prepared ahead on a CPU."""
+        return False
+
     def warm_up(self) -> None:
         """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""
         room = min(self._cache.block_size - 1, self.memory.token_capacity - 2, self._limits.max_num_batched_tokens)

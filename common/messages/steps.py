@@ -293,6 +293,7 @@ class WorkerReady:
         max_model_len: tokens a request may hold: the model's limit, the option's, or what fits, whichever is least.
         block_count: KV blocks on the device; host_block_count: in the swap pool.
         block_bytes: bytes of one block over all layers.
+        link_bytes_per_s: how fast blocks move to the swap pool and back, measured; 0: there is no pool.
     """
 
     CODE: ClassVar[int] = 20
@@ -305,6 +306,7 @@ class WorkerReady:
     block_bytes: int
     vocab_size: int
     device_name: str
+    link_bytes_per_s: int = 0
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -320,6 +322,7 @@ class WorkerReady:
                 self.block_bytes,
                 self.vocab_size,
                 self.device_name,
+                self.link_bytes_per_s,
             ]
         )
 
@@ -340,6 +343,7 @@ class WorkerReady:
             block_bytes=read.integer("block_bytes", 1, 2**53),
             vocab_size=read.integer("vocab_size", 1),
             device_name=read.text("device_name", 256),
+            link_bytes_per_s=read.integer("link_bytes_per_s", 0, 2**53),
         )
         read.done()
         return message

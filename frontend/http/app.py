@@ -25,7 +25,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
 
     Args:
         engine: what serves the requests.
-        options: API keys, CORS origins.
+        options: API keys, CORS origins, the prefix of the metrics.
     """
     middleware = [Middleware(RequestId)]
     if options.allowed_origins:
@@ -39,7 +39,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
         exception_handlers={RequestError: _on_refused, HTTPException: _on_http_error},
     )
     app.state.engine = engine
-    app.state.metrics = Metrics(engine)
+    app.state.metrics = Metrics(engine, options.metrics_prefix)
     app.state.openapi = document(ENDPOINTS, root_path=options.root_path, has_keys=bool(options.api_key))
     return app
 

@@ -8,9 +8,10 @@ from starlette.requests import Request
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
-from frontend.engine import Engine, Prompt, RequestStream
+from frontend.engine import Engine, RequestStream
 from frontend.events import Delta, Final
 from frontend.http.requests import GenerationRequest, QueueFields
+from frontend.prompt import Prompt
 
 _SALT_LIMIT = 1024
 _ID_LIMIT = 128

@@ -6,7 +6,7 @@ from typing import Any
 from common.errors import RequestError
 from frontend.chat.tool_formats import knows_tools
 from frontend.chat.tools import as_text, with_decoded_arguments
-from frontend.engine import ChatPrompt, Prompt
+from frontend.prompt import ChatPrompt, Prompt
 
 PROMPT_LIMIT = 1024
 """Prompts in one completion request."""

@@ -104,5 +104,5 @@ async def detokenize(request: Request) -> Response:
             raise RequestError(
                 f"tokens holds {token_id}; this model's ids are 0 to {engine.tokenizer.vocab_size - 1}", param="tokens"
             )
-    text = await engine.in_thread(lambda: engine.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await engine.decode(body.tokens)
     return JsonResponse({"prompt": text})

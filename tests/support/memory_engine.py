@@ -6,17 +6,15 @@ idle its books are recounted (check 1 of the fault list). Unused KV memory holds
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
 
 from common.config import StepLimits
 from common.messages import (
     AbortRequests,
     AddRequest,
     RequestFailed,
-    StepPlan,
     StepResult,
     TokensOut,
     decode_for_frontend,
@@ -29,8 +27,10 @@ from scheduler_proc.core import SchedulerCore
 from scheduler_proc.grammar import Grammars
 from scheduler_proc.state import Limits
 from tests.support.poison import poison
+from worker_proc.engine import StepRunner
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.models.llama import LlamaForCausalLM
+from worker_proc.pending import PendingStep
 from worker_proc.runner import CpuRunner
 
 EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0)
@@ -48,12 +48,13 @@ class Sample:
 
 
 class MemoryEngine:
-    """Takes requests, runs steps until all are done.
+    """Takes requests, runs steps until all are done. Plans are issued as they are made, ahead of earlier results.
 
     Args:
-        model: in its final form, on the CPU.
+        model: in its final form.
         tokenizer_file: the model's tokenizer.json, for structured outputs.
         kv_cache_dtype: as the option.
+        make_runner: (model, cache, step limits, max_model_len, vocabulary) -> the runner; the CPU's if None.
         limits: what differs from `LIMITS`.
     """
 
@@ -63,6 +64,7 @@ class MemoryEngine:
         tokenizer_file: Path | None = None,
         *,
         kv_cache_dtype: str = "auto",
+        make_runner: Callable[..., StepRunner] = CpuRunner,
         **limits: object,
     ) -> None:
         self.limits = replace(LIMITS, **limits)
@@ -71,16 +73,17 @@ class MemoryEngine:
             block_size=self.limits.block_size,
             block_count=self.limits.block_count,
             host_block_count=self.limits.host_block_count,
-            device=torch.device("cpu"),
+            device=model.model.norm.weight.device,
         )
         poison(cache)
         step_limits = StepLimits(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
-        self.runner = CpuRunner(model, cache, step_limits, self.limits.max_model_len, model.config.vocab_size)
+        self.runner = make_runner(model, cache, step_limits, self.limits.max_model_len, model.config.vocab_size)
         grammars = None if tokenizer_file is None else Grammars(tokenizer_file, model.config.vocab_size)
         self.core = SchedulerCore(self.limits, clock=lambda: 0.0, grammars=grammars)
         self.samples: dict[tuple[int, int], Sample] = {}
         self.failures: dict[int, RequestFailed] = {}
-        self._in_flight: deque[StepPlan] = deque()
+        self.swapped_in = 0
+        self._in_flight: deque[PendingStep] = deque()
         self._next_id = 0
 
     def add(
@@ -103,12 +106,13 @@ class MemoryEngine:
         self._hear(self.core.handle(decode_for_scheduler(AbortRequests(array("i", [request_id])).to_wire())))
 
     def step(self) -> bool:
-        """Plan until the pipeline is full, then run the oldest plan; False when there was nothing to do."""
+        """Issue until the pipeline is full, then take in the oldest result; False when there was nothing to do."""
         while (plan := self.core.plan_step()) is not None:
-            self._in_flight.append(decode_for_worker(plan.to_wire()))
+            self.swapped_in += len(plan.swap_in_block_ids) // 2
+            self._in_flight.append(self.runner.execute(decode_for_worker(plan.to_wire())))
         if not self._in_flight:
             return False
-        result: StepResult = self.runner.execute(self._in_flight.popleft()).result()
+        result: StepResult = self._in_flight.popleft().result()
         self._hear(self.core.handle_result(decode_from_worker(result.to_wire())))
         return True
 

@@ -9,6 +9,7 @@ Knows nothing of requests, plans or sampling. `unsupported_reason` says which mo
 instead (`plain_forward`). Called by the GPU runner.
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -77,10 +78,12 @@ class FusedForward:
     """
 
     capturable = True
+    fixed_order = False
 
     def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
         config = model.config
         self.model, self.config = model, config
+        self._layers = list(enumerate(model.model.layers))
         weight = model.model.norm.weight
         device, dtype = weight.device, weight.dtype
         self._multiprocessors = multiprocessor_count(device)
@@ -117,10 +120,17 @@ class FusedForward:
         """
         hidden = self.hidden[: bucket.tokens]
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
-        for index, layer in enumerate(self.model.model.layers):
+        for index, layer in self._layers:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
             self._feed_forward_block(index, layer, hidden)
         return self._head(hidden, bucket, inputs)
+
+    def shortened(self) -> "FusedForward":
+        """The same pass over one layer of each kind only, which takes every kernel of the whole."""
+        kinds = {layer.self_attn.sliding_window: (index, layer) for index, layer in reversed(self._layers)}
+        short = copy(self)
+        short._layers = sorted(kinds.values(), key=lambda item: item[0])
+        return short
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
