@@ -8,8 +8,8 @@ step at the given rate; before it client processes read the streams and decode t
 frontend process, its ZeroMQ thread included. A gap is the time between two pieces of one stream at its client, to be
 compared with the time of a step. Over HTTP each stream has a connection of its own; `tokens_per_chunk` says how many
 tokens came together on average, because those before them had not been sent yet. With `--beside`, one more client gives
-the frontend long work all the while (benchmarks/frontend_load.py): the gaps say whether other people's tokens wait for it.
-The last line is one JSON object.
+the frontend long work all the while (benchmarks/frontend_load.py): the gaps say whether other people's tokens wait for
+it. The last line is one JSON object.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Frontend:
     """The real frontend process behind a scripted scheduler; a context manager."""
 
     def __init__(self, folder: Path, step_interval_s: float, **options: Any) -> None:
-        options = {"uds": f"{folder}/http.sock", **options}
+        options = {"http": False, "uds": f"{folder}/http.sock", **options}
         server = ServerOptions(client_endpoint=f"ipc://{folder}/client.sock", **options)
         config = EngineConfig(server=server, run_dir=str(folder), model_dir=str(default_model_dir()))
         (folder / "config.json").write_text(config.to_json())
@@ -196,7 +196,7 @@ def main() -> None:
         return
     if args.smoke:
         args.streams, args.rate, args.tokens = 8, 2000, 50
-    options = {"frontend_workers": args.frontend_workers} if args.beside else {}
+    options = {"frontend_workers": args.frontend_workers, "http": args.beside == "bodies"} if args.beside else {}
     if args.http:
         options |= {"uds": "", "port": free_port(), "http": True}
     metrics = measure(args.streams, args.rate, args.clients, args.tokens, args.beside, **options)

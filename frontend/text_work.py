@@ -63,6 +63,7 @@ class TextWork:
         self._threads = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="tokenizer")
         self._processes = TextProcesses(config) if config.run_dir and config.server.frontend_workers else None
         self._pending = 0
+        self._closed = False
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> "array[int] | None":
         """Token ids of a short text; None for one that takes longer."""
@@ -113,7 +114,10 @@ class TextWork:
         )
 
     def close(self) -> None:
-        """End threads and processes; work that has not begun is dropped."""
+        """End threads and processes; whoever still waits gets an error. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._processes is not None:
             self._processes.close()
@@ -125,15 +129,25 @@ class TextWork:
             raise RequestError(text, code="too_many", status=429, retry_after_ms=1000)
         self._pending += size
         try:
-            if size > THREAD_LIMIT and self._processes is not None and (waiting := self._processes.submit(size, job)):
-                try:
-                    result: T = await waiting
-                    return result
-                except ProcessEnded:
-                    logger.warning("a text process has ended; its work is done in a thread")
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self._done_somewhere(size, job, work)
+        except (ProcessEnded, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            raise RequestError("the engine has shut down", code="shutting_down", status=503) from None
         finally:
             self._pending -= size
+
+    async def _done_somewhere(self, size: int, job: Callable[[int], ForTextProcess], work: Callable[[], T]) -> T:
+        if size > THREAD_LIMIT and self._processes is not None and (waiting := self._processes.submit(size, job)):
+            try:
+                result: T = await waiting
+                return result
+            except ProcessEnded:
+                if self._closed:
+                    raise
+                logger.warning("a text process has ended; its work is done in a thread")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 class ProcessEnded(Exception):

@@ -16,6 +16,7 @@ from common.config import StepLimits
 from common.messages import SlotInit, SlotSampling, StepPlan
 from kernels.step_layout import StepInputs
 from worker_proc.cpu_threads import StepThreads
+from worker_proc.fixed_order_model import GROUP_TOKENS, FixedOrderModel
 from worker_proc.forward_context import ForwardContext
 from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import logprob_table
@@ -37,6 +38,7 @@ class CpuRunner:
         model: in its final form.
         max_model_len: tokens that a slot has room for.
         tokenizer_vocab_size: ids from here on are never sampled.
+        deterministic: a request's bits may not depend on the others; slower.
     """
 
     def __init__(
@@ -46,15 +48,18 @@ class CpuRunner:
         limits: StepLimits,
         max_model_len: int,
         tokenizer_vocab_size: int,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.memory = SlotMemory(limits.max_num_seqs, max_model_len, cache.block_size, torch.device("cpu"))
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
-        self._model, self._cache, self._limits = model, cache, limits
+        self._model = FixedOrderModel(model) if deterministic else model
+        self._cache, self._limits = cache, limits
         self._vocab_size = tokenizer_vocab_size
         self._stager = StepStager(self.memory, self.mirror)
         self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, self.memory.device)
         self._sampler = Sampler(self.memory, self.mirror, tokenizer_vocab_size)
-        self._threads = StepThreads(model.config)
+        self._threads = StepThreads(model.config, GROUP_TOKENS if deterministic else None)
         self._hidden = torch.empty(0)  # of the last step
         self._pooler = Pooler(lambda first, count: self._hidden[first : first + count])
 

@@ -160,6 +160,21 @@ def test_more_text_than_may_wait_is_refused(make_work, monkeypatch):
     assert work.run(work.texts.encode(LONG, add_special_tokens=True)), "what is done makes room"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_whoever_waits_at_the_end_gets_an_error(make_work, monkeypatch, workers):
+    work = make_work(workers)
+
+    async def end_meanwhile() -> list:
+        waiting = [asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True)) for _ in range(8)]
+        await asyncio.sleep(0)
+        work.texts.close()
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    ends = work.run(end_meanwhile())
+    assert 503 in {getattr(end, "status", None) for end in ends}, ends
+    assert all(getattr(end, "status", 503) == 503 for end in ends), ends
+
+
 @pytest.mark.parametrize("token_ids", [[-1], [2**31], [5, -7]])
 def test_ids_that_are_none_are_refused(make_work, token_ids):
     work = make_work(0)

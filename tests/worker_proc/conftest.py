@@ -226,18 +226,18 @@ def make_driver():
 
     def make(
         folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
-        kernels=False, kv_cache_dtype="auto",
+        kernels=False, kv_cache_dtype="auto", deterministic=False, dtype=torch.float32,
     ):  # fmt: skip
         device = torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu")
-        model = load_model(folder, device=device, dtype=torch.float32) if isinstance(folder, Path) else folder
-        specs = cache_specs(model.config, torch.float32, kv_cache_dtype)
+        model = load_model(folder, device=device, dtype=dtype) if isinstance(folder, Path) else folder
+        specs = cache_specs(model.config, dtype, kv_cache_dtype)
         cache = KVCache(specs, block_size=block_size, block_count=block_count, host_block_count=4, device=device)
         poison(cache)
         limits = StepLimits(slot_count, token_limit)
         if kernels:
             runner = gpu_runner(model, cache, limits, max_model_len, vocab)
         else:
-            runner = CpuRunner(model, cache, limits, max_model_len, vocab)
+            runner = CpuRunner(model, cache, limits, max_model_len, vocab, deterministic=deterministic)
         driver = PlanDriver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
         driver.runner, driver.cache = runner, cache
         return driver
