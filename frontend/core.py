@@ -16,15 +16,14 @@ for the first time. So a sink sees a pause and nothing else.
 """
 
 import logging
+import math
 import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from common.errors import RequestError
 from common.messages import (
-    STEP_PARTS,
     AbortRequests,
     AbortSamples,
     AddRequest,
@@ -37,8 +36,9 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
+from frontend.figures import Figures
 from frontend.request import Request, Sample
-from frontend.request_checks import bad_token_ids, check_prompt, complete, end_token_ids
+from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
 from frontend.token_rows import Row, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
 
@@ -46,6 +46,9 @@ FRUITLESS_LIMIT = 2
 """How often a request may be lost with scheduler or worker without a token in between: it may be what ends them."""
 
 logger = logging.getLogger(__name__)
+
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
 
 Observer = Callable[[Request, str], None]
 """Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
@@ -68,6 +71,7 @@ class Core:
         state: `starting`, `serving`, `restarting`, `draining` or `dead`.
         limits: the engine's, once it is ready.
         stats: the last figures from the scheduler.
+        figures: what is counted here.
         observers: called when a request ends.
         error: why the engine is dead, or restarting.
         session: how often processes of the engine have been started again.
@@ -90,13 +94,13 @@ class Core:
         self.state = "starting"
         self.limits: EngineReady | None = None
         self.stats = EngineStats()
-        self._part_totals_us = [0] * len(STEP_PARTS)
-        self.observers: list[Observer] = []
+        self.figures = Figures()
+        self.observers: list[Observer] = [self.figures.note_end]
         self.error = ""
         self.session = session
         self.token_count = 0
         self._send = send
-        self._draw_seed = partial(random.Random(seed).getrandbits, 63)
+        self._random = random.Random(seed)
         self._stream_interval = stream_interval
         self._clock = clock
         self._wall_clock = wall_clock
@@ -108,6 +112,7 @@ class Core:
         self._held: set[int] = set()  # live requests that were never sent
         self._held_limit = held_limit
         self._past_stats = EngineStats()
+        self._previous_s: list[float | None] = []  # when the samples of a step got their tokens before
 
     @property
     def live_count(self) -> int:
@@ -117,18 +122,6 @@ class Core:
     def arrival(self) -> Timings:
         """The timings of a request that arrives now."""
         return Timings(self._wall_clock(), self._clock())
-
-    def step_totals_us(self) -> dict[str, int]:
-        """Microseconds that each part of the steps took since start, as `step_<part>_us`."""
-        return {f"step_{part}_us": total for part, total in zip(STEP_PARTS, self._part_totals_us, strict=True)}
-
-    def _note_stats(self, stats: EngineStats) -> None:
-        stats = stats.after(self._past_stats)
-        is_first = self.session > 0 and not self.stats.steps  # of a scheduler that has run before we did
-        step_count = 0 if is_first else stats.steps - self.stats.steps
-        for index, mean_us in enumerate(stats.parts_us):
-            self._part_totals_us[index] += mean_us * step_count
-        self.stats = stats
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
@@ -147,6 +140,7 @@ class Core:
         name: str = "",
         exact_max_tokens: bool = False,
         timings: Timings | None = None,
+        pooling: str = "",
     ) -> Request:
         """Check a request and send it to the scheduler.
 
@@ -163,41 +157,39 @@ class Core:
             name: what the asker calls the request, for the log.
             exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
             timings: from `arrival`, if work was done for the request before now.
+            pooling: ask for an embedding of the prompt, with `EMBEDDING_PARAMS`.
 
         Raises:
             RequestError: it cannot be served; nothing was sent and the sink will not be called.
         """
         limits = self.check_serving()
         check_prompt(prompt_token_ids, limits)
-        params = complete(params, limits, len(prompt_token_ids), self._draw_seed, exact_max_tokens=exact_max_tokens)
-        end_ids = end_token_ids(params, self.tokenizer, limits)
-        bad_ids = bad_token_ids(params, self.tokenizer, limits)
-        params.check_sampleable(end_ids, bad_ids)
+        params = completed(params, limits, len(prompt_token_ids), self._random, exact_max_tokens=exact_max_tokens)
+        end_token_ids = known_end_token_ids(params, limits, self.tokenizer)
+        bad_token_ids = known_bad_token_ids(params, limits, self.tokenizer)
+        params.check_sampleable(end_token_ids, bad_token_ids)
         timings = timings or self.arrival()
         request = Request(
             request_id=self._allot_id(),
             prompt_token_ids=prompt_token_ids,
             params=params,
-            end_token_ids=end_ids,
+            end_token_ids=end_token_ids,
             tokenizer=self.tokenizer,
             sink=sink,
             stream=stream,
             starts_text=starts_text,
             timings=timings,
             name=name,
-        )
-        request.message = AddRequest(
-            request_id=request.request_id,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            end_token_ids=tuple(sorted(request.end_token_ids)),
-            bad_token_ids=bad_ids,
-            priority=priority,
             client_key=client_key,
-            cache_salt=cache_salt,
-            deadline_s=None if timeout_s is None else timings.arrived_at_s + timeout_s,
-            arrived_at_s=timings.arrived_at_s,
+            pooling=pooling,
         )
+        deadline_s = None if timeout_s is None else timings.arrived_at_s + timeout_s
+        request.message = AddRequest(
+            request_id=request.request_id, prompt_token_ids=prompt_token_ids, params=params,
+            end_token_ids=tuple(sorted(end_token_ids)), bad_token_ids=bad_token_ids, priority=priority,
+            client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
+            pooling=pooling,
+        )  # fmt: skip
         self._enter(request)
         return request
 
@@ -242,14 +234,7 @@ class Core:
         waits = self.state == "restarting" and len(self._held) < self._held_limit
         if (self.state == "serving" or waits) and self.limits is not None:
             return self.limits
-        reasons = {
-            "starting": ("the engine is still starting", "starting", 1000),
-            "restarting": (f"the engine is being started again: {self.error}", "restarting", 1000),
-            "draining": ("the engine is shutting down and takes no new requests", "shutting_down", None),
-            "dead": (f"the engine is down: {self.error}", "engine_dead", None),
-        }
-        message, code, retry_after_ms = reasons[self.state]
-        raise RequestError(message, code=code, status=503, retry_after_ms=retry_after_ms)
+        raise not_serving(self.state, self.error)
 
     def _allot_id(self) -> int:
         while self._next_id in self._live:
@@ -266,7 +251,8 @@ class Core:
             case TokensOut():
                 self._take_tokens(message)
             case EngineStats():
-                self._note_stats(message)
+                self.stats = message.after(self._past_stats)
+                self.figures.note_stats(message)
             case RequestFailed():
                 self._take_failure(message)
             case EngineReady():
@@ -279,10 +265,12 @@ class Core:
     def _take_tokens(self, out: TokensOut) -> None:
         now = self._clock()
         simple = not (out.sample_indices or out.token_counts or out.cached_counts or out.finishes)
-        if simple and not (out.logprobs or out.prompt_logprobs):
+        if simple and not (out.preemption_counts or out.logprobs or out.prompt_logprobs):
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
             self._take_rows(out, now)
+        self.figures.note_gaps(now, self._previous_s)
+        self._previous_s.clear()
         if self._abort_ids or self._abort_samples:
             self._send_aborts()
 
@@ -303,7 +291,7 @@ class Core:
             return
         text = sample.add(token_id)
         self.token_count += 1
-        request.mark_token(now)
+        self._mark_token(request, sample, now)
         if sample.finish_reason is not None:
             if request.stream:
                 self._emit(request, sample, text, (token_id,))
@@ -313,6 +301,16 @@ class Core:
                 request.sink.on_token(sample.index, text, token_id)
             else:
                 self._emit(request, sample, text, (token_id,))
+
+    def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
+        """Note the time of a sample's new tokens."""
+        self._previous_s.append(sample.last_token_s)
+        sample.last_token_s = now_s
+        timings = request.timings
+        timings.last_token_s = now_s
+        if timings.first_token_s is None:
+            timings.first_token_s = now_s
+            self.figures.note_first_token(request)
 
     def _take_rows(self, out: TokensOut, now: float) -> None:
         for row in rows_of(out):
@@ -329,12 +327,27 @@ class Core:
         if row.prompt_logprobs:
             request.add_prompt_logprobs(row.prompt_logprobs)
         sample = request.samples[row.sample_index]
+        sample.preemption_count = max(sample.preemption_count, row.preemption_count)
+        if row.prefill_us >= 0 and request.timings.prefill_s is None:
+            request.timings.prefill_s = row.prefill_us / 1e6
         if row.finish is not None and row.finish.reason == "error":
             self._abort_ids.append(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
             self._fail(request, RequestError(detail, code="sample_failed", status=500))
+        elif request.pooling:
+            self._take_embedding(request, sample, row, now)
         elif sample.finish_reason is None:
             self._extend(request, sample, row, now)
+
+    def _take_embedding(self, request: Request, sample: Sample, row: Row, now: float) -> None:
+        """The end of a request for one; the row's token is nobody's."""
+        if row.embedding is None or not math.isfinite(math.hypot(*row.embedding)):
+            text = "the model's hidden states for this prompt were not numbers"
+            return self._fail(request, RequestError(text, code="sample_failed", status=500))
+        self._mark_token(request, sample, now)
+        request.embedding = row.embedding
+        sample.finish_reason = "stop"
+        self._sample_ended(request, sample, early=False)
 
     def _break(self, request: Request, error: Exception) -> None:
         """Our own mistake costs the request it concerns, not those beside it."""
@@ -354,7 +367,7 @@ class Core:
         new_count = len(sample.token_ids) - old_count
         self.token_count += new_count
         if new_count:
-            request.mark_token(now)
+            self._mark_token(request, sample, now)
         early = sample.finish_reason is not None and row.finish is None
         if sample.finish_reason is None and row.finish is not None:
             text += sample.end(row.finish.reason, stop_token(request, row))

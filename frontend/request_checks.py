@@ -1,11 +1,8 @@
-"""What a request must be for this model and engine, and what is filled in where it leaves something open.
-
-Pure functions of the request, the tokenizer and the engine's limits. Called by `core.Core` when a request comes.
-"""
+"""What a request must fulfil, and what is filled in, before it goes to the scheduler. Called by the core."""
 
 import dataclasses
+import random
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 from common.errors import RequestError
@@ -15,12 +12,24 @@ from common.sampling_params import SamplingParams
 from frontend.tokenizer import Tokenizer
 
 
-def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
-    """Refuse a prompt that is empty, longer than the engine holds, or has ids that the model lacks.
+def not_serving(state: str, why: str) -> RequestError:
+    """The error (503) for a request that comes in any of the core's states but `serving`.
 
-    Raises:
-        RequestError: which of these, with the numbers.
+    Args:
+        why: for `restarting` and `dead`.
     """
+    reasons = {
+        "starting": ("the engine is still starting", "starting", 1000),
+        "restarting": (f"the engine is being started again, and many requests wait for it: {why}", "restarting", 1000),
+        "draining": ("the engine is shutting down and takes no new requests", "shutting_down", None),
+        "dead": (f"the engine is down: {why}", "engine_dead", None),
+    }
+    message, code, retry_after_ms = reasons[state]
+    return RequestError(message, code=code, status=503, retry_after_ms=retry_after_ms)
+
+
+def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
+    """Refuse a prompt that is empty, too long, or holds ids that the model lacks; raises RequestError."""
     count = len(prompt_token_ids)
     if not count:
         raise RequestError("the prompt is empty: wanted at least one token", param="prompt")
@@ -40,23 +49,17 @@ def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
         )
 
 
-def complete(
-    params: SamplingParams,
-    limits: EngineReady,
-    prompt_count: int,
-    draw_seed: Callable[[], int],
-    *,
-    exact_max_tokens: bool,
+def completed(
+    params: SamplingParams, limits: EngineReady, prompt_count: int, seeds: random.Random, *, exact_max_tokens: bool
 ) -> SamplingParams:
     """The parameters with `max_tokens` and `seed` filled in.
 
     Args:
-        prompt_count: the prompt's tokens.
-        draw_seed: gives a seed for a request that brings none.
+        seeds: where the seed comes from, if there is none.
         exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
 
     Raises:
-        RequestError: parameters that do not fit the model or one another.
+        RequestError: they do not go with this model, or with this prompt.
     """
     params.check_for_model(limits.vocab_size)
     if params.stop and not params.detokenize:
@@ -74,22 +77,20 @@ def complete(
     if wanted is None or wanted > room:
         changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
     if params.seed is None:
-        changes["seed"] = draw_seed()
+        changes["seed"] = seeds.getrandbits(63)
     return dataclasses.replace(params, **changes) if changes else params
 
 
-def end_token_ids(params: SamplingParams, tokenizer: Tokenizer, limits: EngineReady) -> set[int]:
-    """Without ids that the model lacks: folders name some, and tokens added to a tokenizer may be such."""
+def known_end_token_ids(params: SamplingParams, limits: EngineReady, tokenizer: Tokenizer) -> set[int]:
+    """Ids that end the output, without those that the model lacks: a folder or a tokenizer may name such."""
     own = () if params.ignore_eos else tokenizer.end_token_ids
     return set(params.stop_token_ids) | {token_id for token_id in own if token_id < limits.vocab_size}
 
 
-def bad_token_ids(params: SamplingParams, tokenizer: Tokenizer, limits: EngineReady) -> tuple[tuple[int, ...], ...]:
-    """Without words that the model cannot sample: they need no ban.
-
-    Raises:
-        RequestError: a word is too long.
-    """
+def known_bad_token_ids(
+    params: SamplingParams, limits: EngineReady, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """The bad words as ids, without those that the model cannot sample: they need no ban. Raises RequestError."""
     if not params.bad_words:
         return ()
     sequences = tokenizer.bad_word_ids(params)

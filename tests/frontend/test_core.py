@@ -436,7 +436,9 @@ def test_no_more_wait_for_a_restart_than_may_be_queued(byte_tokenizer, submit, h
     core.suspend("scheduler was killed", 1)
     for _ in range(2):
         core.submit(array("i", [5]), SamplingParams(), helpers.Events())
-    with pytest.raises(RequestError, match="being started again: scheduler was killed") as caught:
+    with pytest.raises(
+        RequestError, match="being started again, and many requests wait for it: scheduler was killed"
+    ) as caught:
         core.submit(array("i", [5]), SamplingParams(), helpers.Events())
     assert (caught.value.code, caught.value.status, caught.value.retry_after_ms) == ("restarting", 503, 1000)
 
@@ -474,9 +476,11 @@ def test_a_drain_during_a_restart_lets_requests_finish(memory_engine, submit):
 def test_counters_go_on_after_a_restart(memory_engine):
     core = memory_engine.core
     parts = array("i", [10] * 6)
-    core.handle(m.EngineStats(steps=100, output_tokens=50, running_count=3, parts_us=parts))
+    core.handle(
+        m.EngineStats(steps=100, output_tokens=50, running_count=3, parts_us=parts, step_sizes=array("i", [100]))
+    )
     core.suspend("worker-0 was killed", 1)
     assert (core.stats.steps, core.stats.running_count) == (100, 0)
-    core.handle(m.EngineStats(steps=7, output_tokens=5, running_count=2, parts_us=parts))
+    core.handle(m.EngineStats(steps=7, output_tokens=5, running_count=2, parts_us=parts, step_sizes=array("i", [7])))
     assert (core.stats.steps, core.stats.output_tokens, core.stats.running_count) == (107, 55, 2)
-    assert core.step_totals_us()["step_plan_us"] == 1070
+    assert core.figures.step_totals_us()["step_plan_us"] == 1070
