@@ -150,7 +150,7 @@ class TextWork:
 
 def _int32_ids(token_ids: Sequence[int]) -> "array[int]":
     try:
-        ids = array("i", token_ids)
+        ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
     except (OverflowError, TypeError):
         ids = array("i", [-1])
     if not array_bytes(ids)[3::4].isascii():  # the sign bit is in every fourth byte; `min` takes milliseconds
