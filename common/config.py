@@ -89,6 +89,11 @@ class ModelOptions:
         "auto", "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' takes none",
         choices=("auto", "vllm"),
     )  # fmt: skip
+    pooling: str = option(
+        "last",
+        "what embeddings are made of: the last token's hidden state, or the mean of all",
+        choices=("last", "mean"),
+    )
     seed: int = option(0, "seed for dummy weights and for requests that give none")
 
 
@@ -140,7 +145,7 @@ class WorkerOptions:
     enforce_eager: bool = option(
         False, "run without CUDA Graphs (for debugging)", "--enforce-eager", "--disable-cuda-graph"
     )
-    deterministic: bool = option(False, "one request's tokens do not depend on others; no device has this yet")
+    deterministic: bool = option(False, "a request's tokens do not depend on what else the engine does; slower")
     cpu_threads: int = option(0, "threads of the CPU worker; 0 takes all cores", count=True)
 
 

@@ -106,6 +106,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    one_loop: bool = False
 
 
 HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
@@ -126,6 +127,7 @@ class PrefillPlan:
     num_warps: int
     num_stages: int
     max_registers: int | None
+    one_loop: bool
 
 
 def can_specialise(
@@ -142,10 +144,10 @@ def can_specialise(
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
-    is_plain = sliding_window == 0 and soft_cap == 0 and not quantised
+    is_plain = sliding_window == 0 and soft_cap == 0
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
-    return is_plain and is_size and is_here and dtype in (torch.bfloat16, torch.float16)
+    return is_plain and is_size and is_here and dtype in ((torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16))
 
 
 def launch_plan(
@@ -164,6 +166,7 @@ def launch_plan(
     num_warps: int | None = None,
     num_stages: int | None = None,
     max_registers: int | None = None,
+    one_loop: bool | None = None,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
@@ -172,7 +175,6 @@ def launch_plan(
     kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`; a `quantised`
     cache always takes this one. The other keyword arguments override the measured choice.
     """
-    specialised = specialised and not quantised
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
@@ -196,13 +198,14 @@ def launch_plan(
         num_warps=num_warps or chosen.num_warps,
         num_stages=num_stages or chosen.num_stages,
         max_registers=max_registers or chosen.max_registers,
+        one_loop=chosen.one_loop if one_loop is None else one_loop,
     )
 
 
 def measured_tiles(token_count: int, dim_tile: int) -> Tiles:
     """The plain kernel's tiles: the best of a sweep on an NVIDIA H200 at 8x32 to 1x16384 tokens, group 2, bf16."""
     if token_count < LARGE_TOKENS:
-        return Tiles(tile_rows=64, key_tile=64 if dim_tile <= 128 else 32, num_warps=4, num_stages=2)
+        return Tiles(tile_rows=64, key_tile=64 if dim_tile <= 128 else 32, num_warps=4, num_stages=2, one_loop=True)
     if dim_tile == 64:
         return Tiles(tile_rows=128, key_tile=64, num_warps=4, num_stages=2)
     if dim_tile == 128:
@@ -226,7 +229,7 @@ def _prefill_kernel(
     QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, PDL: tl.constexpr,
+    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, ONE_LOOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -281,24 +284,31 @@ def _prefill_kernel(
         normaliser = tl.zeros([TILE_ROWS], dtype=tl.float32)
         accumulator = tl.zeros([TILE_ROWS, DIM_TILE], dtype=tl.float32)
 
-        # 3. Accumulate: the window's edge with masks, the full tiles without, the diagonal with masks.
+        # 3. Accumulate: the window's edge with masks, the full tiles without, the diagonal with masks. Few tokens are
+        # quicker in one loop with masks throughout, whose loads the compiler overlaps from its first tile to its last.
         full_begin = 0
         full_end = (first_position + 1) // KEY_TILE * KEY_TILE
         if WINDOW > 0:
             window_begin = tl.maximum(first_position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE
             full_begin = tl.cdiv(tl.maximum(key_end - WINDOW, 0), KEY_TILE) * KEY_TILE
             full_end = tl.maximum(full_begin, full_end)
+            if ONE_LOOP:
+                full_end = window_begin
+        elif ONE_LOOP:
+            full_end = 0
+        if WINDOW > 0 and not ONE_LOOP:
             edge_end = tl.minimum(full_begin, tl.cdiv(key_end, KEY_TILE) * KEY_TILE)
             accumulator, maximum, normaliser = _accumulate(
                 accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
                 value_scales_ptr, table_ptr, head, window_begin, edge_end, key_end, scale_log2, soft_cap,
                 True, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
             )  # fmt: skip
-        accumulator, maximum, normaliser = _accumulate(
-            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
-            value_scales_ptr, table_ptr, head, full_begin, full_end, key_end, scale_log2, soft_cap,
-            False, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
-        )  # fmt: skip
+        if not ONE_LOOP:
+            accumulator, maximum, normaliser = _accumulate(
+                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+                value_scales_ptr, table_ptr, head, full_begin, full_end, key_end, scale_log2, soft_cap,
+                False, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+            )  # fmt: skip
         accumulator, maximum, normaliser = _accumulate(
             accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
             value_scales_ptr, table_ptr, head, full_end, key_end, key_end, scale_log2, soft_cap,
@@ -353,9 +363,8 @@ def _accumulate(
         # The next tile's block ids, read one tile ahead of its keys. Edge: no tile follows.
         blocks = tl.load(table_ptr + (keys + KEY_TILE) // BLOCK_SIZE, mask=keys + KEY_TILE < end, other=0)
         if MASKED:
-            is_loaded = (keys < key_end)[:, None] & is_dim[None, :]  # edge: nothing past the last query is read
-            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0)
-        elif HEAD_DIM == DIM_TILE:
+            is_loaded = (keys < key_end)[:, None] & is_dim[None, :]  # edge: values past the last query may be NaN
+        if HEAD_DIM == DIM_TILE:
             key = tl.load(key_ptr + places)
         else:
             key = tl.load(key_ptr + places, mask=is_dim[None, :], other=0.0)
@@ -467,7 +476,7 @@ def prefill_attention(
         from kernels import prefill_attention_hopper
 
         prefill_attention_hopper.launch(
-            *inputs, counters, decode_row_count, shape, plan.program_count, plan.rows_tile, scale * LOG2_E, pdl
+            *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan.program_count, plan.rows_tile, scale * LOG2_E, pdl
         )
         return
     _prefill_kernel[(plan.program_count,)](
@@ -489,6 +498,7 @@ def prefill_attention(
         DIM_TILE=plan.dim_tile,
         ROWS_TILE=plan.rows_tile,
         TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim),
+        ONE_LOOP=plan.one_loop,
         PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

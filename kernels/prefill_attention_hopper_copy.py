@@ -27,37 +27,42 @@ def _add(left, right):
 @gluon.jit
 def zero_unowned(
     output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
+    TOKEN_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
-    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    places = gl.arange(0, TOKEN_TILE, layout=line)
-    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
     for row in range(first_row + program, max_rows, programs):
         if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
             for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
-                token_ptr = output_ptr + token.to(gl.int64) * output_stride
-                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+                _zero_token(output_ptr + token.to(gl.int64) * output_stride, TOKEN_SIZE)
     for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
-        token_ptr = output_ptr + token.to(gl.int64) * output_stride
-        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+        _zero_token(output_ptr + token.to(gl.int64) * output_stride, TOKEN_SIZE)
 
 
 @gluon.jit
-def _copy_row(
-    desc, table_ptr, head, length, key_end, copied, pages, full, empty,
+def _zero_token(token_ptr, TOKEN_SIZE: gl.constexpr):
+    PART: gl.constexpr = 256 * gl.num_warps()
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    places = gl.arange(0, PART, layout=line)
+    zeros = gl.zeros([PART], token_ptr.dtype.element_ty, line)
+    for part in range(0, TOKEN_SIZE, PART):
+        gl.store(token_ptr + part + places, zeros, mask=part + places < TOKEN_SIZE)
+
+
+@gluon.jit
+def _copy_tiles(
+    desc, table_ptr, head, length, begin, end, copied, pages, full, empty,
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the keys (or the values) before `key_end`, tile by tile from the end; return the stages filled so far."""
+    """Copy the keys' (or the values') tiles `begin` - 1 down to `end`; return the stages filled so far."""
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
-    BOX: gl.constexpr = 64
+    BOX: gl.constexpr = pages.shape[2]
+    TILE_BYTES: gl.constexpr = KEY_TILE * HALVES * BOX * pages.dtype.primitive_bitwidth // 8
     last_page = (length - 1) // BLOCK_SIZE
-    tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
-    for step in range(tile_count):
-        first_page = (tile_count - 1 - step) * PAGES
+    for step in range(begin - end):
+        first_page = (begin - 1 - step) * PAGES
         stage = copied % STAGES
         box_rows = ()
         for page in gl.static_range(PAGES):
@@ -65,7 +70,7 @@ def _copy_row(
             block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
             box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
         mbarrier.wait(empty.index(stage), ((copied // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), KEY_TILE * HALVES * BOX * 2)
+        mbarrier.expect(full.index(stage), TILE_BYTES)
         for page in gl.static_range(PAGES):
             for half in gl.static_range(HALVES):
                 box = pages.index((stage * HALVES + half) * PAGES + page)
@@ -80,10 +85,11 @@ def produce_keys(
     table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, GROUP: gl.constexpr,
-    COPY_QUERY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr,
 ):  # fmt: skip
-    """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
+    """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
+    QUERY_HALVES: gl.constexpr = HEAD_DIM // BOX
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -125,26 +131,32 @@ def produce_keys(
         mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
         if COPY_QUERY:
             # Tokens past the row's end are other rows' or zeros; what comes of them is not stored.
-            mbarrier.expect(mail_full.index(slot), 2 * 64 * HALVES * BOX * 2)
+            mbarrier.expect(mail_full.index(slot), 2 * 64 * HEAD_DIM * 2)
             for part in gl.static_range(2):
-                for half in gl.static_range(HALVES):
+                for half in gl.static_range(QUERY_HALVES):
                     tma.async_copy_global_to_shared(
                         query_desc,
                         [query_start + first_token + part * (64 // GROUP), head * GROUP, half * BOX],
                         mail_full.index(slot),
-                        query_boxes.index((slot * 2 + part) * HALVES + half),
+                        query_boxes.index((slot * 2 + part) * QUERY_HALVES + half),
                     )
         mail.index(slot).store(content)
         mbarrier.arrive(mail_full.index(slot), count=1)
         letter += 1
 
-        copied = _copy_row(
-            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
+        table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
+        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        copied = _copy_tiles(
+            key_desc, table_ptr, head, length, tile_count, 1, copied,
             key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
         )  # fmt: skip
         work = total
-        if total > programs:
+        if total > programs:  # drawn before the last copy, which waits for its stage anyway
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+        copied = _copy_tiles(
+            key_desc, table_ptr, head, length, 1, 0, copied,
+            key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
 
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
@@ -195,8 +207,9 @@ def produce_values(
     is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
-        copied = _copy_row(
-            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
+        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        copied = _copy_tiles(
+            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, tile_count, 0, copied,
             value_pages, value_full, value_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
         )  # fmt: skip
         letter += 1

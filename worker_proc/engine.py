@@ -14,6 +14,7 @@ import torch
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
 from common.messages import StepPlan
+from worker_proc.fixed_order_model import aligned_threads
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
 from worker_proc.link import Swap, measured_link_bytes_per_s
 from worker_proc.loader import load_model, resolve_dtype
@@ -69,6 +70,8 @@ def load_engine(config: EngineConfig) -> Engine:
             Path(config.model_dir), device=device, dtype=dtype, load_format=config.model.load_format,
             seed=config.model.seed,
         )  # fmt: skip
+    if config.worker.deterministic and device.type == "cpu":
+        torch.set_num_threads(aligned_threads(model_config, torch.get_num_threads()))
     specs = cache_specs(model_config, dtype, config.cache.kv_cache_dtype)
     limits = step_limits(config.scheduler, name)
     if device.type == "cuda":
@@ -83,7 +86,9 @@ def load_engine(config: EngineConfig) -> Engine:
             specs, block_size=config.cache.block_size, block_count=size.block_count,
             host_block_count=size.host_block_count, device=device,
         )  # fmt: skip
-        runner = CpuRunner(model, cache, limits, size.max_model_len, sampled_ids)
+        runner = CpuRunner(
+            model, cache, limits, size.max_model_len, sampled_ids, deterministic=config.worker.deterministic
+        )
     with timed("ran a first forward pass"):
         runner.warm_up()
     return _engine(runner, size, model_config, name, dtype, cache, lambda: None)
@@ -117,13 +122,8 @@ def check_options(config: EngineConfig, device: torch.device) -> None:
     """Refuse what no model can be served with, before one is loaded.
 
     Raises:
-        ConfigError: --deterministic, or on a GPU blocks or batches larger than the kernels take.
+        ConfigError: on a GPU blocks or batches larger than the kernels take.
     """
-    if config.worker.deterministic:
-        raise ConfigError(
-            "--deterministic is not supported: matrix products of more rows add up in another order, on a CPU and on "
-            "a GPU, so what runs beside a request can change its last bits; leave the option out"
-        )
     if device.type == "cpu":
         return
     block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs

@@ -78,6 +78,7 @@ def test_killing_the_supervisor_takes_all_processes_along_while_serving(tiny_mod
         server.process.kill()
         for name, pid in pids.items():
             wait_for_exit(pid, name)
+        assert len(pids) == 3
 
 
 def test_killing_the_supervisor_takes_all_processes_along_while_loading(tiny_model_dir):

@@ -164,6 +164,7 @@ def test_a_client_that_goes_away_loses_its_requests(frontend):
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
     client.close()
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 0)
+    assert frontend.scheduler.added and not frontend.scheduler.live_count
 
 
 def test_integer_keys_of_logit_bias_are_taken_in_a_map(frontend):

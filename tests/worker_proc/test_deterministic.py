@@ -17,6 +17,7 @@ from common.messages import SlotSampling
 from tests.support.poison import poison
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
+from worker_proc.runner import CpuRunner
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU in this process")
 REAL_SIZES = {
@@ -37,6 +38,10 @@ SAMPLED = SlotSampling(temperature=0.9, top_p=0.9, seed=7, logprobs=1)
 def prompt(count: int, seed: int = 0) -> list[int]:
     rng = Random(seed)
     return [rng.randrange(3, 131) for _ in range(count)]
+
+
+SMALL = {"cpu": (43, 12, (1, 15, 17, 16, 5), (9, 30, 4)), "kernels": (9, 3, (4,), (5,))}
+"""Prompt length, output length, chunk sizes, the neighbours' prompt lengths."""
 
 
 class Case:
@@ -89,6 +94,8 @@ class Case:
 def make_runner(kind: str, model, cache: KVCache, limits: StepLimits, max_len: int):
     """The runner of `--deterministic` on a CPU, or the GPU's."""
     vocabulary = model.config.vocab_size
+    if kind == "cpu":
+        return CpuRunner(model, cache, limits, max_len, vocabulary, deterministic=True)
     from worker_proc.cuda.fixed_order_forward import FixedOrderForward
     from worker_proc.cuda.runner import CudaRunner
     from worker_proc.cuda.slots import DeviceSlots
@@ -115,7 +122,9 @@ def case(request, runner, tiny_model, plan_driver, monkeypatch):
         monkeypatch.setattr(np, "matmul", ordered_product)  # the interpreter's tl.dot
     _, folder = tiny_model("Qwen3", **(REAL_SIZES if is_real else TINY_SIZES))
     model = load_model(folder, device=device, dtype=dtype)
-    slot_count, block_count, block_size, tokens, max_len = (40, 1600, 16, 2048, 1200) if is_real else (4, 64, 4, 64, 96)
+    slot_count, block_count, block_size, tokens, max_len = (
+        (40, 1600, 16, 2048, 1200) if is_real else (5, 80, 4, 128, 96)
+    )
 
     def make():
         cache = KVCache(
@@ -126,13 +135,14 @@ def case(request, runner, tiny_model, plan_driver, monkeypatch):
         made = make_runner(runner, model, cache, StepLimits(slot_count, tokens), max_len)
         return plan_driver(lambda plan: made.execute(plan).result(), slot_count, block_count, block_size)
 
-    sizes = (700, 40, (15, 333, 17, 64), tuple(range(5, 800, 37))) if is_real else (9, 3, (4,), (5,))
+    sizes = (700, 40, (15, 333, 17, 64), tuple(range(5, 800, 37))) if is_real else SMALL[runner]
     return Case(make, *sizes)
 
 
 @pytest.mark.parametrize(
     ("runner", "case", "sampling"),
     [
+        *(("cpu", kind, how) for kind in ("auto", "int8") for how in (GREEDY, SAMPLED)),
         pytest.param("kernels", "auto", GREEDY, marks=interpreted),
         pytest.param("cuda", "auto", GREEDY, marks=pytest.mark.gpu),
         pytest.param("cuda", "auto", SAMPLED, marks=pytest.mark.gpu),

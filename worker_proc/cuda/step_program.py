@@ -19,6 +19,17 @@ from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
 
+class CaptureError(RuntimeError):
+    """A step could not be recorded as a CUDA Graph."""
+
+    def __init__(self, bucket: Bucket, cause: Exception) -> None:
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        super().__init__(
+            f"the CUDA Graph of {bucket.kind} steps with {bucket.rows} rows and {bucket.tokens} tokens cannot be "
+            f"captured: {reason}; --enforce-eager runs without graphs"
+        )
+
+
 class Forward(Protocol):
     """A forward pass in buffers of its own: `FusedForward`, `FixedOrderForward` or `PlainForward`.
 
@@ -40,6 +51,9 @@ class Forward(Protocol):
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Logits of any tokens of the last pass, float32 [count, vocab_size]."""
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states of any tokens of the last pass, after the last norm, [count, hidden_size]."""
 
 
 class StepProgram:
@@ -133,9 +147,21 @@ class StepProgram:
         return self._graphs[key]
 
     def _capture(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Record the bucket's step. The rehearsal loads its kernels, and compiles those that are not compiled yet."""
-        self.rehearse(bucket)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._run(self._forward, bucket, sampling)
+        """Record the bucket's step. The rehearsal loads its kernels, and compiles those that are not compiled yet.
+
+        Raises:
+            CaptureError: that failed; nothing is kept of it.
+        """
+        cause: Exception | None = None
+        try:
+            self.rehearse(bucket)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    logits = self._run(self._forward, bucket, sampling)
+                except Exception as error:
+                    cause = error  # ending the capture raises another error, which says less
+                    raise
+        except Exception as error:
+            raise CaptureError(bucket, cause or error) from (cause or error)
         return graph, logits
