@@ -89,6 +89,11 @@ class ModelOptions:
         "auto", "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' takes none",
         choices=("auto", "vllm"),
     )  # fmt: skip
+    pooling: str = option(
+        "last",
+        "what embeddings are made of: the last token's hidden state, or the mean of all",
+        choices=("last", "mean"),
+    )
     seed: int = option(0, "seed for dummy weights and for requests that give none")
 
 

@@ -11,13 +11,12 @@ then, and its number is not given out again meanwhile. What the scheduler says a
 ignored: an abort and the last tokens may cross on the way.
 """
 
-import dataclasses
 import logging
+import math
 import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from common.errors import RequestError
 from common.messages import (
@@ -29,16 +28,19 @@ from common.messages import (
     RequestFailed,
     TokensOut,
 )
-from common.messages.fields import SHORT_IDS_LIMIT
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
 from frontend.figures import Figures
 from frontend.request import Request, Sample
+from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids
 from frontend.token_rows import Row, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
 
 Observer = Callable[[Request, str], None]
 """Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
@@ -119,6 +121,7 @@ class Core:
         name: str = "",
         exact_max_tokens: bool = False,
         timings: Timings | None = None,
+        pooling: str = "",
     ) -> Request:
         """Check a request and send it to the scheduler.
 
@@ -135,14 +138,16 @@ class Core:
             name: what the asker calls the request, for the log.
             exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
             timings: from `arrival`, if work was done for the request before now.
+            pooling: ask for an embedding of the prompt, with `EMBEDDING_PARAMS`.
 
         Raises:
             RequestError: it cannot be served; nothing was sent and the sink will not be called.
         """
         limits = self.check_serving()
-        self._check_prompt(prompt_token_ids, limits)
-        params = self._complete(params, limits, len(prompt_token_ids), exact_max_tokens)
-        end_token_ids, bad_token_ids = self._end_token_ids(params, limits), self._bad_token_ids(params, limits)
+        check_prompt(prompt_token_ids, limits)
+        params = completed(params, limits, len(prompt_token_ids), self._random, exact_max_tokens=exact_max_tokens)
+        end_token_ids = known_end_token_ids(params, limits, self.tokenizer)
+        bad_token_ids = known_bad_token_ids(params, limits, self.tokenizer)
         params.check_sampleable(end_token_ids, bad_token_ids)
         timings = timings or self.arrival()
         request = Request(
@@ -157,19 +162,15 @@ class Core:
             timings=timings,
             name=name,
             client_key=client_key,
+            pooling=pooling,
         )
+        deadline_s = None if timeout_s is None else timings.arrived_at_s + timeout_s
         message = AddRequest(
-            request_id=request.request_id,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            end_token_ids=tuple(sorted(request.end_token_ids)),
-            bad_token_ids=bad_token_ids,
-            priority=priority,
-            client_key=client_key,
-            cache_salt=cache_salt,
-            deadline_s=None if timeout_s is None else timings.arrived_at_s + timeout_s,
-            arrived_at_s=timings.arrived_at_s,
-        )
+            request_id=request.request_id, prompt_token_ids=prompt_token_ids, params=params,
+            end_token_ids=tuple(sorted(end_token_ids)), bad_token_ids=bad_token_ids, priority=priority,
+            client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
+            pooling=pooling,
+        )  # fmt: skip
         self._send(message.to_wire())
         timings.submitted_s = self._clock()
         self._live[request.request_id] = request
@@ -206,64 +207,6 @@ class Core:
         }
         message, code, retry_after_ms = reasons[self.state]
         raise RequestError(message, code=code, status=503, retry_after_ms=retry_after_ms)
-
-    def _check_prompt(self, prompt_token_ids: "array[int]", limits: EngineReady) -> None:
-        count = len(prompt_token_ids)
-        if not count:
-            raise RequestError("the prompt is empty: wanted at least one token", param="prompt")
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
-        if low < 0 or high >= limits.vocab_size:
-            raise RequestError(
-                f"the prompt holds the token id {low if low < 0 else high}; this model's ids are 0 to "
-                f"{limits.vocab_size - 1}",
-                param="prompt",
-            )
-        if count >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {count} tokens; this engine holds {limits.max_model_len} tokens of prompt and output "
-                f"together (--max-model-len)",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-
-    def _complete(
-        self, params: SamplingParams, limits: EngineReady, prompt_count: int, exact_max_tokens: bool
-    ) -> SamplingParams:
-        params.check_for_model(limits.vocab_size)
-        if params.stop and not params.detokenize:
-            raise RequestError("stop strings need detokenize; use stop_token_ids without it", param="stop")
-        room = limits.max_model_len - prompt_count
-        wanted = params.max_tokens
-        if exact_max_tokens and wanted is not None and wanted > room:
-            raise RequestError(
-                f"the prompt has {prompt_count} tokens and max_tokens is {wanted}; together that is more than the "
-                f"{limits.max_model_len} tokens this engine holds (--max-model-len)",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-        changes: dict[str, Any] = {}
-        if wanted is None or wanted > room:
-            changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
-        if params.seed is None:
-            changes["seed"] = self._random.getrandbits(63)
-        return dataclasses.replace(params, **changes) if changes else params
-
-    def _end_token_ids(self, params: SamplingParams, limits: EngineReady) -> set[int]:
-        """Without ids that the model lacks: folders name some, and tokens added to a tokenizer may be such."""
-        own = () if params.ignore_eos else self.tokenizer.end_token_ids
-        return set(params.stop_token_ids) | {token_id for token_id in own if token_id < limits.vocab_size}
-
-    def _bad_token_ids(self, params: SamplingParams, limits: EngineReady) -> tuple[tuple[int, ...], ...]:
-        """Without words that the model cannot sample: they need no ban."""
-        if not params.bad_words:
-            return ()
-        sequences = self.tokenizer.bad_word_ids(params)
-        longest = max(map(len, sequences), default=0)
-        if longest > SHORT_IDS_LIMIT:
-            raise RequestError(
-                f"bad_words: a word may have up to {SHORT_IDS_LIMIT} tokens, one has {longest}", param="bad_words"
-            )
-        return tuple(word for word in sequences if max(word) < limits.vocab_size)
 
     def _allot_id(self) -> int:
         while self._next_id in self._live:
@@ -362,8 +305,20 @@ class Core:
             self._abort_ids.append(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
             self._fail(request, RequestError(detail, code="sample_failed", status=500))
+        elif request.pooling:
+            self._take_embedding(request, sample, row, now)
         elif sample.finish_reason is None:
             self._extend(request, sample, row, now)
+
+    def _take_embedding(self, request: Request, sample: Sample, row: Row, now: float) -> None:
+        """The end of a request for one; the row's token is nobody's."""
+        if row.embedding is None or not math.isfinite(math.hypot(*row.embedding)):
+            text = "the model's hidden states for this prompt were not numbers"
+            return self._fail(request, RequestError(text, code="sample_failed", status=500))
+        self._mark_token(request, sample, now)
+        request.embedding = row.embedding
+        sample.finish_reason = "stop"
+        self._sample_ended(request)
 
     def _break(self, request: Request, error: Exception) -> None:
         """Our own mistake costs the request it concerns, not those beside it."""

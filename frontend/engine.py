@@ -21,7 +21,7 @@ from typing import Any
 
 from common.config import EngineConfig
 from common.errors import ConfigError, RequestError
-from common.messages import EngineReady, EngineStats, Profile
+from common.messages import POOLINGS, EngineReady, EngineStats, Profile
 from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend import request_log
@@ -209,6 +209,7 @@ class Engine:
         name: str = "",
         exact_max_tokens: bool = False,
         add_special_tokens: bool | None = None,
+        pooling: str = "",
     ) -> RequestStream:
         """Start a request.
 
@@ -216,7 +217,7 @@ class Engine:
             prompt: a text, token ids, or a chat.
             params: see `make_params`.
             stream: whether deltas are wanted; without them the stream yields one `Final`.
-            priority, client_key, cache_salt, timeout_s, name, exact_max_tokens: as in `Core.submit`.
+            priority, client_key, cache_salt, timeout_s, name, exact_max_tokens, pooling: as in `Core.submit`.
             add_special_tokens: for texts: add BOS as the tokenizer does; by default for texts, not for chats.
 
         Raises:
@@ -230,9 +231,20 @@ class Engine:
             token_ids, params, events,
             stream=stream, starts_text=isinstance(prompt, ChatPrompt), priority=priority, client_key=client_key,
             cache_salt=cache_salt, timeout_s=check_timeout(timeout_s), name=name, exact_max_tokens=exact_max_tokens,
-            timings=timings,
+            timings=timings, pooling=pooling,
         )  # fmt: skip
         return events
+
+    def check_pooling(self, pooling: str | None) -> str:
+        """How embeddings are made: as asked for, or as the engine was told.
+
+        Raises:
+            RequestError: nothing that is known.
+        """
+        if pooling and pooling not in POOLINGS:
+            names = " or ".join(repr(name) for name in POOLINGS if name)
+            raise RequestError(f"pooling: wanted {names}, got {pooling!r:.80}", param="pooling")
+        return pooling or self.config.model.pooling
 
     def make_params(self, values: Mapping[str, Any], *, model_defaults: bool = True, **defaults: Any) -> SamplingParams:
         """Sampling parameters from what a client sent.

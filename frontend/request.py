@@ -122,14 +122,15 @@ class Request:
         stream: whether the sink wants deltas.
         starts_text: the output starts a text of its own (a chat's answer) instead of going on from the prompt.
         timings: holds the time of arrival.
+        pooling: what is wanted is an embedding of the prompt, by this one of POOLINGS.
         name: what the asker calls it, for the log.
         client_key: who the asker is.
     """
 
     __slots__ = (
-        "cached_count", "client_key", "end_token_ids", "name", "open_count", "params", "prompt_logprobs",
-        "prompt_token_ids", "request_id", "samples", "sink", "starts_text", "stopped_early", "stops", "stream",
-        "timings", "tokenizer",
+        "cached_count", "client_key", "embedding", "end_token_ids", "name", "open_count", "params", "pooling",
+        "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sink", "starts_text", "stopped_early", "stops",
+        "stream", "timings", "tokenizer",
     )  # fmt: skip
 
     def __init__(
@@ -145,6 +146,7 @@ class Request:
         starts_text: bool,
         timings: Timings,
         name: str = "",
+        pooling: str = "",
         client_key: str = "",
     ) -> None:
         self.request_id = request_id
@@ -157,6 +159,8 @@ class Request:
         self.starts_text = starts_text
         self.timings = timings
         self.name = name
+        self.pooling = pooling
+        self.embedding: array[float] | None = None
         self.client_key = client_key
         self.stops = StopStrings(params.stop) if params.stop else None
         self.cached_count = 0
@@ -208,4 +212,4 @@ class Request:
         if self.params.prompt_logprobs is not None and prompt_logprobs is None:
             prompt_logprobs = (None,) * len(self.prompt_token_ids)
         samples = tuple(sample.result() for sample in self.samples)
-        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings)
+        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings, self.embedding)

@@ -126,6 +126,12 @@ class Sequence:
         self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_logprobs else None
 
     @property
+    def needs_all_computed(self) -> bool:
+        """Whether every prompt token has to be computed for it, whatever the cache holds: each one's logits or hidden
+        state is reported, or is part of a mean."""
+        return self.prompt_logprobs is not None or self.request.message.pooling == "mean"
+
+    @property
     def is_plannable(self) -> bool:
         """Whether its next step can be planned: with a grammar not before the last token is known."""
         return self.grammar is None or self.planned_len == len(self.tokens)
@@ -176,4 +182,5 @@ def slot_sampling(sequence: Sequence) -> SlotSampling:
         allowed_token_ids=array("i", params.allowed_token_ids or ()),
         bad_token_ids=message.bad_token_ids,
         masked=sequence.grammar is not None,
+        pooling=message.pooling,
     )

@@ -6,7 +6,10 @@ from typing import Any, ClassVar
 
 from common.errors import RequestError, WireError
 from common.messages.fields import (
+    POOLINGS,
     TokenLogprobs,
+    embedding_by_row,
+    embeddings_to_lists,
     empty_i32,
     empty_u8,
     logprobs_by_row,
@@ -36,6 +39,8 @@ class AddRequest:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         deadline_s: wall clock time after which the request is ended with an error; None for never.
         arrived_at_s: wall clock time of arrival at the frontend.
+        pooling: one of POOLINGS; with one, the request asks for an embedding of its prompt: `params` has one sample of
+            one token, which nobody reads.
     """
 
     CODE: ClassVar[int] = 1
@@ -49,6 +54,7 @@ class AddRequest:
     cache_salt: str = ""
     deadline_s: float | None = None
     arrived_at_s: float = 0.0
+    pooling: str = ""
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -65,6 +71,7 @@ class AddRequest:
                 self.cache_salt,
                 self.deadline_s,
                 self.arrived_at_s,
+                POOLINGS.index(self.pooling),
             ]
         )
 
@@ -83,8 +90,11 @@ class AddRequest:
             cache_salt=read.text("cache_salt", 1024),
             deadline_s=read.optional_number("deadline_s"),
             arrived_at_s=read.number("arrived_at_s"),
+            pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
         )
         read.done()
+        if message.pooling and (message.params.n, message.params.max_tokens) != (1, 1):
+            raise WireError("AddRequest: an embedding goes with one sample of one token")
         return message
 
 
@@ -201,6 +211,7 @@ class TokensOut:
         logprobs: for the tokens that want them; `row_index` counts along `token_ids`.
         prompt_logprobs: pairs of row index and one entry per prompt token from the second on (`row_index` is the
             token's position in the prompt).
+        embeddings: pairs of row index and float32 [hidden size], of length 1, for requests that ask for one.
     """
 
     CODE: ClassVar[int] = 11
@@ -214,6 +225,7 @@ class TokensOut:
     finishes: tuple[SampleFinish, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+    embeddings: "tuple[tuple[int, array[float]], ...]" = ()
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -230,6 +242,7 @@ class TokensOut:
                 [entry.to_list() for entry in self.finishes],
                 [entry.to_list() for entry in self.logprobs],
                 logprobs_to_lists(self.prompt_logprobs),
+                embeddings_to_lists(self.embeddings),
             ]
         )
 
@@ -248,6 +261,7 @@ class TokensOut:
             finishes=read.entries("finishes", SampleFinish.from_list),
             logprobs=read.entries("logprobs", TokenLogprobs.from_list),
             prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
+            embeddings=read.entries("embeddings", embedding_by_row),
         )
         read.done()
         rows = len(message.request_ids)

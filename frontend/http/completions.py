@@ -20,7 +20,7 @@ from frontend.prompt import Prompt
 
 
 async def completions(request: Request) -> Response:
-    """The endpoint."""
+    """Continue one or several texts."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), CompletionRequest)
     model = generation.check_model(engine, body.model)

@@ -19,6 +19,7 @@ SAMPLING = m.SlotSampling(
     bias_token_ids=array("i", [5]),
     bias_values=array("f", [1.5]),
     bad_token_ids=((1, 2),),
+    pooling="last",
 )
 SLOT = m.SlotInit(
     slot=65535,
@@ -38,6 +39,9 @@ EXAMPLES = {
             bad_token_ids=((1,), (2, 3)),
             deadline_s=1.5,
         ),
+        m.AddRequest(
+            request_id=8, prompt_token_ids=array("i", [1]), params=SamplingParams(max_tokens=1), pooling="mean"
+        ),
         m.AbortRequests(array("i", [1, 2])),
         m.FlushCache(),
     ],
@@ -54,6 +58,7 @@ EXAMPLES = {
             finishes=(m.SampleFinish(1, "length"),),
             logprobs=(LOGPROBS,),
             prompt_logprobs=((0, (LOGPROBS, LOGPROBS)),),
+            embeddings=((1, array("f", [0.5, -0.25])),),
         ),
         m.RequestFailed(1, "queue_full", "too many", 429, None, 500),
         m.EngineStats(
@@ -91,7 +96,11 @@ EXAMPLES = {
             link_bytes_per_s=50_000_000_000,
         ),
         m.StepResult(
-            step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1, 2, 3, 4])
+            step_id=2**40,
+            token_ids=array("i", [5, -1]),
+            logprobs=(LOGPROBS,),
+            parts_us=array("i", [1, 2, 3, 4]),
+            embeddings=((2, array("f", [1.0])),),
         ),
     ],
     m.decode_for_supervisor: [

@@ -33,6 +33,7 @@ from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.pending import PendingStep
 from worker_proc.runner import CpuRunner
 
+EMBEDDING = SamplingParams(max_tokens=1, temperature=0.0)
 LIMITS = Limits(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, block_size=4, block_count=400)
 
 
@@ -42,6 +43,7 @@ class Sample:
 
     token_ids: list[int] = field(default_factory=list)
     finish: str = ""
+    embedding: "array[float] | None" = None
     cached_count: int = -1
 
 
@@ -84,13 +86,16 @@ class MemoryEngine:
         self._in_flight: deque[PendingStep] = deque()
         self._next_id = 0
 
-    def add(self, prompt: list[int], params: SamplingParams, end_token_ids: tuple[int, ...] = ()) -> int:
+    def add(
+        self, prompt: list[int], params: SamplingParams, end_token_ids: tuple[int, ...] = (), pooling: str = ""
+    ) -> int:
         """Submit a request; its id."""
         request_id = self._next_id
         self._next_id += 1
         message = AddRequest(
-            request_id=request_id, prompt_token_ids=array("i", prompt), params=params, end_token_ids=end_token_ids
-        )
+            request_id=request_id, prompt_token_ids=array("i", prompt), params=params, end_token_ids=end_token_ids,
+            pooling=pooling,
+        )  # fmt: skip
         for index in range(params.n):
             self.samples[request_id, index] = Sample()
         self._hear(self.core.handle(decode_for_scheduler(message.to_wire())))
@@ -125,6 +130,12 @@ class MemoryEngine:
         self.run()
         return [self.samples[request_id, 0].token_ids for request_id in ids]
 
+    def embed(self, prompts: list[list[int]], pooling: str) -> "list[array[float]]":
+        """The embedding of each prompt."""
+        ids = [self.add(prompt, EMBEDDING, pooling=pooling) for prompt in prompts]
+        self.run()
+        return [self.samples[request_id, 0].embedding for request_id in ids]
+
     def _hear(self, messages: list) -> None:
         for message in messages:
             received = decode_for_frontend(message.to_wire())
@@ -136,6 +147,8 @@ class MemoryEngine:
 
     def _take(self, out: TokensOut) -> None:
         start = 0
+        for row, embedding in out.embeddings:
+            self.samples[out.request_ids[row], 0].embedding = embedding
         for row, request_id in enumerate(out.request_ids):
             sample = self.samples[request_id, out.sample_indices[row] if out.sample_indices else 0]
             assert not sample.finish, f"tokens after the end of request {request_id}"

@@ -141,8 +141,11 @@ class FusedForward:
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
-        hidden = self.hidden[first_token : first_token + count]
-        return self.model.compute_logits(self.model.model.norm(hidden))
+        return self.model.compute_logits(self.token_hidden(first_token, count))
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states [count, hidden_size] of any tokens of the last pass, after the last norm; allocates."""
+        return self.model.model.norm(self.hidden[first_token : first_token + count])
 
     def _attention_block(
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
