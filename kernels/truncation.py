@@ -12,7 +12,10 @@ is `SamplingWorkspace.tensors`, both in the order given there.
 import triton
 import triton.language as tl
 
-from kernels.noise import gumbel, noise_bits, noise_keys
+from kernels.noise import HAS_PTX, gumbel, noise_bits, noise_keys
+
+USES_INTERVALS = tl.constexpr(True)
+"""Whether top-p's threshold is looked for in one interval of values first; without, among all candidates."""
 
 
 @triton.jit
@@ -71,7 +74,15 @@ def at_temperature(x, slot, settings):
     """Logits over the temperature; unchanged at 0."""
     temperature = tl.load(settings[0] + slot * 8)
     if temperature > 0:
-        x = x * (1.0 / temperature)  # a division for each logit would cost more than its noise
+        # A division for each logit would cost more than its noise. The product is rounded here, and never becomes part
+        # of a fused multiply-add: a value must be the same number wherever it is looked at.
+        inverse = 1.0 / temperature
+        if HAS_PTX:
+            x = tl.inline_asm_elementwise(
+                "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, inverse], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            x = x * inverse
     return x
 
 
@@ -215,7 +226,7 @@ def is_binned(pivot, slot, settings, VOCABULARY):
     """Whether the mass of a row's candidates is added up by intervals: for top-p with a bound, but without top-k."""
     top_k = tl.load(settings[1] + slot * 16)
     has_k = (top_k > 0) & (top_k < VOCABULARY)
-    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf"))
+    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf")) & USES_INTERVALS
 
 
 @triton.jit
@@ -269,7 +280,7 @@ def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, kno
             PASS_TILE, CANDIDATES, BINS, INTERVAL,
         )  # fmt: skip
         low = _order_key(least)
-        found = (held_count <= INTERVAL) | (least == largest)
+        found = (held_count > 0) & ((held_count <= INTERVAL) | (least == largest))
         if found & (held_count <= FEW):
             few = tl.arange(0, FEW)
             x = tl.load(work[10] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
