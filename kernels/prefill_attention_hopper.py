@@ -57,6 +57,7 @@ from kernels.prefill_attention_hopper_copy import (
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
+FLAGS = [True, True, True]
 
 
 @gluon.jit
@@ -137,7 +138,7 @@ def _consume(
     output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, key_full, key_empty,
     value_full, value_empty, mail, mail_full, mail_empty,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
-    COPY_QUERY: gl.constexpr, CLEAN_VALUES: gl.constexpr,
+    COPY_QUERY: gl.constexpr, CLEAN_VALUES: gl.constexpr, CROSS: gl.constexpr,
 ):  # fmt: skip
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
@@ -160,14 +161,12 @@ def _consume(
     read = 0
     letter = 0
     is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
-    query = queries.index(GROUP_INDEX)
-    if is_work != 0 and not COPY_QUERY:
-        _load_query(
-            query, query_ptr, query_stride, query_start, query_count, first_token, head, GROUP_INDEX, GROUP, QUERY_TILE
-        )
-    mbarrier.wait(key_full.index(0), 0, pred=is_work != 0)
-    scores = warpgroup_mma(query, keys.index(0).permute((1, 0)), empty, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+    scores = empty
+    if CROSS:
+        query = queries.index(GROUP_INDEX)
+        mbarrier.wait(key_full.index(0), 0, pred=is_work != 0)
+        scores = warpgroup_mma(query, keys.index(0).permute((1, 0)), empty, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     while is_work != 0:
         positions = length - query_count + first_token + score_tokens
         first_position = length - query_count + first_token + (GROUP_INDEX * ROWS) // GROUP
@@ -175,9 +174,18 @@ def _consume(
         last_tile = tile_count - 1
         full_count = gl.minimum((first_position + 1) // TILE, last_tile)
         query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
+        if not COPY_QUERY:
+            _load_query(
+                query, query_ptr, query_stride, query_start, query_count, first_token, head, GROUP_INDEX, GROUP,
+                QUERY_TILE,
+            )  # fmt: skip
 
         # The tile on the diagonal: its scores are there already.
         stage = read % STAGES
+        if not CROSS:
+            mbarrier.wait(key_full.index(stage), (read // STAGES) & 1)
+            scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), empty, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(key_empty.index(stage), count=1)
         if CLEAN_VALUES and tile_count * TILE > length:
             # Past the row's end the copied blocks may hold anything; both groups write the same zeros there.
@@ -207,23 +215,21 @@ def _consume(
         # The last values beside the first scores of the next letter. After the last letter those are of stale keys.
         stage = read % STAGES
         next_stage = (read + 1) % STAGES
+        operand_tile = gl.convert_layout(_narrow(probabilities, dtype), operand)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
-        operand_tile = gl.convert_layout(probabilities.to(dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
-        next_is_work, next_start, next_count, next_first, next_length, next_head, next_end, _ = read_mail(
-            mail, mail_full, letter + 1
-        )
-        next_query = queries.index(((letter + 1) % MAIL_SLOTS) * 2 + GROUP_INDEX)
-        if next_is_work != 0 and not COPY_QUERY:
-            _load_query(
-                next_query, query_ptr, query_stride, next_start, next_count, next_first, next_head,
-                GROUP_INDEX, GROUP, QUERY_TILE,
-            )  # fmt: skip
-        mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1, pred=next_is_work != 0)
-        scores = warpgroup_mma(
-            next_query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True
-        )
-        accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=1, deps=(accumulator, operand_tile))
+        if CROSS:
+            next_is_work, next_start, next_count, next_first, next_length, next_head, next_end, _ = read_mail(
+                mail, mail_full, letter + 1
+            )
+            next_query = queries.index(((letter + 1) % MAIL_SLOTS) * 2 + GROUP_INDEX)
+            mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1, pred=next_is_work != 0)
+            next_scores = warpgroup_mma(
+                next_query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True
+            )
+            accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=1, deps=(accumulator, operand_tile))
+        else:
+            accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         read += 1
 
@@ -236,11 +242,15 @@ def _consume(
         gl.store(output_ptr + (places + head_places), query.load(copy_layout), mask=is_query[:, None])
         fence_async_shared()
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-
         letter += 1
-        is_work, query_start, query_count, first_token = next_is_work, next_start, next_count, next_first
-        length, head, key_end = next_length, next_head, next_end
+        if CROSS:
+            scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
+            is_work, query_start, query_count, first_token = next_is_work, next_start, next_count, next_first
+            length, head, key_end = next_length, next_head, next_end
+        else:
+            is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(
+                mail, mail_full, letter
+            )
 
 
 @gluon.jit
@@ -272,6 +282,7 @@ def _hopper_kernel(
     HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
     ROWS_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, PDL: gl.constexpr,
+    CROSS: gl.constexpr, ZERO: gl.constexpr, DRAW: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -320,7 +331,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True),
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), CROSS,
                     ),
                 ),
                 (
@@ -328,7 +339,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True),
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), CROSS,
                     ),
                 ),
                 (
@@ -336,7 +347,7 @@ def _hopper_kernel(
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows, table_stride,
                         query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE,
-                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, DRAW,
                     ),
                 ),
                 (
@@ -350,7 +361,7 @@ def _hopper_kernel(
                     zero_unowned,
                     (
                         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
-                        token_count, KV_HEADS * GROUP * HEAD_DIM,
+                        token_count, KV_HEADS * GROUP * HEAD_DIM, ZERO,
                     ),
                 ),
             ],
@@ -379,7 +390,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(False),
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(False), CROSS,
                     ),
                 ),
                 (
@@ -387,7 +398,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(False),
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(False), CROSS,
                     ),
                 ),
                 (
@@ -404,7 +415,7 @@ def _hopper_kernel(
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows, table_stride,
                         query_boxes, key_pages, raw_key_full, raw_key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE,
-                        KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                        KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, DRAW,
                     ),
                 ),
                 (
@@ -418,13 +429,17 @@ def _hopper_kernel(
                     zero_unowned,
                     (
                         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
-                        token_count, KV_HEADS * GROUP * HEAD_DIM,
+                        token_count, KV_HEADS * GROUP * HEAD_DIM, ZERO,
                     ),
                 ),
             ],
             [4, 4, 1, 1, 1],
             [COMPUTE_REGISTERS, CONVERT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )  # fmt: skip
+    zero_unowned(
+        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+        KV_HEADS * GROUP * HEAD_DIM, not ZERO,
+    )  # fmt: skip
 
 
 @cache
@@ -507,6 +522,9 @@ def launch(
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
         PDL=pdl,
+        CROSS=FLAGS[0] and query_desc is not None,
+        ZERO=FLAGS[1],
+        DRAW=FLAGS[2],
         num_warps=4,
         **compile_options(None, pdl),
     )

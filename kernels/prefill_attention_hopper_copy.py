@@ -27,9 +27,20 @@ def _add(left, right):
 @gluon.jit
 def zero_unowned(
     output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-    TOKEN_SIZE: gl.constexpr,
+    TOKEN_SIZE: gl.constexpr, HERE: gl.constexpr,
 ):  # fmt: skip
     """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
+    if HERE:
+        _zero_unowned(
+            output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count, TOKEN_SIZE
+        )
+
+
+@gluon.jit
+def _zero_unowned(
+    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+    TOKEN_SIZE: gl.constexpr,
+):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     for row in range(first_row + program, max_rows, programs):
@@ -85,7 +96,7 @@ def produce_keys(
     table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr, DRAW: gl.constexpr,
 ):  # fmt: skip
     """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
@@ -147,16 +158,17 @@ def produce_keys(
         table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
         tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
         copied = _copy_tiles(
-            key_desc, table_ptr, head, length, tile_count, 1, copied,
+            key_desc, table_ptr, head, length, tile_count, 1 if DRAW else 0, copied,
             key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
         )  # fmt: skip
         work = total
         if total > programs:  # drawn before the last copy, which waits for its stage anyway
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-        copied = _copy_tiles(
-            key_desc, table_ptr, head, length, 1, 0, copied,
-            key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
-        )  # fmt: skip
+        if DRAW:
+            copied = _copy_tiles(
+                key_desc, table_ptr, head, length, 1, 0, copied,
+                key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+            )  # fmt: skip
 
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
