@@ -221,7 +221,7 @@ def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int
     return 4 * pairs * query_heads * head_dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "token_count", "wave", "table_stride"])
 def _prefill_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, decode_rows_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, wave, output_stride, query_stride,

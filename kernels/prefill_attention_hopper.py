@@ -273,7 +273,7 @@ def _load_query(
     fence_async_shared()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["max_rows", "token_count", "table_stride"])
 def _hopper_kernel(
     output_ptr, query_ptr, query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr,
     decode_rows_ptr, counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, output_stride,
