@@ -7,6 +7,7 @@
     │                      that got them from a process of the engine, as what they were about would never end
     ├── RecordingError     a file that is no whole recording of the process that is to be run on it: exit code 2
     ├── RequestError       a request that cannot be served as asked; `code`, `param` and `status` go to the client
+    ├── AccessError        an engine at whose client socket these keys, or none, do not get in
     └── EngineDeadError    a process of the engine is gone; every request in flight ends with this
 
 A message says what was wanted, what came, where, and what to do about it.
@@ -57,6 +58,10 @@ class RequestError(TriremeError):
         self.param = param
         self.status = status
         self.retry_after_ms = retry_after_ms
+
+
+class AccessError(TriremeError):
+    """An engine does not let this client in, or is not the one that the client expects: their keys do not fit."""
 
 
 class EngineDeadError(TriremeError):

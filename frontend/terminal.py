@@ -35,6 +35,8 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--pid", type=int, help="the supervisor's process id, if several engines run")
     if verb == "chat":
         parser.add_argument("--client-endpoint", default="", help="endpoint of an engine that was not started here")
+        parser.add_argument("--server-key", default=None, help="its public key, or the file; for an engine with keys")
+        parser.add_argument("--client-keys", default=None, help="the file with the secret key to show it")
         parser.add_argument("--temperature", type=float, default=None, help="0 is greedy")
         parser.add_argument("--max-tokens", type=int, default=ANSWER_TOKENS, help="tokens of an answer at most")
     parsed = parser.parse_args(arguments)
@@ -46,7 +48,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     params: dict[str, Any] = {"max_tokens": parsed.max_tokens}
     if parsed.temperature is not None:
         params["temperature"] = parsed.temperature
-    with Client(endpoint) as client:
+    with Client(endpoint, server_key=parsed.server_key, client_keys=parsed.client_keys) as client:
         return chat(client, params)
 
 
@@ -75,7 +77,7 @@ def client_endpoint(instance: Instance) -> str:
     """Where to reach an engine; raises ConfigError while it is still starting."""
     if not instance.ready:
         raise ConfigError(f"the engine with process id {instance.pid} is still starting")
-    return str(instance.ready["client_endpoint"])
+    return str(instance.ready["local_endpoint"])
 
 
 def status(running: Sequence[Instance]) -> int:
@@ -91,7 +93,7 @@ def _print_status(instance: Instance) -> int:
     print(f"pid {instance.pid}: {ready['model']}, up {_duration(time.time() - ready['ready_at_s'])}")
     print(f"  HTTP    {ready['http'] or 'off'}\n  client  {ready['client_endpoint']}")
     try:
-        with Client(ready["client_endpoint"], timeout_s=STATUS_TIMEOUT_S) as client:
+        with Client(ready["local_endpoint"], timeout_s=STATUS_TIMEOUT_S) as client:
             reply = client.status()
     except (TriremeError, TimeoutError) as error:
         print(f"  state   does not answer: {error}")

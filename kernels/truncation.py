@@ -2,7 +2,9 @@
 
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
 each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
-gathered above a bound, or at the whole row; few candidates are compared each with each instead. Called inside the
+gathered above a bound, or at the whole row; few candidates are compared each with each instead. Where top-p has more
+candidates than fit, gathering also adds up their mass by intervals of value; the interval in which the threshold lies
+then holds few enough to be searched, after one more pass over the row. Called inside the
 kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work`
 is `SamplingWorkspace.tensors`, both in the order given there.
 """
@@ -69,7 +71,7 @@ def at_temperature(x, slot, settings):
     """Logits over the temperature; unchanged at 0."""
     temperature = tl.load(settings[0] + slot * 8)
     if temperature > 0:
-        x = x / temperature
+        x = x * (1.0 / temperature)  # a division for each logit would cost more than its noise
     return x
 
 
@@ -209,6 +211,66 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
 
 
 @triton.jit
+def is_binned(pivot, slot, settings, VOCABULARY):
+    """Whether the mass of a row's candidates is added up by intervals: for top-p with a bound, but without top-k."""
+    top_k = tl.load(settings[1] + slot * 16)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf"))
+
+
+@triton.jit
+def _bin_of(x, top, pivot, BINS: tl.constexpr):
+    """The interval of values from `pivot` up: 0 holds the largest. Rounding keeps the order, so intervals are exact."""
+    scale = BINS / tl.maximum(top - pivot, 1e-30)
+    return tl.minimum((top - x) * scale, BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _kept_from_bins(row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
+                    ROW_TILE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+    """`(order key, found)`: as `_kept_from` for top-p, from the intervals' mass; not found if one holds too many."""
+    place = tl.arange(0, BINS)
+    masses = tl.load(work[9] + row * BINS + place, cache_modifier=".cg")
+    total = _fixed(row_mass)
+    if tl.load(settings[0] + slot * 8 + 2) > 0:
+        total = tl.sum(masses, axis=0)  # what min-p left
+    target = (total.to(tl.float64) * tl.load(settings[0] + slot * 8 + 1)).to(tl.int64)
+    wanted = tl.sum((tl.cumsum(masses, axis=0) < target).to(tl.int32), axis=0)
+    above = tl.sum(tl.where(place < wanted, masses, 0), axis=0)
+    # The values of the interval that crosses the target take the place of the candidates.
+    count = 0
+    low_value = top
+    high_value = float("-inf")
+    lane = tl.arange(0, ROW_TILE)
+    for tile in range(0, tl.cdiv(VOCABULARY, ROW_TILE)):
+        token_id = tile * ROW_TILE + lane
+        inside = token_id < VOCABULARY
+        x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
+        held = inside & (x >= pivot) & (_bin_of(x, top, pivot, BINS) == wanted)
+        low_value = tl.minimum(low_value, tl.min(tl.where(held, x, top), axis=0))
+        high_value = tl.maximum(high_value, tl.max(tl.where(held, x, float("-inf")), axis=0))
+        target_place = count + tl.cumsum(held.to(tl.int32), axis=0) - 1
+        tl.store(work[6] + row * CANDIDATES + target_place, x, mask=held & (target_place < CANDIDATES))
+        count += tl.sum(held.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    low = _order_key(tl.where(wanted < BINS, low_value, pivot))  # beyond the last interval, all candidates are kept
+    found = (count <= CANDIDATES) | (low_value == high_value)
+    high = tl.where((wanted < BINS) & found & (low_value < high_value), _order_key(high_value) + 1, low + 1)
+    inner = tl.arange(0, 8) + 1
+    small = tl.arange(0, 1024)
+    while high - low > 1:
+        threshold = low + (high - low) * inner // 9
+        sums = tl.zeros((8, 1024), tl.int64)
+        for tile in range(0, tl.cdiv(count, 1024)):
+            at = tile * 1024 + small
+            x = tl.load(work[6] + row * CANDIDATES + at, mask=at < count, other=float("-inf"), cache_modifier=".cg")
+            sums += tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
+        mass = above + tl.sum(sums, axis=1)
+        low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
+    return low, found
+
+
+@triton.jit
 def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW: tl.constexpr,
                    CANDIDATES: tl.constexpr):  # fmt: skip
     """The chosen id among at most FEW candidates, each compared with each: no rounds."""
@@ -235,34 +297,56 @@ def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row
 
 @triton.jit
 def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
-                     FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+                     FEW: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+                     BINS: tl.constexpr):  # fmt: skip
     """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
     gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
     best_id = 0x7FFFFFFF
     if gathered & (count <= FEW):
         best_id = _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW, CANDIDATES)
-    else:
-        count = tl.where(gathered, count, VOCABULARY)
-        low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+    elif gathered:
+        low = _kept_from(True, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                          top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
-        best = float("-inf")
-        for tile in range(0, tl.cdiv(count, TILE)):
-            x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                      TILE, CANDIDATES)  # fmt: skip
-            x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
-            tile_best = tl.max(x, axis=0)
-            tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
-            better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
-            best_id = tl.where(better, tile_id, best_id)
-            best = tl.maximum(best, tile_best)
+        best_id = _best_from(low, True, count, row, logits, logits_stride, work, slot, known, settings,
+                             TILE, CANDIDATES)  # fmt: skip
+    else:
+        low = _order_key(pivot)
+        found = False
+        if is_binned(pivot, slot, settings, VOCABULARY):
+            low, found = _kept_from_bins(row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top,
+                                         pivot, row_mass, ROW_TILE, CANDIDATES, BINS)  # fmt: skip
+        if found == 0:
+            low = _kept_from(False, VOCABULARY, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+                             top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
+        best_id = _best_from(low, False, VOCABULARY, row, logits, logits_stride, work, slot, known, settings,
+                             ROW_TILE, CANDIDATES)  # fmt: skip
     return best_id
 
 
 @triton.jit
-def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-           CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
-    """Copy this program's share of the values from `pivot` up into the row's candidates, in any order."""
+def _best_from(low, gathered, count, row, logits, logits_stride, work, slot, known, settings, TILE: tl.constexpr,
+               CANDIDATES: tl.constexpr):  # fmt: skip
+    """The id with the best noisy score among the values whose order key is at least `low`."""
+    best_id = 0x7FFFFFFF
+    best = float("-inf")
+    for tile in range(0, tl.cdiv(count, TILE)):
+        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                  TILE, CANDIDATES)  # fmt: skip
+        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+        tile_best = tl.max(x, axis=0)
+        tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
+        better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
+        best_id = tl.where(better, tile_id, best_id)
+        best = tl.maximum(best, tile_best)
+    return best_id
+
+
+@triton.jit
+def gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY, CHUNKS: tl.constexpr,
+           CHUNK: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+    """Copy this program's share of the values from `pivot` up into the row's candidates, in any order; count mass."""
     PIECES: tl.constexpr = CHUNK // PIECE
+    binned = is_binned(pivot, slot, settings, VOCABULARY)
     piece = tl.arange(0, PIECES)
     for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
         holds = tl.load(work[2] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
@@ -278,6 +362,9 @@ def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCAB
             fits = (kept > 0) & (place < CANDIDATES)
             tl.store(work[6] + row * CANDIDATES + place, x, mask=fits)
             tl.store(work[7] + row * CANDIDATES + place, token_id, mask=fits)
+            if binned:
+                bins = work[9] + row * BINS + _bin_of(x, top, pivot, BINS)
+                tl.atomic_add(bins, _mass_of(x, top), mask=kept > 0, sem="relaxed")
 
 
 @triton.jit

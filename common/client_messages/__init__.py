@@ -12,6 +12,7 @@ down for clients in other languages.
     64    Detokenize       to engine   answered by DetokenizeReply or ErrorReply
     65    GetStatus        to engine   answered by StatusReply
     66    Ping             to engine   answered by Pong
+    67    Embed            to engine   answered by EmbedReply or ErrorReply
     80    Welcome          to client   answer to Hello
     81    Deltas           to client   new output of one or more of the client's requests
     82    Final            to client   the end of a request, with its whole output
@@ -20,6 +21,7 @@ down for clients in other languages.
     85    DetokenizeReply  to client
     86    StatusReply      to client
     87    Pong             to client
+    88    EmbedReply       to client
 
 Request ids are the client's own strings; they need to be unique among its own live requests only. Bytes that are not a
 message cost that one message and are answered by an ErrorReply.
@@ -35,6 +37,7 @@ from common.client_messages.replies import (
     PARAM_LIMIT,
     Deltas,
     DetokenizeReply,
+    EmbedReply,
     ErrorReply,
     Final,
     Pong,
@@ -47,6 +50,7 @@ from common.client_messages.requests import (
     ID_LIMIT,
     Abort,
     Detokenize,
+    Embed,
     Generate,
     GetStatus,
     Hello,
@@ -66,6 +70,8 @@ __all__ = [
     "Deltas",
     "Detokenize",
     "DetokenizeReply",
+    "Embed",
+    "EmbedReply",
     "ErrorReply",
     "Final",
     "Generate",
@@ -86,8 +92,8 @@ __all__ = [
     "request_id_of",
 ]
 
-FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping
-ToClient = Welcome | Deltas | Final | ErrorReply | TokenizeReply | DetokenizeReply | StatusReply | Pong
+FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping | Embed
+ToClient = Welcome | Deltas | Final | ErrorReply | TokenizeReply | DetokenizeReply | StatusReply | Pong | EmbedReply
 
 _FROM_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in FromClient.__args__}
 _TO_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in ToClient.__args__}

@@ -16,6 +16,12 @@ WORKER_PARTS = STEP_PARTS[2:]
 SHORT_IDS_LIMIT = 1024
 """Token ids in a short array at most, such as those of one of a request's bad words."""
 
+POOLINGS = ("", "mean", "last")
+"""What is wanted of a prompt's hidden states: nothing, or as an embedding their mean, or the last one."""
+
+EMBEDDING_LIMIT = 1 << 16
+"""Numbers of an embedding at most."""
+
 TOKEN_MASK_LIMIT_BYTES = 1 << 20
 """A bit for each of eight million token ids."""
 
@@ -70,6 +76,19 @@ def logprobs_by_row(value: Any) -> tuple[int, tuple[TokenLogprobs, ...]]:
 def logprobs_to_lists(entries: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]) -> list[Any]:
     """The way back of `logprobs_by_row`."""
     return [[row_index, [entry.to_list() for entry in row]] for row_index, row in entries]
+
+
+def embedding_by_row(value: Any) -> "tuple[int, array[float]]":
+    """A pair of row index (or slot) and an embedding; raises WireError."""
+    read = FieldReader("embeddings", value)
+    entry = (read.integer("row_index"), read.numbers("embedding", "f", EMBEDDING_LIMIT))
+    read.done()
+    return entry
+
+
+def embeddings_to_lists(entries: "tuple[tuple[int, array[float]], ...]") -> list[Any]:
+    """The way back of `embedding_by_row`."""
+    return [[row_index, array_bytes(numbers)] for row_index, numbers in entries]
 
 
 def token_id(value: Any) -> int:

@@ -16,7 +16,7 @@ from frontend.http.streams import EventStream, answer_or_abort
 
 
 async def chat_completions(request: Request) -> Response:
-    """The endpoint."""
+    """Answer a chat."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), ChatRequest)
     chat = await start_chat(engine, request, body)

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError
-from frontend.engine import Engine, Prompt, RequestStream
+from frontend.engine import Engine, RequestStream
 from frontend.events import Final, TokenLogprob
 from frontend.http import generation
 from frontend.http.errors import JsonResponse, not_supported
@@ -16,10 +16,11 @@ from frontend.http.prompts import completion_prompts
 from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, usage_dict
 from frontend.http.requests import CompletionRequest, decode, sampling_values
 from frontend.http.streams import EventStream, answer_or_abort
+from frontend.prompt import Prompt
 
 
 async def completions(request: Request) -> Response:
-    """The endpoint."""
+    """Continue one or several texts."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), CompletionRequest)
     model = generation.check_model(engine, body.model)

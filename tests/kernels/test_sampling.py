@@ -96,7 +96,7 @@ class Bench:
     def launch(self, logits: torch.Tensor) -> list[int]:
         sample(logits, self.row_slots, self.sample_rows, self.known, self.slot_token_ids, self.state, self.workspace,
                self.out, self.vocabulary)  # fmt: skip
-        assert (self.workspace.tickets == 0).all()
+        assert (self.workspace.tickets == 0).all() and (self.workspace.bins == 0).all()
         return self.out.ids.tolist()
 
     def want(self, logits: torch.Tensor) -> list[int]:
@@ -146,15 +146,19 @@ def test_every_setting_in_one_batch_equals_the_reference(vocabulary):
         assert bench.launch(logits) == want
 
 
-def test_more_candidates_than_fit_are_searched_in_the_row():
+@pytest.mark.parametrize(("room", "levels"), [(16, 0), (1, 0), (16, 4)])
+def test_more_candidates_than_fit_are_searched_in_the_row(room, levels):
+    """The interval that top-p's threshold lies in fits (16), or does not (1), or holds one value many times."""
     vocabulary = CHUNK + 300
     bench = Bench(len(SETTINGS), vocabulary, vocabulary)
-    few = {"candidates": bench.workspace.candidates[:, :16].clone(),
-           "candidate_ids": bench.workspace.candidate_ids[:, :16].clone()}  # fmt: skip
+    few = {"candidates": bench.workspace.candidates[:, :room].clone(),
+           "candidate_ids": bench.workspace.candidate_ids[:, :room].clone()}  # fmt: skip
     bench.workspace = replace(bench.workspace, **few)
     for row, setting in enumerate(SETTINGS):
         bench.set(row, seed=row, **setting)
     logits = logits_of(len(SETTINGS), vocabulary, scale=0.3)
+    if levels:
+        logits = (logits * levels).round() / levels
     want = bench.want(logits)
     assert bench.launch(logits) == want
 

@@ -2,13 +2,16 @@
 
 Per layer: q/k/v product with the norm before it; q/k norm, rotation and K/V store; attention; output product with the
 residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Five launches
-at the smallest batches, nine at large ones, where the library does the products. It works in buffers that are allocated
-once, so a call can be captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
+at the smallest batches, nine at large ones, where the library does the products. Between them, up to 256 tokens on a
+card that was measured, products leave parts instead: the q/k/v product's are added up as they rotate, the others' by
+the norm that follows, residual included; eight launches. It works in buffers that are allocated once, so a call can be
+captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
 
 Knows nothing of requests, plans or sampling. `unsupported_reason` says which models the plain modules must serve
 instead (`plain_forward`). Called by the GPU runner.
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
-from kernels.skinny_linear import Workspace, skinny_linear
+from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
 from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket
 from worker_proc.cuda.slots import DeviceSlots
@@ -32,6 +35,9 @@ from worker_proc.models.qwen3 import Qwen3Attention
 EARLY_TOKENS = 512
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished. Waiting programs
 slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 36.8 without."""
+
+FEWEST_PARTS_TOKENS = 9
+"""Below this many tokens the norms are in the products' prologues, which then hold W in registers."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -77,10 +83,12 @@ class FusedForward:
     """
 
     capturable = True
+    fixed_order = False
 
     def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
         config = model.config
         self.model, self.config = model, config
+        self._layers = list(enumerate(model.model.layers))
         weight = model.model.norm.weight
         device, dtype = weight.device, weight.dtype
         self._multiprocessors = multiprocessor_count(device)
@@ -117,15 +125,27 @@ class FusedForward:
         """
         hidden = self.hidden[: bucket.tokens]
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
-        for index, layer in enumerate(self.model.model.layers):
+        if self._leaves_parts(bucket):
+            return self._run_in_parts(hidden, bucket, inputs, cache, slots, counts)
+        for index, layer in self._layers:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
             self._feed_forward_block(index, layer, hidden)
         return self._head(hidden, bucket, inputs)
 
+    def shortened(self) -> "FusedForward":
+        """The same pass over one layer of each kind only, which takes every kernel of the whole."""
+        kinds = {layer.self_attn.sliding_window: (index, layer) for index, layer in reversed(self._layers)}
+        short = copy(self)
+        short._layers = sorted(kinds.values(), key=lambda item: item[0])
+        return short
+
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
-        hidden = self.hidden[first_token : first_token + count]
-        return self.model.compute_logits(self.model.model.norm(hidden))
+        return self.model.compute_logits(self.token_hidden(first_token, count))
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states [count, hidden_size] of any tokens of the last pass, after the last norm; allocates."""
+        return self.model.model.norm(self.hidden[first_token : first_token + count])
 
     def _attention_block(
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
@@ -133,7 +153,7 @@ class FusedForward:
     ) -> None:  # fmt: skip
         attention, norm = layer.self_attn, layer.input_layernorm
         tokens = hidden.shape[0]
-        qkv, query, attended = self._qkv[:tokens], self._query[:tokens], self._attended[:tokens]
+        qkv = self._qkv[:tokens]
         if attention.qkv_proj.bias is None:
             skinny_linear(
                 hidden, attention.qkv_proj.weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,
@@ -143,10 +163,23 @@ class FusedForward:
             normed = self._workspace.rows("normed", tokens, hidden.shape[1])
             rms_norm(hidden, norm.weight, norm.eps, normed)
             torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
+        attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts)
+        skinny_linear(
+            attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
+            upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
+        )  # fmt: skip
+
+    def _store_and_attend(
+        self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts."""
+        attention = self.model.model.layers[index].self_attn
+        query, attended = self._query[: bucket.tokens], self._attended[: bucket.tokens]
         norms = _head_norms(attention)
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
-        if self._is_fused(bucket, attention) and key_scales is None:
+        if self._is_fused(bucket, attention, cache):
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
                 self._rope_table, self._partials, self._decode_counters, self._fused_plan(bucket.rows),
@@ -158,10 +191,42 @@ class FusedForward:
                 k_scales=key_scales, v_scales=value_scales, **norms,
             )  # fmt: skip
             self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
-        skinny_linear(
-            attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
-            upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
-        )  # fmt: skip
+        return attended
+
+    def _leaves_parts(self, bucket: Bucket) -> bool:
+        """Whether the products leave parts: for sizes that the norms in their prologues do not suit, if measured."""
+        layer = self.model.model.layers[0]
+        attention = layer.self_attn
+        if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
+            return False
+        products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
+        return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)
+
+    def _run_in_parts(
+        self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """The layers and the head with products in parts; `normed` holds the next product's input throughout."""
+        workspace, tokens = self._workspace, bucket.tokens
+        normed, activated = workspace.rows("normed", tokens, hidden.shape[1]), self._activated[:tokens]
+        norms = [layer.input_layernorm for _, layer in self._layers[1:]] + [self.model.model.norm]
+        first = self._layers[0][1].input_layernorm
+        rms_norm(hidden, first.weight, first.eps, normed)
+        for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
+            attention = layer.self_attn
+            if self._is_fused(bucket, attention, cache):
+                qkv = self._qkv[:tokens]
+                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace)
+            else:
+                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace)
+            attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
+            norm, mlp = layer.post_attention_layernorm, layer.mlp
+            parts = linear_parts(attended, attention.o_proj.weight, workspace)
+            rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
+            skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True)
+            parts = linear_parts(activated, mlp.down_proj.weight, workspace)
+            rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
+        return self._logits_of(self._sampled_rows(normed, bucket, inputs))
 
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
@@ -214,16 +279,30 @@ class FusedForward:
 
     def _head(self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
         """Logits of the sampled rows; a row that does not sample gets those of a zero vector."""
-        rows = hidden
-        if bucket.kind != DECODE:
-            rows = self._sampled[: bucket.rows]
-            embedding(inputs.sample_rows, hidden, rows)
+        rows = self._sampled_rows(hidden, bucket, inputs)
         logits, norm, weight = self.logits[: bucket.rows], self.model.model.norm, self.model.lm_head.weight
-        if bucket.rows <= MAX_SKINNY_ROWS and self._is_skinny_head(bucket.rows):
+        if self._is_skinny_head(bucket.rows):
             skinny_linear(rows, weight, logits, self._workspace, norm_weight=norm.weight, eps=norm.eps)
             return logits
         normed = self._workspace.rows("normed", bucket.rows, rows.shape[1])
         rms_norm(rows, norm.weight, norm.eps, normed)
+        return self._logits_of(normed)
+
+    def _sampled_rows(self, tokens: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
+        """The rows [row, hidden_size] of `tokens` that sample."""
+        if bucket.kind == DECODE:
+            return tokens
+        rows = self._sampled[: bucket.rows]
+        embedding(inputs.sample_rows, tokens, rows)
+        return rows
+
+    def _logits_of(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits of rows after the last norm."""
+        row_count, weight = normed.shape[0], self.model.lm_head.weight
+        logits = self.logits[:row_count]
+        if self._is_skinny_head(row_count):
+            skinny_linear(normed, weight, logits, self._workspace)
+            return logits
         if normed.dtype == torch.float32:
             return torch.mm(normed, weight.T, out=logits)
         return torch.mm(normed, weight.T, out_dtype=torch.float32, out=logits)
@@ -233,12 +312,14 @@ class FusedForward:
         from kernels.tuning import find_plan
 
         weight = self.model.lm_head.weight
+        if rows > MAX_SKINNY_ROWS:
+            return False
         plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
         return plan.kernel != "library"
 
-    def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
+    def _is_fused(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
         """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""
-        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS:
+        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS or cache.key_scales[0] is not None:
             return False
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
