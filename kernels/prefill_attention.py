@@ -62,6 +62,8 @@ MAX_GROUP = 128
 COUNTER_COUNT = 2
 SPECIALISED_TOKENS = 1024
 LARGE_TOKENS = 4096
+CONVERTS = False
+"""Whether the Hopper kernel takes 8-bit caches. Compiled, but not yet confirmed on a card: they take the plain one."""
 
 
 def reference_prefill_attention(
@@ -144,10 +146,10 @@ def can_specialise(
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
-    is_plain = sliding_window == 0 and soft_cap == 0
+    is_plain = sliding_window == 0 and soft_cap == 0 and (CONVERTS or not quantised)
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
-    return is_plain and is_size and is_here and dtype in ((torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16))
+    return is_plain and is_size and is_here and (dtype == torch.bfloat16 or dtype == torch.float16 and not quantised)
 
 
 def launch_plan(
@@ -175,6 +177,7 @@ def launch_plan(
     kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`; a `quantised`
     cache always takes this one. The other keyword arguments override the measured choice.
     """
+    specialised = specialised and (CONVERTS or not quantised)
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
@@ -221,7 +224,7 @@ def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int
     return 4 * pairs * query_heads * head_dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "token_count", "wave", "table_stride"])
 def _prefill_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, decode_rows_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, wave, output_stride, query_stride,
