@@ -55,12 +55,17 @@ class RequestStream:
     A reader that is slower than the engine finds what came meanwhile merged into one delta per sample, so that what
     waits here never exceeds the request's own output.
 
+    Attributes:
+        request: what the core knows of it.
+        direct: for each sample, takes a token's text while the reader waits; False leaves it to the iteration.
+
     Raises:
         RequestError: from the iteration, if the request fails after it was accepted.
     """
 
     def __init__(self, engine: "Engine") -> None:
         self.request: Request
+        self.direct: Sequence[Callable[[str], bool]] = ()
         self._engine = engine
         self._waiting: dict[int, Delta] = {}
         self._final: Final | None = None
@@ -121,6 +126,10 @@ class RequestStream:
 
     def on_token(self, sample_index: int, text: str, token_id: int) -> None:
         """One more token of a sample."""
+        wake = self._wake
+        is_awaited = not self._waiting and wake is not None and not wake.done()  # all that came before is dealt with
+        if self.direct and is_awaited and self.direct[sample_index](text):
+            return
         waiting = self._waiting.get(sample_index)
         if waiting is None:
             self._waiting[sample_index] = Delta(sample_index, text, array("i", (token_id,)))
