@@ -14,11 +14,12 @@ from starlette.types import ASGIApp
 from common.config import ServerOptions
 from common.errors import RequestError
 from frontend.engine import Engine
-from frontend.http import utilities
+from frontend.http import dashboard, utilities
 from frontend.http.anthropic import count_tokens, messages
 from frontend.http.chat import chat_completions
 from frontend.http.completions import completions
 from frontend.http.errors import error_response
+from frontend.http.history import History
 from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
 from frontend.http.profiling import start_profile, stop_profile
@@ -51,7 +52,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
         engine: what serves the requests.
         options: API keys, CORS origins, the prefix of the metrics.
     """
-    figures = Metrics(engine, options.metrics_prefix)
+    figures, history = Metrics(engine, options.metrics_prefix), History(engine)
 
     async def metrics(_: Request) -> Response:
         return Response(figures.render(), media_type=CONTENT_TYPE)
@@ -63,11 +64,12 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
         middleware.append(Middleware(ApiKey, keys=options.api_key))
     middleware.append(Middleware(BodyLimit))
     app = Starlette(
-        routes=[*ROUTES, Route("/metrics", metrics)],
+        routes=[*ROUTES, Route("/metrics", metrics), *dashboard.routes(history)],
         middleware=middleware,
         exception_handlers={RequestError: _on_refused, HTTPException: _on_http_error},
     )
     app.state.engine = engine
+    app.state.history = history
     return app
 
 

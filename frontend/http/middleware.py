@@ -18,8 +18,8 @@ from frontend.http.errors import error_response
 logger = logging.getLogger(__name__)
 
 BODY_LIMIT_BYTES = 32 << 20
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-"""Paths that need no API key: what load balancers and orchestrators ask."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/dashboard"})
+"""Paths that need no API key: what load balancers and orchestrators ask, and a page that holds no figures itself."""
 _GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 

@@ -176,7 +176,7 @@ class FusedForward:
         norms = _head_norms(attention)
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
-        if self._is_fused(bucket, attention) and key_scales is None:
+        if self._is_fused(bucket, attention, cache):
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
                 self._rope_table, self._partials, self._decode_counters, self._fused_plan(bucket.rows),
@@ -191,14 +191,13 @@ class FusedForward:
         return attended
 
     def _leaves_parts(self, bucket: Bucket) -> bool:
-        """Whether the products leave parts: from where one kernel no longer does all of attention, if measured."""
+        """Whether the products leave parts: for sizes that the norms in their prologues do not suit, if measured."""
         layer = self.model.model.layers[0]
         attention = layer.self_attn
         if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
             return False
         products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
-        measured = (parts_plan(bucket.tokens, product.weight) is not None for product in products)
-        return not self._is_fused(bucket, attention) and all(measured)
+        return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)
 
     def _run_in_parts(
         self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
@@ -211,10 +210,15 @@ class FusedForward:
         first = self._layers[0][1].input_layernorm
         rms_norm(hidden, first.weight, first.eps, normed)
         for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
-            qkv = linear_parts(normed, layer.self_attn.qkv_proj.weight, workspace)
+            attention = layer.self_attn
+            if self._is_fused(bucket, attention, cache):
+                qkv = self._qkv[:tokens]
+                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace)
+            else:
+                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace)
             attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
             norm, mlp = layer.post_attention_layernorm, layer.mlp
-            parts = linear_parts(attended, layer.self_attn.o_proj.weight, workspace)
+            parts = linear_parts(attended, attention.o_proj.weight, workspace)
             rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
             skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True)
             parts = linear_parts(activated, mlp.down_proj.weight, workspace)
@@ -310,9 +314,9 @@ class FusedForward:
         plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
         return plan.kernel != "library"
 
-    def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
+    def _is_fused(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
         """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""
-        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS:
+        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS or cache.key_scales[0] is not None:
             return False
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
