@@ -24,12 +24,14 @@ its number and each later one from a ticket counter, so a program that drew shor
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
-Where `can_specialise` allows it, buckets of SPECIALISED_TOKENS and more take kernels/prefill_attention_hopper.py,
-unless the cache is quantised. Rows with few new tokens and a long context fill few programs: their keys are not split.
+Where `can_specialise` allows it, buckets for which `is_specialised_size` take kernels/prefill_attention_hopper.py, unless
+the cache is quantised (CONVERTS). Rows with few new tokens and a long context fill few programs: their keys are not
+split.
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit 234bd89, by
-`python -m benchmarks.kernels.bench_prefill_attention`: 8x32 tokens 5.4 us (torch on contiguous tensors 8.6), 8x128
-8.3 us (8.3); without the Hopper kernel 4x4096 400 TFLOP/s.
+`python -m benchmarks.kernels.bench_prefill_attention`: 4x4096 400 TFLOP/s without the Hopper kernel. In one masked loop,
+side by side with torch on contiguous tensors (docs/log.md): 8x32 tokens 5.2 us (torch 8.6), 8x64 5.5 (8.5), 8x128 8.6
+(8.8).
 
 Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
 
@@ -61,6 +63,7 @@ MAX_ROWS = 1024
 MAX_GROUP = 128
 COUNTER_COUNT = 2
 SPECIALISED_TOKENS = 1024
+SPECIALISED_ROW_TOKENS = 64
 LARGE_TOKENS = 4096
 CONVERTS = False
 """Whether the Hopper kernel takes 8-bit caches. Compiled, but not yet confirmed on a card: they take the plain one."""
@@ -112,6 +115,15 @@ class Tiles:
 
 
 HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
+
+
+def is_specialised_size(token_count: int, row_count: int) -> bool:
+    """Whether the Hopper kernel is the faster one for a bucket of that many query tokens with room for so many rows.
+
+    It costs more to start, so a step that is just large enough but made of many short rows is the plain kernel's.
+    """
+    has_long_rows = token_count > SPECIALISED_ROW_TOKENS * row_count
+    return token_count >= (SPECIALISED_TOKENS if has_long_rows else 2 * SPECIALISED_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -174,8 +186,8 @@ def launch_plan(
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`; a `quantised`
-    cache always takes this one. The other keyword arguments override the measured choice.
+    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`; a `quantised` cache takes
+    it only where CONVERTS says so. The other keyword arguments override the measured choice.
     """
     specialised = specialised and (CONVERTS or not quantised)
     group = query_heads // kv_heads
