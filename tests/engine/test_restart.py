@@ -46,7 +46,8 @@ def outcome(engine: MemoryEngine) -> tuple[list, list[float]]:
     assert engine.failures == {}
     found = [(list(PARAMS)[number], index, sample) for (number, index), sample in sorted(engine.samples.items())]
     exact = [(name, index, sample.token_ids, sample.finish) for name, index, sample in found]
-    return exact, [value for _, _, sample in found for value in sample.logprobs + sample.prompt_logprobs]
+    logprobs = [value for _, _, sample in found for entry in sample.logprobs for value in entry]
+    return exact, logprobs + [value for _, _, sample in found for value in sample.prompt_logprobs]
 
 
 def assert_same(engine: MemoryEngine, wanted: tuple[list, list[float]], what: str) -> None:
