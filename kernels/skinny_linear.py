@@ -336,7 +336,7 @@ def _check(x, weight, out, norm_weight, residual, silu_mul) -> None:
 def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming=None) -> None:
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
-    if plan.norm_apart and norm_weight is not None:
+    if (plan.norm_apart or plan.kernel == "resident") and norm_weight is not None:
         normed = workspace.rows("normed", rows, inputs)
         rms_norm(x, norm_weight, eps, normed)
         x, norm_weight = normed, None
@@ -344,6 +344,7 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
     if plan.kernel == "resident":
+        assert residual is None, "a plan of this kind adds no residual"
         _by_hopper(plan, x, weight, out if silu_mul else out[None], silu_mul)
         return
     outputs = out.shape[1]
