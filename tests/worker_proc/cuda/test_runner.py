@@ -164,7 +164,7 @@ def test_captured_steps_on_hopper_tiles_choose_as_float32_does(tiny_model, make_
     for request in requests:
         logits = plain_logits(model, request.tokens[:-1])[request.prompt_count - 1 :]
         chosen = logits.gather(1, torch.tensor(request.output)[:, None])[:, 0]
-        assert ((logits.max(dim=1).values - chosen) < 0.05 * logits.std()).all()
+        assert ((logits.max(dim=1).values - chosen) < 0.1 * logits.std()).all()
 
 
 @pytest.mark.gpu
