@@ -55,12 +55,18 @@ class RequestStream:
     A reader that is slower than the engine finds what came meanwhile merged into one delta per sample, so that what
     waits here never exceeds the request's own output.
 
+    Attributes:
+        request: what the core knows of it.
+        direct: for each sample, takes new text while the reader waits; False leaves it to the iteration. For readers
+            that want nothing else of what is on the way.
+
     Raises:
         RequestError: from the iteration, if the request fails after it was accepted.
     """
 
     def __init__(self, engine: "Engine") -> None:
         self.request: Request
+        self.direct: Sequence[Callable[[str], bool]] = ()
         self._engine = engine
         self._waiting: dict[int, Delta] = {}
         self._final: Final | None = None
@@ -121,6 +127,8 @@ class RequestStream:
 
     def on_token(self, sample_index: int, text: str, token_id: int) -> None:
         """One more token of a sample."""
+        if self.direct and self._is_awaited() and self.direct[sample_index](text):
+            return
         waiting = self._waiting.get(sample_index)
         if waiting is None:
             self._waiting[sample_index] = Delta(sample_index, text, array("i", (token_id,)))
@@ -131,6 +139,9 @@ class RequestStream:
 
     def on_delta(self, delta: Delta) -> None:
         """New output of a sample."""
+        is_direct = self.direct and delta.finish_reason is None and self._is_awaited()
+        if is_direct and self.direct[delta.sample_index](delta.text):
+            return
         waiting = self._waiting.get(delta.sample_index)
         if waiting is None:
             self._waiting[delta.sample_index] = delta
@@ -150,6 +161,10 @@ class RequestStream:
         """The request failed."""
         self._error = error
         self._awake()
+
+    def _is_awaited(self) -> bool:
+        """Whether the reader has dealt with all that came before."""
+        return not self._waiting and self._wake is not None and not self._wake.done()
 
     def _awake(self) -> None:
         if self._wake is not None and not self._wake.done():

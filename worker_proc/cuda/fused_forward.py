@@ -37,8 +37,8 @@ EARLY_TOKENS = 512
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished. Waiting programs
 slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 36.8 without."""
 
-FEWEST_PARTS_TOKENS = 9
-"""Below this many tokens the norms are in the products' prologues, which then hold W in registers."""
+FEWEST_PARTS_TOKENS = 2
+"""Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
