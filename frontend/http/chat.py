@@ -66,4 +66,4 @@ def _direct(
     """What takes the tokens of choice `index`."""
     if not parsers:
         return writer.of_texts(*reply.plain_parts(index))
-    return lambda text: writer.write(reply.answer_text(index, text, parsers[index]))
+    return writer.of(lambda text: reply.answer_text(index, text, parsers[index]))
