@@ -220,6 +220,18 @@ class Core:
         self._finish(request)
         self._send_aborts()
 
+    def abort_named(self, name: str | None) -> int:
+        """Abort all live requests, or those whose name is this, or this without what stands before its first `-`.
+
+        Returns:
+            How many there were.
+        """
+        names = {name, name.partition("-")[2]} - {""} if name is not None else None
+        ids = [key for key, request in self._live.items() if names is None or request.name in names]
+        for request_id in ids:
+            self.abort(request_id)
+        return len(ids)
+
     def flush_cache(self) -> None:
         """Have the scheduler forget every cached prefix that no live request holds."""
         if not self._suspended:  # a new one knows none
