@@ -74,11 +74,11 @@ def test_a_row_holds_what_happened_in_its_second(api, timed):
     assert 0 <= row["itl_p50"] <= row["itl_p90"] <= row["itl_p99"] and row["ttft_p50"] > 0
     after = second()
     assert after["output_tps"] == after["steps_ps"] == after["preemptions"] == 0 and after["itl_p50"] is None
-    assert after["ttft_p50"] == row["ttft_p50"], "ten seconds count, not one"
+    assert after["ttft_p50"] == row["ttft_p50"] and after["hit_rate"] == 0.25, "ten seconds count, not one"
     assert after["running"] == 2
     for _ in range(10):
         after = second()
-    assert after["ttft_p50"] is None
+    assert after["ttft_p50"] is None and after["hit_rate"] is None
 
 
 def test_a_scheduler_that_starts_anew_makes_no_negative_rates(api, timed):
