@@ -57,6 +57,7 @@ class Client:
 
     Raises:
         EngineDeadError: nobody answers.
+        RequestError: the engine has as many connections as it may have.
         AccessError: the keys do not fit.
         ConfigError: the keys cannot be read.
     """
