@@ -147,7 +147,12 @@ def can_specialise(
     is_plain = sliding_window == 0 and soft_cap == 0
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
-    return is_plain and is_size and is_here and dtype in ((torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16))
+    return (
+        is_plain
+        and is_size
+        and is_here
+        and dtype in ((torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16))
+    )
 
 
 def launch_plan(
@@ -476,7 +481,16 @@ def prefill_attention(
         from kernels import prefill_attention_hopper
 
         prefill_attention_hopper.launch(
-            *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan.program_count, plan.rows_tile, scale * LOG2_E, pdl
+            *inputs,
+            counters,
+            decode_row_count,
+            key_scales,
+            value_scales,
+            shape,
+            plan.program_count,
+            plan.rows_tile,
+            scale * LOG2_E,
+            pdl,
         )
         return
     _prefill_kernel[(plan.program_count,)](

@@ -220,9 +220,7 @@ def _consume(
                 GROUP_INDEX, GROUP, QUERY_TILE,
             )  # fmt: skip
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1, pred=next_is_work != 0)
-        scores = warpgroup_mma(
-            next_query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True
-        )
+        scores = warpgroup_mma(next_query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=1, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         read += 1
