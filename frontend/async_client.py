@@ -11,7 +11,8 @@ result aborts the request.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Literal, TypeVar, Unpack, overload
 
 import zmq
@@ -21,16 +22,16 @@ from common.errors import EngineDeadError, RequestError
 from common.keys import client_keys as read_client_keys
 from common.sockets import connect_client
 from frontend import client_requests
-from frontend.client_requests import Batch, Call, ChatOptions, Messages, Params, RequestOptions
+from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
     HELLO_ID,
-    TIMEOUT_SLACK_S,
     ClientState,
     Connection,
     Inbox,
     OwnKeys,
     Reply,
     ServerKey,
+    deadline_after,
     raise_error,
 )
 from frontend.zmq_reader import ZmqReader
@@ -96,6 +97,7 @@ class AsyncClient:
 
         Raises:
             EngineDeadError: nobody answers.
+            RequestError: the engine has as many connections as it may have.
             AccessError: the keys do not fit.
         """
         self._connection = Connection(self.endpoint, self._keys)
@@ -161,11 +163,42 @@ class AsyncClient:
         **options: Unpack[ChatOptions],
     ) -> list[wire.Final]:
         """Run many requests at once; as `client.Client.generate_batch`."""
-        batch = Batch(prompts, params)
+        batch: Batch[wire.Final] = Batch(prompts, params)
+
+        async def result(prompt: wire.Prompt, each: Params) -> wire.Final:
+            return await (await self.submit(prompt, each, stream=False, **options)).whole()
+
+        return await self._run(batch, result)
+
+    async def embed(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> wire.EmbedReply:
+        """The embedding of a text, token ids or a chat; as `client.Client.embed`. A task that is cancelled here aborts
+        the request."""
+        inbox, timeout_s = self._inbox(options.get("request_id")), options.get("timeout_s")
+        with self._state.freed_on_error(inbox):
+            await self._send(client_requests.embed_message(inbox.request_id, prompt, options))
+            try:
+                async with asyncio.timeout_at(deadline_after(timeout_s, asyncio.get_running_loop().time())):
+                    reply = await inbox.next()
+            except (asyncio.CancelledError, TimeoutError):
+                if self.is_live(inbox.request_id):
+                    await self.abort(inbox.request_id)
+                raise
+        raise_error(reply)
+        assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
+        return reply
+
+    async def embed_batch(
+        self, prompts: Sequence[wire.Prompt], **options: Unpack[EmbedOptions]
+    ) -> list[wire.EmbedReply]:
+        """Embed many prompts at once; as `client.Client.embed_batch`."""
+        batch: Batch[wire.EmbedReply] = Batch(prompts, None)
+        return await self._run(batch, lambda prompt, _: self.embed(prompt, **options))
+
+    async def _run(self, batch: Batch[T], result: "Callable[[wire.Prompt, Params], Awaitable[T]]") -> list[T]:
         while wanted := batch.begin_round():
             gate = asyncio.Semaphore(batch.window)
             tasks = [
-                asyncio.ensure_future(self._one_of(batch, gate, index, prompt, each, options))
+                asyncio.ensure_future(self._one_of(batch, gate, index, partial(result, prompt, each)))
                 for index, prompt, each in wanted
             ]
             try:
@@ -178,13 +211,11 @@ class AsyncClient:
         return batch.results()
 
     async def _one_of(
-        self, batch: Batch, gate: asyncio.Semaphore, index: int, prompt: wire.Prompt, params: Params,
-        options: ChatOptions,
+        self, batch: Batch[T], gate: asyncio.Semaphore, index: int, result: "Callable[[], Awaitable[T]]"
     ) -> None:  # fmt: skip
         async with gate:
             try:
-                running = await self.submit(prompt, params, stream=False, **options)
-                batch.finals[index] = await running.whole()
+                batch.finals[index] = await result()
             except RequestError as error:
                 batch.refused(error)
 
@@ -303,8 +334,7 @@ class AsyncStream:
         self.final: wire.Final | None = None
         self._client = client
         self._inbox = inbox
-        now_s = asyncio.get_running_loop().time()
-        self._deadline_s = None if timeout_s is None else now_s + timeout_s + TIMEOUT_SLACK_S
+        self._deadline_s = deadline_after(timeout_s, asyncio.get_running_loop().time())
 
     def __aiter__(self) -> "AsyncStream":
         return self

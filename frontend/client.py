@@ -14,8 +14,8 @@ time. After a loss the client connects again by itself: requests that were live 
 import contextlib
 import math
 import time
-from collections.abc import Sequence
-from typing import Literal, TypeVar, Unpack, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeVar, Unpack, overload
 
 import zmq
 
@@ -24,21 +24,22 @@ from common.errors import EngineDeadError, RequestError
 from common.keys import client_keys as read_client_keys
 from common.sockets import connect_client
 from frontend import client_requests
-from frontend.client_requests import Batch, Call, ChatOptions, Messages, Params, RequestOptions
+from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
     HELLO_ID,
-    TIMEOUT_SLACK_S,
     ClientState,
     Connection,
     Inbox,
     OwnKeys,
     Reply,
     ServerKey,
+    deadline_after,
     raise_error,
 )
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Client:
@@ -56,6 +57,7 @@ class Client:
 
     Raises:
         EngineDeadError: nobody answers.
+        RequestError: the engine has as many connections as it may have.
         AccessError: the keys do not fit.
         ConfigError: the keys cannot be read.
     """
@@ -118,7 +120,7 @@ class Client:
             RequestError, EngineDeadError, TimeoutError: see the module's docstring; a stream raises them on the way.
         """
         running = self.submit(prompt, params, stream=stream, **options)
-        return running if stream else running.result()
+        return running if stream else running.whole()
 
     @overload
     def chat(
@@ -143,7 +145,7 @@ class Client:
             options: see `ChatOptions`.
         """
         running = self.submit(messages, client_requests.chat_params(params), stream=stream, **options)
-        return running if stream else running.result()
+        return running if stream else running.whole()
 
     def generate_batch(
         self,
@@ -163,22 +165,43 @@ class Client:
         Raises:
             RequestError: the first error of any of them, after the others were aborted; so is any other error.
         """
-        batch = Batch(prompts, params)
+        batch: Batch[wire.Final] = Batch(prompts, params)
+        return self._run(batch, lambda prompt, each: self.submit(prompt, each, stream=False, **options))
+
+    def embed(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> wire.EmbedReply:
+        """The embedding of a text, token ids or a chat.
+
+        Args:
+            prompt: what to embed.
+            options: see `EmbedOptions`.
+
+        Raises:
+            RequestError, EngineDeadError, TimeoutError: see the module's docstring.
+        """
+        with self.submit_embedding(prompt, **options) as running:
+            return running.result()
+
+    def embed_batch(self, prompts: Sequence[wire.Prompt], **options: Unpack[EmbedOptions]) -> list[wire.EmbedReply]:
+        """Embed many prompts at once; results in their order, errors as in `generate_batch`."""
+        batch: Batch[wire.EmbedReply] = Batch(prompts, None)
+        return self._run(batch, lambda prompt, _: self.submit_embedding(prompt, **options))
+
+    def _run(self, batch: Batch[T], start: "Callable[[wire.Prompt, Params], Running[T]]") -> list[T]:
         while wanted := batch.begin_round():
-            streams: dict[int, Stream] = {}
+            running: dict[int, Running[T]] = {}
             try:
                 for index, prompt, each in wanted:
                     while self._state.live_count >= batch.window:
                         self._pump(None)
-                    streams[index] = self.submit(prompt, each, stream=False, **options)
-                for index, stream in streams.items():
+                    running[index] = start(prompt, each)
+                for index, request in running.items():
                     try:
-                        batch.finals[index] = stream.result()
+                        batch.finals[index] = request.result()
                     except RequestError as error:
                         batch.refused(error)
             finally:
-                for stream in streams.values():
-                    stream.close()
+                for request in running.values():
+                    request.close()
             time.sleep(batch.pause_s())
         return batch.results()
 
@@ -199,6 +222,13 @@ class Client:
                 client_requests.generate_message(inbox.request_id, prompt, params, stream=stream, options=options)
             )
         return Stream(self, inbox, options.get("timeout_s"))
+
+    def submit_embedding(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> "RunningEmbedding":
+        """Ask for an embedding and return at once; arguments as in `embed`."""
+        inbox = self._state.open(options.get("request_id"))
+        with self._state.freed_on_error(inbox):
+            self._send(client_requests.embed_message(inbox.request_id, prompt, options))
+        return RunningEmbedding(self, inbox, options.get("timeout_s"))
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets its `Final` with what there is. Unknown ids are ignored."""
@@ -297,6 +327,47 @@ class Client:
         return call.value(reply)
 
 
+class Running(Protocol[ResultT_co]):
+    """A request that is under way."""
+
+    def result(self) -> ResultT_co:
+        """Wait for the end."""
+
+    def close(self) -> None:
+        """Abort the request if it is still running."""
+
+
+class RunningEmbedding:
+    """One running request for an embedding.
+
+    Attributes:
+        request_id: the request's name.
+    """
+
+    def __init__(self, client: Client, inbox: Inbox, timeout_s: float | None) -> None:
+        self.request_id = inbox.request_id
+        self._client = client
+        self._inbox = inbox
+        self._deadline_s = deadline_after(timeout_s, time.monotonic())
+
+    def result(self) -> wire.EmbedReply:
+        """Wait for it; to be called once."""
+        reply = self._client.next_reply(self._inbox, self._deadline_s)
+        assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
+        return reply
+
+    def close(self) -> None:
+        """Abort the request if it is still running."""
+        if self._client.is_live(self.request_id):
+            self._client.abort(self.request_id)
+
+    def __enter__(self) -> "RunningEmbedding":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Stream:
     """One running request: iterate over its deltas, or take its `result`.
 
@@ -312,7 +383,7 @@ class Stream:
         self.final: wire.Final | None = None
         self._client = client
         self._inbox = inbox
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s + TIMEOUT_SLACK_S
+        self._deadline_s = deadline_after(timeout_s, time.monotonic())
 
     def __iter__(self) -> "Stream":
         return self
@@ -332,6 +403,11 @@ class Stream:
             pass
         assert self.final is not None
         return self.final
+
+    def whole(self) -> wire.Final:
+        """The result, for whoever wants nothing else: the request is aborted if the wait for it ends early."""
+        with self:
+            return self.result()
 
     def abort(self) -> None:
         """End the request; its end follows in the iteration."""

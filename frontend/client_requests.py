@@ -21,6 +21,7 @@ Messages = Sequence[Mapping[str, Any]]
 """A chat: each message with `role` and `content`."""
 
 T = TypeVar("T")
+R = TypeVar("R")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 
 
@@ -57,6 +58,16 @@ class ChatOptions(RequestOptions, total=False):
     continue_final_message: bool
 
 
+class EmbedOptions(ChatOptions, total=False):
+    """What a request for an embedding takes.
+
+    Attributes:
+        pooling: `last` or `mean`; empty for what the engine was started with.
+    """
+
+    pooling: str
+
+
 def generate_message(
     request_id: str, prompt: wire.Prompt, params: Params, *, stream: bool, options: ChatOptions
 ) -> wire.Generate:
@@ -66,10 +77,7 @@ def generate_message(
         RequestError: parameters of the wrong kind.
         TypeError: an option that there is not.
     """
-    if unknown := options.keys() - ChatOptions.__optional_keys__:
-        known = ", ".join(sorted(ChatOptions.__optional_keys__))
-        raise TypeError(f"unknown option {min(unknown)!r}; known are {known}")
-    timeout_s = options.get("timeout_s")
+    _check_known(options, ChatOptions.__optional_keys__)
     return wire.Generate(
         request_id=request_id,
         prompt=prompt,
@@ -78,7 +86,22 @@ def generate_message(
         stream=stream,
         priority=options.get("priority", 0),
         cache_salt=options.get("cache_salt", ""),
-        timeout_ms=None if timeout_s is None else max(1, round(timeout_s * 1000)),
+        timeout_ms=_timeout_ms(options),
+        add_special_tokens=options.get("add_special_tokens"),
+        chat=_chat_to_wire(options),
+    )
+
+
+def embed_message(request_id: str, prompt: wire.Prompt, options: EmbedOptions) -> wire.Embed:
+    """A request for an embedding as a message; raises TypeError for an option that there is not."""
+    _check_known(options, EmbedOptions.__optional_keys__)
+    return wire.Embed(
+        request_id=request_id,
+        prompt=prompt,
+        pooling=options.get("pooling", ""),
+        priority=options.get("priority", 0),
+        cache_salt=options.get("cache_salt", ""),
+        timeout_ms=_timeout_ms(options),
         add_special_tokens=options.get("add_special_tokens"),
         chat=_chat_to_wire(options),
     )
@@ -154,7 +177,7 @@ PING = Call(wire.Ping, wire.Pong, lambda _: None)
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-class Batch:
+class Batch(Generic[R]):
     """Many requests that run together, in rounds: what found the engine's queue full is asked again in the next.
 
     Args:
@@ -171,7 +194,7 @@ class Batch:
         self._params = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(self._params) != len(prompts):
             raise ValueError(f"{len(self._params)} params for {len(prompts)} prompts")
-        self.finals: dict[int, wire.Final] = {}
+        self.finals: dict[int, R] = {}
         self.window = _batch_window(self._params)
         self._refusal: RequestError | None = None
 
@@ -195,7 +218,7 @@ class Batch:
             raise self._refusal
         return (self._refusal.retry_after_ms or 0) / 1000
 
-    def results(self) -> list[wire.Final]:
+    def results(self) -> list[R]:
         """All results, in the order of the prompts."""
         return [self.finals[index] for index in range(len(self._prompts))]
 
@@ -204,6 +227,16 @@ def _batch_window(params: Sequence[Params]) -> int:
     counts = [each.n if isinstance(each, SamplingParams) else (each or {}).get("n", 1) for each in params]
     greatest = max((count for count in counts if isinstance(count, int)), default=1)
     return max(1, BATCH_SAMPLES // max(1, greatest))
+
+
+def _check_known(options: RequestOptions, known: frozenset[str]) -> None:
+    if unknown := options.keys() - known:
+        raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(sorted(known))}")
+
+
+def _timeout_ms(options: RequestOptions) -> int | None:
+    timeout_s = options.get("timeout_s")
+    return None if timeout_s is None else max(1, round(timeout_s * 1000))
 
 
 def _params_to_wire(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -182,6 +182,11 @@ class Connection:
         return "the engine's key is another one than server_key, or it takes no keys"
 
 
+def deadline_after(timeout_s: float | None, now_s: float) -> float | None:
+    """When a client gives up on a request with this timeout: a little after the engine should have ended it."""
+    return None if timeout_s is None else now_s + timeout_s + TIMEOUT_SLACK_S
+
+
 def raise_error(reply: Reply) -> None:
     """Raise what a reply says, if it says an error.
 

@@ -21,10 +21,11 @@ from typing import Any
 
 from common.config import EngineConfig
 from common.errors import ConfigError, RequestError
-from common.messages import EngineReady, EngineStats, Profile
+from common.messages import POOLINGS, EngineReady, EngineStats, Profile
 from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend import request_log
+from frontend.connections import Connections
 from frontend.core import Core
 from frontend.events import Delta, Final
 from frontend.prompt import ChatPrompt, Prompt
@@ -38,14 +39,20 @@ TIMEOUT_LIMIT_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine serves: `starting`, `serving`, `draining` or `dead`, and for `dead` why."""
+    """Whether the engine serves: `starting`, `serving`, `restarting`, `draining` or `dead`.
+
+    Attributes:
+        detail: for `restarting` and `dead` why.
+        restarts: how often a process that was lost has been started again.
+    """
 
     state: str
     detail: str = ""
+    restarts: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether new requests are taken and run at once."""
         return self.state == "serving"
 
 
@@ -55,12 +62,18 @@ class RequestStream:
     A reader that is slower than the engine finds what came meanwhile merged into one delta per sample, so that what
     waits here never exceeds the request's own output.
 
+    Attributes:
+        request: what the core knows of it.
+        direct: for each sample, takes new text while the reader waits; False leaves it to the iteration. For readers
+            that want nothing else of what is on the way.
+
     Raises:
         RequestError: from the iteration, if the request fails after it was accepted.
     """
 
     def __init__(self, engine: "Engine") -> None:
         self.request: Request
+        self.direct: Sequence[Callable[[str], bool]] = ()
         self._engine = engine
         self._waiting: dict[int, Delta] = {}
         self._final: Final | None = None
@@ -121,6 +134,8 @@ class RequestStream:
 
     def on_token(self, sample_index: int, text: str, token_id: int) -> None:
         """One more token of a sample."""
+        if self.direct and self._is_awaited() and self.direct[sample_index](text):
+            return
         waiting = self._waiting.get(sample_index)
         if waiting is None:
             self._waiting[sample_index] = Delta(sample_index, text, array("i", (token_id,)))
@@ -131,6 +146,9 @@ class RequestStream:
 
     def on_delta(self, delta: Delta) -> None:
         """New output of a sample."""
+        is_direct = self.direct and delta.finish_reason is None and self._is_awaited()
+        if is_direct and self.direct[delta.sample_index](delta.text):
+            return
         waiting = self._waiting.get(delta.sample_index)
         if waiting is None:
             self._waiting[delta.sample_index] = delta
@@ -151,6 +169,10 @@ class RequestStream:
         self._error = error
         self._awake()
 
+    def _is_awaited(self) -> bool:
+        """Whether the reader has dealt with all that came before."""
+        return not self._waiting and self._wake is not None and not self._wake.done()
+
     def _awake(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -169,6 +191,7 @@ class Engine:
         core: the requests' life cycle.
         tokenizer: the model's tokenizer.
         order_profile: has a process of the engine traced; None where there is no supervisor.
+        connections: of clients, all ways in together.
     """
 
     def __init__(
@@ -181,8 +204,12 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.order_profile: Callable[[Profile], None] | None = None
+        self.connections = Connections.allowed()
         make_core = Core if recorder is None else partial(RecordedCore, RecorderLog(recorder))
-        self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
+        self.core = make_core(
+            tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval,
+            session=config.session, held_limit=config.scheduler.max_num_queued_reqs,
+        )  # fmt: skip
         self._texts = TextWork(config, tokenizer)
         if config.log.enable_log_requests:
             request_log.attach(self.core)
@@ -209,6 +236,7 @@ class Engine:
         name: str = "",
         exact_max_tokens: bool = False,
         add_special_tokens: bool | None = None,
+        pooling: str = "",
     ) -> RequestStream:
         """Start a request.
 
@@ -216,7 +244,7 @@ class Engine:
             prompt: a text, token ids, or a chat.
             params: see `make_params`.
             stream: whether deltas are wanted; without them the stream yields one `Final`.
-            priority, client_key, cache_salt, timeout_s, name, exact_max_tokens: as in `Core.submit`.
+            priority, client_key, cache_salt, timeout_s, name, exact_max_tokens, pooling: as in `Core.submit`.
             add_special_tokens: for texts: add BOS as the tokenizer does; by default for texts, not for chats.
 
         Raises:
@@ -230,9 +258,20 @@ class Engine:
             token_ids, params, events,
             stream=stream, starts_text=isinstance(prompt, ChatPrompt), priority=priority, client_key=client_key,
             cache_salt=cache_salt, timeout_s=check_timeout(timeout_s), name=name, exact_max_tokens=exact_max_tokens,
-            timings=timings,
+            timings=timings, pooling=pooling,
         )  # fmt: skip
         return events
+
+    def check_pooling(self, pooling: str | None) -> str:
+        """How embeddings are made: as asked for, or as the engine was told.
+
+        Raises:
+            RequestError: nothing that is known.
+        """
+        if pooling and pooling not in POOLINGS:
+            names = " or ".join(repr(name) for name in POOLINGS if name)
+            raise RequestError(f"pooling: wanted {names}, got {pooling!r:.80}", param="pooling")
+        return pooling or self.config.model.pooling
 
     def make_params(self, values: Mapping[str, Any], *, model_defaults: bool = True, **defaults: Any) -> SamplingParams:
         """Sampling parameters from what a client sent.
@@ -294,7 +333,7 @@ class Engine:
 
     def health(self) -> Health:
         """Whether new requests are taken, and if not, why."""
-        return Health(self.core.state, self.core.error)
+        return Health(self.core.state, self.core.error, self.core.session)
 
     def close(self) -> None:
         """End threads and processes; work that has not begun is dropped."""

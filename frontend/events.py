@@ -74,6 +74,7 @@ class Final:
         samples: by index.
         prompt_token_ids: int32.
         prompt_logprobs: one entry per prompt token, the first None; or None if not asked for.
+        embedding: float32 [hidden size], of length 1, of a request that asked for one and was not aborted.
     """
 
     samples: tuple[SampleResult, ...]
@@ -81,6 +82,7 @@ class Final:
     prompt_token_ids: "array[int]"
     prompt_logprobs: "tuple[TokenLogprob | None, ...] | None"
     timings: Timings
+    embedding: "array[float] | None" = None
 
 
 class Sink(Protocol):

@@ -101,6 +101,31 @@ class RequestOutput:
     finished: bool = field(default=True)
 
 
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A prompt's embedding: a vector of length 1."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The result of a request for an embedding.
+
+    Attributes:
+        prompt: the text, if the prompt was one.
+        prompt_token_count: how many tokens it has.
+        num_cached_tokens: how many of them came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    outputs: EmbeddingOutput
+    prompt_token_count: int
+    num_cached_tokens: int = 0
+    finished: bool = field(default=True)
+
+
 class LLM:
     """An engine of one's own.
 
@@ -200,6 +225,29 @@ class LLM:
         )  # fmt: skip
         return [_output(final, None, number) for number, final in enumerate(finals)]
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = False, **options: Any
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed each prompt; all of them run together.
+
+        Args:
+            prompts, use_tqdm: as in `generate`.
+            options: as `Client.submit_embedding` has them: `pooling`, `priority`, `timeout_s`, ...
+
+        Raises:
+            RequestError, EngineDeadError: as in `generate`.
+        """
+        self._check_alive()
+        many = _as_many(prompts)
+        replies = self.client.embed_batch(many, **options)
+        return [
+            EmbeddingRequestOutput(
+                str(number), _text(prompt), EmbeddingOutput(reply.embedding.tolist()), reply.prompt_tokens,
+                reply.cached_tokens,
+            )
+            for number, (reply, prompt) in enumerate(zip(replies, many, strict=True))
+        ]  # fmt: skip
+
     def close(self) -> None:
         """Stop the engine."""
         if hasattr(self, "client"):
@@ -297,11 +345,16 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
     return prompts
 
 
-def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:
+def _text(prompt: Any) -> str | None:
+    """The prompt's text, if it was given as one."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:
     return RequestOutput(
         request_id=str(number),
-        prompt=text if isinstance(text, str) else None,
+        prompt=_text(prompt),
         prompt_token_ids=list(final.prompt_token_ids),
         outputs=[
             CompletionOutput(

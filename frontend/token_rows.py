@@ -3,6 +3,7 @@
 Pure functions; `core.Core` calls them for every step that is not the plain one-token-each.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,12 +27,14 @@ class Row:
     preemption_count: int
     logprobs: dict[int, TokenLogprobs]
     prompt_logprobs: tuple[TokenLogprobs, ...]
+    embedding: "array[float] | None" = None
 
 
 def rows_of(out: TokensOut) -> Iterator[Row]:
     """The rows of a message, in order."""
     finishes = {finish.row_index: finish for finish in out.finishes}
     prompt_logprobs = dict(out.prompt_logprobs)
+    embeddings = dict(out.embeddings)
     logprobs = {entry.row_index: entry for entry in out.logprobs}
     start = 0
     for index, request_id in enumerate(out.request_ids):
@@ -46,6 +49,7 @@ def rows_of(out: TokensOut) -> Iterator[Row]:
             out.preemption_counts[index] if out.preemption_counts else 0,
             {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
             prompt_logprobs.get(index, ()),
+            embeddings.get(index),
         )
         start = end
 

@@ -171,7 +171,8 @@ class Collector:
 
     def _message(self, rows: Rows, flight: Flight, result: StepResult, several: bool, now_s: float) -> TokensOut:
         sequences = rows.sequences
-        self._state.counters.output_tokens += len(rows.token_ids)
+        embeddings = _embeddings(sequences, flight, result) if result.embeddings else ()
+        self._state.counters.output_tokens += len(rows.token_ids) - len(embeddings)
         has_first_tokens = len(flight.sampled) > flight.decode_count
         return TokensOut(
             request_ids=array("i", [s.request_id for s in sequences]),
@@ -184,7 +185,17 @@ class Collector:
             cached_counts=_first_cached_counts(sequences) if has_first_tokens else array("i"),
             finishes=tuple(rows.finishes),
             logprobs=_moved_logprobs(rows.sources, result.logprobs),
+            embeddings=embeddings,
         )
+
+
+def _embeddings(
+    sequences: list[Sequence], flight: Flight, result: StepResult
+) -> "tuple[tuple[int, array[float]], ...]":
+    """By row instead of by slot; those of sequences that are over by now are dropped."""
+    rows = {id(sequence): row_index for row_index, sequence in enumerate(sequences)}
+    found = [(rows.get(id(flight.chunk_sequences.get(slot)), -1), vector) for slot, vector in result.embeddings]
+    return tuple((row_index, vector) for row_index, vector in found if row_index >= 0)
 
 
 def _keep_prompt_logprobs(flight: Flight, result: StepResult) -> None:

@@ -116,7 +116,12 @@ class Planner:
             self._state.preempt(victim)
 
     def _swaps(self, victim: Sequence) -> bool:
-        """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it."""
+        """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it.
+
+        A mean of hidden states starts anew with the slot, so for one everything is computed again.
+        """
+        if victim.request.message.pooling == "mean":
+            return False
         limits, host_pool = self._state.limits, self._state.host_pool
         if limits.preemption == "recompute" or host_pool is None or host_pool.available_count < len(victim.blocks):
             return False

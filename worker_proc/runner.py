@@ -22,6 +22,7 @@ from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import logprob_table
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.pending import Arrived, PendingStep, PromptPiece, prompt_parts
+from worker_proc.pooling import Pooler
 from worker_proc.sampler import Sampled, Sampler
 from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
 from worker_proc.spans import span
@@ -59,6 +60,8 @@ class CpuRunner:
         self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, self.memory.device)
         self._sampler = Sampler(self.memory, self.mirror, tokenizer_vocab_size)
         self._threads = StepThreads(model.config, GROUP_TOKENS if deterministic else None)
+        self._hidden = torch.empty(0)  # of the last step
+        self._pooler = Pooler(lambda first, count: self._hidden[first : first + count])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -69,13 +72,14 @@ class CpuRunner:
         prepared = time.perf_counter_ns()
         with span("forward"), self._threads.step(staged.token_count):
             logits, pieces = self._compute(inputs, staged)
+            embeddings = self._pooler.pool(staged.pooled_rows)
         computed = time.perf_counter_ns()
         with span("sampling"):
             sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, staged)
         marks = (start, prepared, computed, time.perf_counter_ns())
         parts_us = [(end - begin) // 1000 for begin, end in itertools.pairwise(marks)]
         arrived = Arrived(array("i", sampled.token_ids.tobytes()), *parts_us)
-        return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces)
+        return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces, embeddings)
 
     def prepare_next(self) -> bool:
         """Nothing is prepared ahead on a CPU."""
@@ -108,6 +112,7 @@ class CpuRunner:
             self.mirror.start(init)
             writes.add_slot(init)
             self._sampler.start(init)
+            self._pooler.start(init)
         staged = self._stager.stage(plan, writes)
         count, limit = staged.token_count, self._limits.max_num_batched_tokens
         assert count <= limit, f"step {plan.step_id} computes {count} tokens, more than {limit}"
@@ -118,6 +123,7 @@ class CpuRunner:
         if not staged.token_count:
             return None, []
         hidden = self._model(inputs.token_ids, inputs.positions, self._context(inputs, staged.decode_row_count))
+        self._hidden = hidden
         pieces = [piece for rows in staged.prompt_rows for piece in self._prompt_pieces(hidden, rows)]
         if not len(staged.sampled_rows):
             return None, pieces

@@ -10,17 +10,18 @@ from common.errors import RequestError
 from frontend.engine import Engine, RequestStream
 from frontend.events import Final, TokenLogprob
 from frontend.http import generation
+from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, not_supported
 from frontend.http.output_form import structured_outputs
 from frontend.http.prompts import completion_prompts
-from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, usage_dict
+from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, prompt_fields, usage_dict
 from frontend.http.requests import CompletionRequest, decode, sampling_values
 from frontend.http.streams import EventStream, answer_or_abort
 from frontend.prompt import Prompt
 
 
 async def completions(request: Request) -> Response:
-    """The endpoint."""
+    """Continue one or several texts."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), CompletionRequest)
     model = generation.check_model(engine, body.model)
@@ -38,14 +39,16 @@ async def completions(request: Request) -> Response:
         generation.abort_all(streams)
 
     if body.stream:
-        return EventStream(_events(engine, reply, prompts, streams, body), abort)
+        writer = DirectWriter(request.scope)
+        return EventStream(_events(engine, reply, prompts, streams, body, writer), abort, writer)
     finals = await answer_or_abort(request.receive, generation.finals(streams), abort)
     wanted = body.max_tokens != 0
     choices: list[dict[str, Any]] = []
     for prompt, final in zip(prompts, finals, strict=True):
         echo = _echo(engine, prompt, final.prompt_token_ids, final.prompt_logprobs) if body.echo else NO_ECHO
         for sample in final.samples:
-            choices.append(reply.choice(len(choices), sample, echo, output_wanted=wanted))
+            choice = reply.choice(len(choices), sample, echo, output_wanted=wanted)
+            choices.append(choice | prompt_fields(final, reply, logprobs_wanted=body.prompt_logprobs is not None))
     return JsonResponse(reply.whole(choices, finals_usage(finals, output_wanted=wanted)))
 
 
@@ -55,9 +58,11 @@ async def _events(
     prompts: Sequence[Prompt],
     streams: Sequence[RequestStream],
     body: CompletionRequest,
+    writer: DirectWriter,
 ) -> AsyncIterator[bytes]:
     with_usage, with_running_usage = generation.wants_usage(body)
     n = body.n or 1
+    is_direct = len(streams) == 1 and reply.is_bare and not with_running_usage and body.max_tokens != 0
     echoed = set()
     finals = []
     async for at, event in generation.follow(streams):
@@ -66,6 +71,8 @@ async def _events(
             echoed.add(at)
             echo = _echo(engine, prompts[at], request.prompt_token_ids, request.prompt_logprobs)
             yield b"".join(reply.echo_chunk(at * n + index, echo) for index in range(n))
+        if is_direct and not streams[0].direct:
+            streams[0].direct = [writer.of_texts(*reply.plain_parts(index)) for index in range(n)]
         if isinstance(event, Final):
             finals.append(event)
             continue
@@ -83,7 +90,7 @@ def _values(body: CompletionRequest) -> dict[str, Any]:
     if body.logprobs is not None:
         values["logprobs"] = body.logprobs
         if body.echo:
-            values["prompt_logprobs"] = body.logprobs
+            values["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     if body.echo and body.max_tokens == 0:
         values["max_tokens"] = 1  # the engine always samples; `completions` drops it
     return values

@@ -12,32 +12,26 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from common.errors import RequestError
 from frontend.http.errors import JsonResponse
 from frontend.http.history import History
 
-PAGE = "/dashboard"
 _FILE = Path(__file__).with_name("dashboard.html")
 
 
-def routes(history: History) -> list[Route]:
-    """The page's and the data's."""
-
-    async def data(request: Request) -> Response:
-        """What is new since the row that the page names."""
-        number = request.query_params.get("row_number", "0")
-        if not re.fullmatch(r"\d{1,12}", number):
-            raise RequestError(f"row_number: wanted a number from 0, got {number!r:.40}", param="row_number")
-        view = history.view(request.query_params.get("run", ""), int(number))
-        return JsonResponse(view, headers={"cache-control": "no-store"})
-
-    return [Route(PAGE, page), Route(PAGE + "/data", data)]
+async def data(request: Request) -> Response:
+    """What the dashboard shows that is new since the row that it names."""
+    history: History = request.app.state.history
+    number = request.query_params.get("row_number", "0")
+    if not re.fullmatch(r"\d{1,12}", number):
+        raise RequestError(f"row_number: wanted a number from 0, got {number!r:.40}", param="row_number")
+    view = history.view(request.query_params.get("run", ""), int(number))
+    return JsonResponse(view, headers={"cache-control": "no-store"})
 
 
 async def page(_: Request) -> Response:
-    """The page."""
+    """The engine live: throughput, latencies, queue, cache, and the parts of a step."""
     text, policy = page_and_policy()
     headers = {
         "content-security-policy": policy,

@@ -10,7 +10,7 @@ from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.engine import Engine, RequestStream
 from frontend.events import Delta, Final
-from frontend.http.requests import GenerationRequest
+from frontend.http.requests import GenerationRequest, QueueFields
 from frontend.prompt import Prompt
 
 _SALT_LIMIT = 1024
@@ -32,7 +32,7 @@ def check_model(engine: Engine, model: str | None) -> str:
     )  # fmt: skip
 
 
-def check_generation(body: GenerationRequest) -> None:
+def check_queueing(body: QueueFields) -> None:
     """Refuse what does not fit the messages to the scheduler; raises RequestError."""
     if body.priority is not None and abs(body.priority) > INT32_MAX:
         raise RequestError(f"priority: wanted an integer from {-INT32_MAX} to {INT32_MAX}", param="priority")
@@ -40,18 +40,26 @@ def check_generation(body: GenerationRequest) -> None:
         raise RequestError(f"cache_salt: wanted 1 to {_SALT_LIMIT} characters", param="cache_salt")
     if body.request_id is not None and not 0 < len(body.request_id) <= _ID_LIMIT:
         raise RequestError(f"request_id: wanted 1 to {_ID_LIMIT} characters", param="request_id")
+
+
+def check_generation(body: GenerationRequest) -> None:
+    """The same, and what does not go together; raises RequestError."""
+    check_queueing(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options only go with stream: true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs only come in whole replies, not in streams", param="prompt_logprobs")
 
 
 async def start(
     engine: Engine,
     request: Request,
-    body: GenerationRequest,
+    body: QueueFields,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
     deltas: bool,
+    pooling: str = "",
 ) -> list[RequestStream]:
     """Start one engine request per prompt; if one is refused, none goes on.
 
@@ -69,9 +77,10 @@ async def start(
                 client_key=_client_key(request, body),
                 cache_salt=body.cache_salt or "",
                 timeout_s=body.timeout,
-                name=request.scope.get("request_id", ""),
+                name=_name(request, body),
                 exact_max_tokens=True,
                 add_special_tokens=body.add_special_tokens,
+                pooling=pooling,
             )
             streams.append(stream)
     except BaseException:
@@ -152,9 +161,14 @@ def wants_usage(body: GenerationRequest) -> tuple[bool, bool]:
 
 def reply_id(prefix: str, request: Request, body: GenerationRequest) -> str:
     """The `id` of a reply: the client's own, or that of the HTTP request."""
-    return f"{prefix}-{body.request_id or request.scope.get('request_id', '')}"
+    return f"{prefix}-{_name(request, body)}"
 
 
-def _client_key(request: Request, body: GenerationRequest) -> str:
+def _name(request: Request, body: QueueFields) -> str:
+    """What the request is called: by its client, or by the id of the HTTP request."""
+    return body.request_id or str(request.scope.get("request_id", ""))
+
+
+def _client_key(request: Request, body: QueueFields) -> str:
     peer = request.client.host if request.client else ""
     return (body.user or peer)[:256]

@@ -19,6 +19,7 @@ SAMPLING = m.SlotSampling(
     bias_token_ids=array("i", [5]),
     bias_values=array("f", [1.5]),
     bad_token_ids=((1, 2),),
+    pooling="last",
 )
 SLOT = m.SlotInit(
     slot=65535,
@@ -38,7 +39,17 @@ EXAMPLES = {
             bad_token_ids=((1,), (2, 3)),
             deadline_s=1.5,
         ),
+        m.AddRequest(
+            request_id=8,
+            prompt_token_ids=array("i", [1]),
+            params=SamplingParams(n=3, max_tokens=4),
+            outputs=(array("i", [5, 6]), None, array("i")),
+        ),
+        m.AddRequest(
+            request_id=8, prompt_token_ids=array("i", [1]), params=SamplingParams(max_tokens=1), pooling="mean"
+        ),
         m.AbortRequests(array("i", [1, 2])),
+        m.AbortSamples(array("i", [1, 1]), array("B", [0, 3])),
         m.FlushCache(),
     ],
     m.decode_for_frontend: [
@@ -54,6 +65,7 @@ EXAMPLES = {
             finishes=(m.SampleFinish(1, "length"),),
             logprobs=(LOGPROBS,),
             prompt_logprobs=((0, (LOGPROBS, LOGPROBS)),),
+            embeddings=((1, array("f", [0.5, -0.25])),),
         ),
         m.RequestFailed(1, "queue_full", "too many", 429, None, 500),
         m.EngineStats(
@@ -91,7 +103,11 @@ EXAMPLES = {
             link_bytes_per_s=50_000_000_000,
         ),
         m.StepResult(
-            step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1, 2, 3, 4])
+            step_id=2**40,
+            token_ids=array("i", [5, -1]),
+            logprobs=(LOGPROBS,),
+            parts_us=array("i", [1, 2, 3, 4]),
+            embeddings=((2, array("f", [1.0])),),
         ),
     ],
     m.decode_for_supervisor: [
@@ -100,7 +116,12 @@ EXAMPLES = {
         m.Failed("a", "b"),
         m.Profile("worker", 50),
     ],
-    m.decode_for_child: [m.Stop(1000), m.PeerFailed("worker-0", "killed by signal 9"), m.Profile("worker", 50)],
+    m.decode_for_child: [
+        m.Stop(1000),
+        m.PeerFailed("worker-0", "killed by signal 9"),
+        m.Profile("worker", 50),
+        m.NewSession("worker-0", "killed by signal 9", 2),
+    ],
 }
 CASES = [(decode, message) for decode, messages in EXAMPLES.items() for message in messages]
 

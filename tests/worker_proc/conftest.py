@@ -70,6 +70,7 @@ class DrivenRequest:
     blocks: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: "array[float] | None" = None
     started: bool = False
 
     @property
@@ -112,8 +113,8 @@ class PlanDriver:
     def plan(self, rows: list[tuple[DrivenRequest, int]]) -> StepPlan:
         """One step in which each request computes that many tokens."""
         decodes = [
-            request for request, count in rows if request.started and request.computed + 1 == len(request.tokens)
-        ]
+            r for r, _ in rows if r.started and r.computed + 1 == len(r.tokens) and not r.sampling.pooling
+        ]  # fmt: skip
         chunks = [(request, count) for request, count in rows if request not in decodes]
         decode_blocks = [self._append(request, 1) for request in decodes]
         chunk_blocks = [self._append(request, count) for request, count in chunks]
@@ -153,6 +154,9 @@ class PlanDriver:
         slots = {request.slot: request for request, _ in rows}
         for slot, entries in result.prompt_logprobs:
             slots[slot].prompt_logprobs.extend(entries)
+        for slot, embedding in result.embeddings:
+            assert slots[slot].embedding is None, "a second embedding"
+            slots[slot].embedding = embedding
         return result
 
     def run(self, requests: list[DrivenRequest], token_count: int, chunk: int = 1 << 20) -> None:
@@ -245,6 +249,18 @@ def make_driver():
 def masked_ids_fixture():
     """The function `masked_ids`."""
     return masked_ids
+
+
+@pytest.fixture
+def reference_embedding():
+    """reference_embedding(transformers model, token ids, pooling) -> float32 [hidden_size], of length 1."""
+
+    def embed(model, ids: list[int], pooling: str) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].float()
+        return torch.nn.functional.normalize(hidden.mean(0) if pooling == "mean" else hidden[-1], dim=0)
+
+    return embed
 
 
 @pytest.fixture

@@ -10,10 +10,14 @@ The price: fewer things are fused, and library products are faster. Called by th
 whose buffers it takes.
 """
 
+from dataclasses import replace
+
 import torch
 
+from kernels import fixed_order_attention as spans
+from kernels import prefill_attention as prefill
+from kernels import prefill_plans
 from kernels.embedding import embedding
-from kernels.fixed_order_attention import FixedOrderAttentionPlan, fixed_order_attention, launch_plan
 from kernels.fixed_order_linear import fixed_order_linear
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
@@ -27,6 +31,10 @@ from worker_proc.layers.linear import Linear
 from worker_proc.layers.norm import RMSNorm
 from worker_proc.models.llama import LlamaForCausalLM, LlamaLayer
 
+SPLIT_CONTEXTS = True
+"""Attention in spans of keys that the card shares, rather than by the prefill kernel, one tile of keys after the other.
+The two give different bits, each the same every time."""
+
 
 class FixedOrderForward(FusedForward):
     """The pass over one model; arguments and attributes as `FusedForward` has them."""
@@ -36,8 +44,10 @@ class FixedOrderForward(FusedForward):
     def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
         super().__init__(model, max_rows=max_rows, max_tokens=max_tokens, max_positions=max_positions)
         device = self.hidden.device
-        self._span_sums = torch.empty(self._attention_plan(1).workspace_floats, device=device)
-        self._span_counters = torch.zeros(max_rows * self.config.kv_head_count, dtype=torch.int32, device=device)
+        config = self.config
+        plan = spans.launch_plan(1, max_rows, config.head_count, config.kv_head_count, config.head_dim, 1)
+        self._span_sums = torch.empty(plan.workspace_floats, device=device)
+        self._span_counters = torch.zeros(max_rows * config.kv_head_count, dtype=torch.int32, device=device)
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
@@ -57,13 +67,7 @@ class FixedOrderForward(FusedForward):
             qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
             k_scales=key_scales, v_scales=value_scales, one_plan=True, **_head_norms(attention),
         )  # fmt: skip
-        fixed_order_attention(
-            attended, query, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
-            inputs.query_starts, self._span_sums, self._span_counters, self._attention_plan(tokens),
-            scale=attention.scale, sliding_window=attention.sliding_window or 0,
-            key_scales=key_scales, value_scales=value_scales,
-            has_chunks=bucket.kind != DECODE, pdl=tokens <= EARLY_TOKENS,
-        )  # fmt: skip
+        self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
         self._product(attended.view(tokens, -1), attention.o_proj, hidden, residual=hidden)
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
@@ -94,7 +98,33 @@ class FixedOrderForward(FusedForward):
     ) -> None:
         fixed_order_linear(x, linear.weight, out, bias=linear.bias, residual=residual)
 
-    def _attention_plan(self, tokens: int) -> FixedOrderAttentionPlan:
-        config = self.config
-        sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        return launch_plan(tokens, _row_class(self.logits.shape[0]), *sizes)
+    def _attend(
+        self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+    ) -> None:  # fmt: skip
+        attention, config = self.model.model.layers[index].self_attn, self.config
+        shared = (
+            output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
+            inputs.context_lengths, inputs.query_starts,
+        )  # fmt: skip
+        options = {
+            "scale": attention.scale,
+            "sliding_window": attention.sliding_window or 0,
+            "key_scales": cache.key_scales[index],
+            "value_scales": cache.value_scales[index],
+            "pdl": output.device.type == "cuda" and bucket.tokens <= EARLY_TOKENS,
+        }
+        rows = _row_class(self.logits.shape[0])
+        sizes = (rows, config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
+        if SPLIT_CONTEXTS:
+            plan = spans.launch_plan(bucket.tokens, *sizes)
+            has_chunks = bucket.kind != DECODE
+            spans.fixed_order_attention(
+                *shared, self._span_sums, self._span_counters, plan, has_chunks=has_chunks, **options
+            )
+            return
+        tiles = prefill_plans.launch_plan(1, *sizes, quantised=cache.key_scales[index] is not None, one_loop=True)
+        grid = prefill_plans.launch_plan(bucket.tokens, *sizes, tile_rows=tiles.tile_rows)
+        prefill.prefill_attention(
+            *shared, self._prefill_counters, replace(tiles, program_count=grid.program_count), **options
+        )

@@ -19,6 +19,7 @@ import torch
 from kernels import decode_attention as decode
 from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
+from kernels import prefill_plans
 from kernels.embedding import embedding
 from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -26,7 +27,7 @@ from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
-from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket
+from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
@@ -36,8 +37,8 @@ EARLY_TOKENS = 512
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished. Waiting programs
 slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 36.8 without."""
 
-FEWEST_PARTS_TOKENS = 9
-"""Below this many tokens the norms are in the products' prologues, which then hold W in registers."""
+FEWEST_PARTS_TOKENS = 2
+"""Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -60,14 +61,16 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int) -> bool:
-    """Whether the prefill kernel for Hopper computes this model's attention here."""
+def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int, quantised: bool) -> bool:
+    """Whether the prefill kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache."""
     config, weight = model.config, model.model.norm.weight
     if weight.device.type != "cuda":
         return False
     shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size=16)
     major = torch.cuda.get_device_capability(weight.device)[0]
-    return prefill.can_specialise(shape, weight.dtype, sliding_window, capability_major=major)
+    return prefill_plans.can_specialise(
+        shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major
+    )
 
 
 class FusedForward:
@@ -141,8 +144,11 @@ class FusedForward:
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
-        hidden = self.hidden[first_token : first_token + count]
-        return self.model.compute_logits(self.model.model.norm(hidden))
+        return self.model.compute_logits(self.token_hidden(first_token, count))
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states [count, hidden_size] of any tokens of the last pass, after the last norm; allocates."""
+        return self.model.model.norm(self.hidden[first_token : first_token + count])
 
     def _attention_block(
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
@@ -329,13 +335,14 @@ class FusedForward:
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         return decode.launch_plan(_row_class(rows), *sizes, quantised=quantised)
 
-    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill.PrefillPlan:
+    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill_plans.PrefillPlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        is_large = bucket.tokens >= prefill.SPECIALISED_TOKENS and not quantised
-        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window)
+        chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
+        is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
+        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window, quantised)
         rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
-        return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
+        return prefill_plans.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 
 
 def _head_norms(attention: LlamaAttention) -> dict[str, Any]:

@@ -55,4 +55,8 @@ class PlainForward:
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Logits of any tokens of the last pass."""
-        return self._model.compute_logits(self._hidden[first_token : first_token + count])
+        return self._model.compute_logits(self.token_hidden(first_token, count))
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states of any tokens of the last pass, after the last norm."""
+        return self._hidden[first_token : first_token + count]

@@ -27,6 +27,7 @@ from worker_proc.cuda.staging import DeviceStager, PackedStep, StagingRing
 from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PendingStep, PromptPiece, prompt_parts
+from worker_proc.pooling import Pooler
 from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows
@@ -55,6 +56,7 @@ class CudaRunner:
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
         self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
         self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
+        self._pooler = Pooler(forward.token_hidden)
         self.program = StepProgram(
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
@@ -77,6 +79,8 @@ class CudaRunner:
             bucket = self._bucket(packed.decode_rows, packed.chunk_rows, packed.token_count)
             with span("forward"):  # with the sampling, which is in the same graph
                 step = self._run(step, packed, bucket)
+                if packed.pooled_rows:
+                    step = replace(step, embeddings=self._pooler.pool(packed.pooled_rows))
             lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
         lane.end()
         return step
@@ -125,6 +129,7 @@ class CudaRunner:
             self.slots.set_masks(plan.mask_slots, plan.masks)
         for init in plan.new_slots:
             self._special.start(init)
+            self._pooler.start(init)
         return packed
 
     def _run(self, step: PendingStep, packed: PackedStep, bucket: Bucket) -> PendingStep:

@@ -52,6 +52,9 @@ class Forward(Protocol):
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Logits of any tokens of the last pass, float32 [count, vocab_size]."""
 
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states of any tokens of the last pass, after the last norm, [count, hidden_size]."""
+
 
 class StepProgram:
     """Steps of one worker.

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 
+import httpx
 import pytest
 
 from common.config import ServerOptions
@@ -91,6 +92,19 @@ def test_request_id_is_echoed_or_made(api):
     reply = api.post("/v1/chat/completions", CHAT, headers={"x-request-id": "abc-2"})
     assert reply.json()["id"] == "chatcmpl-abc-2"
     assert api.get("/nothing", headers={"x-request-id": "abc-3"}).headers["x-request-id"] == "abc-3"
+
+
+def test_behind_a_proxys_prefix_the_same_paths_are_open(make_api):
+    """The server puts `--root-path` before every path: /health was asked for a key then."""
+    api = make_api(api_key=("secret",), root_path="/llm").ready()
+    transport = httpx.ASGITransport(app=api.app, root_path="/llm")
+
+    async def statuses(*paths):
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [(await client.get(path)).status_code for path in paths]
+
+    paths = ("/llm/health", "/llm/ready", "/llm/dashboard", "/llm/v1/models", "/llm/dashboard/data", "/llm/llm/health")
+    assert api.loop.run_until_complete(statuses(*paths)) == [200, 200, 200, 401, 401, 401]
 
 
 def test_api_key_protects_all_but_what_orchestrators_ask(make_api):
@@ -320,9 +334,11 @@ def test_served_by_uvicorn_on_a_real_socket(make_api, sent, status, found):
     assert second.startswith(b"HTTP/1.1 200"), "a good request after it"
 
 
-def test_idle_connections_leave_file_descriptors(make_api, monkeypatch):
+def test_idle_connections_leave_file_descriptors(make_api):
     """Without any, ZeroMQ aborts the process."""
-    monkeypatch.setattr(protocol, "connection_limit", lambda: 3)
+    api = make_api(port=0).ready()
+    api.engine.connections.limit = 5
+    api.engine.connections.client_count = 2
 
     async def talk(address):
         idle = [await asyncio.open_connection(*address) for _ in range(3)]
@@ -334,7 +350,7 @@ def test_idle_connections_leave_file_descriptors(make_api, monkeypatch):
             pass  # the server has not seen yet that they are gone
         return refused, served
 
-    refused, _ = serve(make_api(port=0).ready(), talk)
+    refused, _ = serve(api, talk)
     assert refused.startswith(b"HTTP/1.1 503 Service Unavailable")
     assert b"too_many_connections" in refused
 
@@ -349,12 +365,6 @@ def test_a_connection_that_sends_no_head_is_ended(make_api, monkeypatch, sent):
     reply = serve(make_api(port=0).ready(), talk)
     assert b"HTTP/1.1 408 Request Timeout" in reply
     assert reply.count(b"HTTP/1.1 200") == (1 if len(sent) > 10 else 0)
-
-
-@pytest.mark.parametrize(("files", "connections"), [(256, 128), (1024, 512), (65_536, 65_024), (-1, 1 << 30)])
-def test_the_limit_of_open_files_bounds_connections(monkeypatch, files, connections):
-    monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
-    assert protocol.connection_limit() == connections
 
 
 @pytest.mark.parametrize("cut", [0, 30, 150, 260])
