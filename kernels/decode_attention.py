@@ -43,9 +43,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.kv_format import vector_bytes
+from kernels.checks import FLOATS, check_tensor
+from kernels.decode_tile import add_weighted, halves, is_native, prefetch_lines, scores_of, split_sums, whole_sums
+from kernels.kv_format import cache_format, vector_bytes
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
+from kernels.new_token import new_queries, stored_new_token
 from kernels.paged_kv import (
     LOG2_E,
+    HeadShape,
     attend_row,
     check_options,
     check_paged_inputs,
@@ -55,6 +60,7 @@ from kernels.paged_kv import (
     soft_capped,
     wanted,
 )
+from kernels.qk_norm_rope_store import norm_gains, rotation
 
 MAX_ROWS = 1024
 MAX_GROUP = 128
@@ -101,6 +107,7 @@ class DecodePlan:
     dim_tile: int
     rows_tile: int
     min_tiles: int
+    ahead_tiles: int
     num_warps: int
     num_stages: int
     max_registers: int | None
@@ -119,6 +126,7 @@ def launch_plan(
     tile_tokens: int | None = None,
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
+    ahead_tiles: int = 2,
     num_warps: int = 4,
     num_stages: int | None = None,
     max_registers: int | None = None,
@@ -142,6 +150,7 @@ def launch_plan(
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
+        ahead_tiles=ahead_tiles,
         num_warps=num_warps,
         num_stages=num_stages,
         max_registers=max_registers,
@@ -163,18 +172,20 @@ def bytes_moved(
 @triton.jit
 def _decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
-    counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
-    soft_cap,
-    QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    counters_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_weight_ptr, key_weight_ptr,
+    max_rows, output_stride, query_stride, table_stride, scale_log2, soft_cap, eps,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ROW_COUNT: tl.constexpr,
+    FUSED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
     TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
+    MIN_TILES: tl.constexpr, AHEAD_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
+    if not FUSED:
+        wait_for_inputs(PDL)
 
     # 1. Lay all tiles of all rows on one line and take an equal piece of it.
     rows = tl.arange(0, ROWS_TILE)
@@ -183,8 +194,12 @@ def _decode_kernel(
         row_count = tl.minimum(tl.load(row_count_ptr), max_rows)
     is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
     slots = tl.load(slots_ptr + rows, mask=is_row, other=-1)
-    lengths = tl.load(lengths_ptr + rows, mask=is_row & (slots >= 0), other=0)  # edge: padding rows have no tiles
-    tile_counts = tl.cdiv(lengths, TILE)
+    lengths = tl.load(lengths_ptr + rows, mask=is_row, other=0)
+    lengths = tl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
+    if FUSED:  # the new token is no part of a tile, but every row has one tile at least, which may be empty
+        tile_counts = tl.where(lengths > 0, tl.maximum(tl.cdiv(lengths - 1, TILE), 1), 0)
+    else:
+        tile_counts = tl.cdiv(lengths, TILE)
     if WINDOW > 0:
         tile_counts -= tl.maximum(lengths - WINDOW, 0) // TILE
     ends = tl.cumsum(tile_counts, axis=0)
@@ -199,55 +214,108 @@ def _decode_kernel(
     is_query = (group_rows < GROUP)[:, None] & is_dim[None, :]  # edge: groups smaller than a tensor core's tile
     head_places = group_rows[:, None] * HEAD_DIM + dims[None, :]
     tile_places = tl.arange(0, TILE)
+    # A tile is loaded as elements, or as pairs of 8-bit elements.
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
+    LINES: tl.constexpr = DIM_TILE // 64 if FORMAT == 0 else (DIM_TILE + 64) // 128  # cache lines of a vector, 2^n
+    units = tl.arange(0, DIM_TILE if FORMAT == 0 else DIM_TILE // 2)
+    is_unit = (units < WIDTH)[None, :]  # edge: head dims that are no power of two
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
+    key_tiles_ptr, value_tiles_ptr = key_ptr, value_ptr
+    if FORMAT > 0:
+        key_tiles_ptr = key_ptr.to(tl.pointer_type(tl.int16))
+        value_tiles_ptr = value_ptr.to(tl.pointer_type(tl.int16))
 
     while work < work_end:
         # 2. Locate: which row and head, and which of its tiles are in this piece.
         row, row_start = row_of_work(work, ends, KV_HEADS)
         length = tl.load(lengths_ptr + row)
-        table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+        slot = tl.load(slots_ptr + row)
+        table_ptr = tables_ptr + slot.to(tl.int64) * table_stride
+        stored_length = length
+        if FUSED:
+            stored_length = length - 1
         first_position = 0
         if WINDOW > 0:
             first_position = (tl.maximum(length - WINDOW, 0) // TILE) * TILE
-        row_tiles = tl.cdiv(length - first_position, TILE)
+        row_tiles = tl.cdiv(stored_length - first_position, TILE)
+        if FUSED:
+            row_tiles = tl.maximum(row_tiles, 1)
         head = (work - row_start) // row_tiles
         segment_start = row_start + head * row_tiles
         segment_end = tl.minimum(work_end, segment_start + row_tiles)
         first_tile = work - segment_start
         tile_end = segment_end - segment_start
+        positions = first_position + first_tile * TILE + tile_places
 
-        query = tl.load(
-            query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places,
-            mask=is_query,
-            other=0.0,
-        )
         maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
         normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
-        accumulator = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=tl.float32)
+        if FUSED:
+            # 3. What earlier steps have written is asked for while the kernel ahead still runs.
+            if AHEAD_TILES > 0 and PDL:
+                if work == program * piece:
+                    for ahead in tl.static_range(AHEAD_TILES):
+                        asked = positions + ahead * TILE
+                        is_ahead = (asked < stored_length) & (first_tile + ahead < tile_end)
+                        blocks = tl.load(table_ptr + asked // BLOCK_SIZE, mask=is_ahead, other=0)
+                        offsets = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + asked % BLOCK_SIZE
+                        lines = (tl.where(is_ahead, offsets, 0) * WIDTH)[:, None] + 64 * tl.arange(0, LINES)[None, :]
+                        prefetch_lines(key_tiles_ptr + lines, PDL)
+                        prefetch_lines(value_tiles_ptr + lines, PDL)
+            new_block = tl.load(table_ptr + stored_length // BLOCK_SIZE).to(tl.int64)
+            rope_row = rope_ptr + stored_length.to(tl.int64) * (2 * HALF)
+            cos, sin = rotation(rope_row, dims, HALF)
+            gain, partner_gain = norm_gains(query_weight_ptr, dims, HEAD_DIM, HALF, HAS_NORM)
+            wait_for_inputs(PDL)
+            # 4. The queries; and the new token, which the first tile's program stores and attends to.
+            source = query_ptr + row.to(tl.int64) * query_stride
+            query = new_queries(source, head, dims, is_query, gain, partner_gain, cos, sin, eps,
+                                GROUP, HEAD_DIM, HALF, HAS_NORM, GROUP_ROWS)  # fmt: skip
+            accumulator = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=tl.float32)
+            if first_tile == 0:
+                place = (new_block * KV_HEADS + head) * BLOCK_SIZE + stored_length % BLOCK_SIZE
+                gain, partner_gain = norm_gains(key_weight_ptr, dims, HEAD_DIM, HALF, HAS_NORM)
+                new_key, new_value = stored_new_token(
+                    source, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, head, place, dims, is_dim[None, :],
+                    gain, partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
+                )  # fmt: skip
+                maximum = tl.sum(query.to(tl.float32) * new_key, axis=1) * scale_log2
+                normaliser = tl.full([GROUP_ROWS], 1.0, dtype=tl.float32)
+                accumulator += new_value
+            even_sums, odd_sums = split_sums(accumulator, FORMAT, NATIVE)
+        else:
+            query_places = query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places
+            query = tl.load(query_places, mask=is_query, other=0.0)
+            even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
+            odd_sums = even_sums
+        even_query, odd_query = halves(query, FORMAT, NATIVE)
 
-        # 3. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
+        # 5. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
         # scales, which are too short for the compiler to do it.
-        positions = first_position + first_tile * TILE + tile_places
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < length, other=0)
-        if QUANTISED:
-            scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + positions % BLOCK_SIZE
-            key_scale = tl.load(key_scales_ptr + scale_places, mask=positions < length, other=0.0)
-            value_scale = tl.load(value_scales_ptr + scale_places, mask=positions < length, other=0.0)
+        if TILE % BLOCK_SIZE == 0:  # tiles are aligned to blocks
+            in_block = tile_places % BLOCK_SIZE
+        else:
+            in_block = positions % BLOCK_SIZE
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < stored_length, other=0)
+        key_scale, value_scale = blocks, blocks
+        if FORMAT > 0:
+            scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + in_block
+            key_scale = tl.load(key_scales_ptr + scale_places, mask=positions < stored_length, other=0.0)
+            value_scale = tl.load(value_scales_ptr + scale_places, mask=positions < stored_length, other=0.0)
         for tile in range(first_tile, tile_end):
-            is_token = positions < length  # edge: the row's last tile
-            offsets = (blocks.to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM)
-            offsets += (positions % BLOCK_SIZE) * HEAD_DIM
-            places = offsets[:, None] + dims[None, :]
-            is_loaded = is_token[:, None] & is_dim[None, :]
+            is_token = positions < stored_length  # edge: the row's last tile
+            offsets = blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * WIDTH) + (head * BLOCK_SIZE + in_block) * WIDTH
+            places = offsets[:, None] + units[None, :]
             next_positions = positions + TILE
-            is_next = (next_positions < length) & (tile + 1 < tile_end)  # edge: no tile follows
+            is_next = (next_positions < stored_length) & (tile + 1 < tile_end)  # edge: no tile follows
+            if TILE % BLOCK_SIZE != 0:
+                in_block = next_positions % BLOCK_SIZE
             blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=is_next, other=0)
-            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0).to(query.dtype)
-            if QUANTISED:  # here rather than beside its product: 196 registers a thread instead of 254
-                stored_value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
-            scores = tl.dot(query, tl.trans(key))
-            if QUANTISED:
+            keys = tl.load(key_tiles_ptr + places, mask=is_token[:, None] & is_unit, other=0)
+            values = tl.load(value_tiles_ptr + places, mask=is_token[:, None] & is_unit, other=0)
+            scores = scores_of(even_query, odd_query, keys, FORMAT, NATIVE)
+            if FORMAT > 0:
                 scores = scores * (key_scale.to(tl.float32) * scale_log2)[None, :]
-                scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + next_positions % BLOCK_SIZE
+                scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + in_block
                 key_scale = tl.load(key_scales_ptr + scale_places, mask=is_next, other=0.0)
             else:
                 scores = scores * scale_log2
@@ -257,22 +325,21 @@ def _decode_kernel(
             if WINDOW > 0:
                 is_seen = is_seen & (positions >= length - WINDOW)  # edge: the window's first tile
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            # Every tile holds a seen position, so the new maximum is finite.
+            # Every tile holds a seen position, or the new token was seen before, so the new maximum is finite.
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-            probabilities = tl.exp2(scores - new_maximum[:, None])
+            weights = tl.exp2(scores - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
-            normaliser = normaliser * shrink + tl.sum(probabilities, axis=1)
+            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
             maximum = new_maximum
-            if QUANTISED:
-                probabilities = probabilities * value_scale.to(tl.float32)[None, :]
+            even_sums, odd_sums = add_weighted(
+                even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
+            )
+            if FORMAT > 0:
                 value_scale = tl.load(value_scales_ptr + scale_places, mask=is_next, other=0.0)
-                value = stored_value.to(query.dtype)
-            else:
-                value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
-            accumulator = tl.dot(probabilities.to(query.dtype), value, accumulator * shrink[:, None])
             positions = next_positions
+        accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
 
-        # 4. Store: a whole (row, head) at once, or this piece's part of it.
+        # 6. Store: a whole (row, head) at once, or this piece's part of it.
         output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
         if (first_tile == 0) & (tile_end == row_tiles):
             result = accumulator * (1.0 / normaliser)[:, None]
@@ -293,7 +360,7 @@ def _decode_kernel(
             tl.debug_barrier()  # all threads' parts are written before the counter says so
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == part_count - 1:
-                # 5. Merge: the last to arrive reads every part.
+                # 7. Merge: the last to arrive reads every part.
                 tl.store(counter_ptr, 0)
                 _merge_parts(
                     output_places,
@@ -310,7 +377,8 @@ def _decode_kernel(
                 )
         work = segment_end
 
-    # 6. Rows without tokens get zeros.
+    # 8. Rows without tokens get zeros.
+    wait_for_inputs(PDL)
     for empty in range(program, row_count, programs):
         if (tl.load(slots_ptr + empty) < 0) | (tl.load(lengths_ptr + empty) <= 0):
             for head in range(KV_HEADS):
@@ -368,6 +436,31 @@ def _check_workspace(
     wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """What it takes to make queries, keys and values of each row's new token inside the kernel.
+
+    rope_table float32 [max_position, r], q_weight and k_weight [head_dim] or None: as kernels/qk_norm_rope_store.py.
+    """
+
+    rope_table: torch.Tensor
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+
+    def check(self, qkv: torch.Tensor, output: torch.Tensor, shape: HeadShape) -> None:
+        """Raise ValueError for a shape or dtype that does not fit the attention's."""
+        columns = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim
+        check_tensor("qkv", qkv, (None, columns), output.dtype, like=output)
+        check_tensor("rope_table", self.rope_table, (None, None), torch.float32, like=output)
+        columns = self.rope_table.shape[1]
+        wanted(columns % 2 == 0 and columns <= shape.head_dim, "rope_table columns", "even, up to head_dim", columns)
+        wanted((self.q_weight is None) == (self.k_weight is None), "q_weight and k_weight", "both or neither", "one")
+        for name, weight in (("q_weight", self.q_weight), ("k_weight", self.k_weight)):
+            if weight is not None:
+                check_tensor(name, weight, (shape.head_dim,), FLOATS, like=output)
+
+
 def decode_attention(
     output: torch.Tensor,
     query: torch.Tensor,
@@ -386,30 +479,39 @@ def decode_attention(
     decode_row_count: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    new: NewTokens | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the attention of the decode rows to `output` (layout table in the module's docstring).
 
     `plan` is `launch_plan` of the bucket; `partials` and `counters` are its workspace, shared by calls that follow one
     another on a stream. `decode_row_count`, an int32 device scalar [1], says how many leading rows are decode rows;
-    None: all. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
-    synchronises. Raises ValueError naming the argument, what was wanted and what came.
+    None: all. `pdl` launches while the previous kernel still runs and waits for it inside. With `new`, `query` is the
+    product qkv [rows, (query_heads + 2 kv_heads) head_dim] of each row's new token, whose key and value are stored
+    here. Neither allocates nor synchronises. Raises ValueError naming the argument, what was wanted and what came.
     """
     shape = check_paged_inputs(
-        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
-    )
+        output, query if new is None else output, key_cache, value_cache, block_tables, row_slots, context_lengths,
+        key_scales, value_scales,
+    )  # fmt: skip
     check_options(scale, sliding_window, soft_cap)
+    if new is not None:
+        new.check(query, output, shape)
+        wanted(sliding_window == 0, "sliding_window", "0 (none) where new tokens are stored", sliding_window)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
     merge_group = min(triton.next_power_of_2(shape.group), 4)
+    rope_table, has_norm = (None, False) if new is None else (new.rope_table, new.q_weight is not None)
+    options = launch_options(output) if pdl else {"PDL": False}
     _decode_kernel[(plan.program_count,)](
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
         partials, counters, key_scales, value_scales,
-        max_rows, output.stride(0), query.stride(0), block_tables.stride(0),
-        scale * LOG2_E,
-        soft_cap,
-        QUANTISED=key_scales is not None,
+        rope_table, new.q_weight if new else None, new.k_weight if new else None,
+        max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E, soft_cap,
+        new.eps if new else 0.0,
+        FORMAT=cache_format(key_cache.dtype),
+        NATIVE=is_native(query, key_cache),
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
@@ -417,15 +519,19 @@ def decode_attention(
         WINDOW=sliding_window,
         HAS_SOFT_CAP=soft_cap > 0,
         HAS_ROW_COUNT=decode_row_count is not None,
+        FUSED=new is not None,
+        HALF=0 if rope_table is None else rope_table.shape[1] // 2,
+        HAS_NORM=has_norm,
         TILE=plan.tile_tokens,
         GROUP_ROWS=plan.group_rows,
         DIM_TILE=plan.dim_tile,
         ROWS_TILE=plan.rows_tile,
         MIN_TILES=plan.min_tiles,
+        AHEAD_TILES=plan.ahead_tiles,
         MERGE_PARTS=max(1, MERGE_ELEMENTS // (merge_group * plan.dim_tile)),
         MERGE_GROUP=merge_group,
-        PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **compile_options(plan.max_registers, pdl),
+        **options,
+        **compile_options(plan.max_registers),
     )  # fmt: skip

@@ -121,28 +121,68 @@ def bytes_moved(
 
 
 @triton.jit
-def normed_rotated_heads(
+def _partner(column, HALF: tl.constexpr):
+    return tl.where(column < HALF, column + HALF, column - HALF)
+
+
+@triton.jit
+def rotation(rope_row, column, HALF: tl.constexpr):
+    """Cosines and signed sines of a head's elements [D]; `rope_row`: the position's cosines."""
+    rotary = column < 2 * HALF  # elements that take part
+    first = column < HALF
+    angle = tl.where(first, column, column - HALF)
+    cos = tl.load(rope_row + angle, mask=rotary, other=1.0)
+    sin = tl.load(rope_row + HALF + angle, mask=rotary, other=0.0)
+    return cos, tl.where(first, -sin, sin)
+
+
+@triton.jit
+def norm_gains(weight, column, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """The norm's weight of a head's elements and of their partners in the rotation, float32 [D]."""
+    gain = tl.full(column.shape, 1.0, tl.float32)
+    partner_gain = gain
+    if HAS_NORM:
+        gain = tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+        if HALF > 0:
+            partner_gain = tl.load(weight + _partner(column, HALF), mask=column < 2 * HALF, other=0.0).to(tl.float32)
+    return gain, partner_gain
+
+
+@triton.jit
+def head_pairs(heads, offset, column, inside, HALF: tl.constexpr):
+    """Heads [H, D] at `heads` + `offset`, and each element's partner in the rotation."""
+    own = tl.load(heads + offset, mask=inside, other=0.0)
+    other = own
+    if HALF > 0:
+        rotary = inside & (column < 2 * HALF)[None, :]
+        other = tl.load(heads + offset + (_partner(column, HALF) - column)[None, :], mask=rotary, other=0.0)
+    return own, other
+
+
+@triton.jit
+def normed_rotated(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+                   HAS_NORM: tl.constexpr):  # fmt: skip
+    """Heads [H, D] from `head_pairs`, normed and rotated in float32 by what `norm_gains` and `rotation` gave."""
+    x = x.to(tl.float32)
+    y = partner.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        x = x * scale * gain[None, :]
+        y = y * scale * partner_gain[None, :]
+    if HALF > 0:
+        x = x * cos[None, :] + y * sin[None, :]
+    return x
+
+
+@triton.jit
+def _normed_rotated_heads(
     heads, weight, rope_row, eps, offset, column, inside,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads [H, D] at `heads` + `offset`, normed and rotated in float32; `rope_row`: the position's cosines."""
-    x = tl.load(heads + offset, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = x * scale * tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    if HALF > 0:
-        rotary = column < 2 * HALF  # elements that take part
-        first = column < HALF
-        partner = tl.where(first, column + HALF, column - HALF)
-        y = tl.load(heads + offset + (partner - column)[None, :], mask=inside & rotary[None, :], other=0.0)
-        y = y.to(tl.float32)
-        if HAS_NORM:
-            y = y * scale * tl.load(weight + partner, mask=rotary, other=0.0).to(tl.float32)[None, :]
-        angle = tl.where(first, column, column - HALF)
-        cos = tl.load(rope_row + angle, mask=rotary, other=1.0)
-        sin = tl.load(rope_row + HALF + angle, mask=rotary, other=0.0)
-        x = x * cos[None, :] + y * tl.where(first, -sin, sin)[None, :]
-    return x
+    x, partner = head_pairs(heads, offset, column, inside, HALF)
+    gain, partner_gain = norm_gains(weight, column, HEAD_DIM, HALF, HAS_NORM)
+    cos, sin = rotation(rope_row, column, HALF)
+    return normed_rotated(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM, HALF, HAS_NORM)
 
 
 @triton.jit
@@ -186,10 +226,10 @@ def _qk_norm_rope_store_kernel(
     rope_row = rope_table + tl.load(positions + token).to(tl.int64) * (2 * HALF)
     # 2. Queries go to q_out; keys and values to the cache.
     if first_head < QUERY_HEADS:
-        x = normed_rotated_heads(row, q_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
+        x = _normed_rotated_heads(row, q_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
         tl.store(q_out + token * q_stride + offset, x.to(q_out.dtype.element_ty), mask=inside)
     elif first_head < QUERY_HEADS + KV_HEADS:
-        x = normed_rotated_heads(row, k_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
+        x = _normed_rotated_heads(row, k_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
         head = head - QUERY_HEADS
         _store_heads(k_cache, k_scales, x, slot, head, column, inside, k_strides, scale_strides, BLOCK_SIZE, FORMAT)
     else:

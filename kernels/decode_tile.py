@@ -1,0 +1,165 @@
+"""Products of a few query rows with a tile of the cache, plain or in 8 bits: what the decode kernels' loops consist of.
+
+An 8-bit tile is loaded as pairs: two neighbouring elements of a vector as one int16. So the products' operands have two
+bytes, which the hardware moves and transposes between shared memory and tensor cores; single bytes it does not. Even
+and odd elements are separate operands, [tile, d / 2] each, made of the pairs in registers:
+
+    scores = q_even . k_even + q_odd . k_odd            out_even = w . v_even,  out_odd = w . v_odd
+
+| from  | to bfloat16, two elements in an instruction ("native")                                                      |
+|-------|-------------------------------------------------------------------------------------------------------------|
+| int8  | 128 + the low seven bits, less 128 or, by the sign bit, 256: exact, since bfloat16 holds 8 bits             |
+| fp8   | sign, exponent and mantissa put in bfloat16's places: the number times 2^-120, subnormal numbers included   |
+
+For the latter queries and weights are multiplied by 2^100 beforehand and the sums by 2^20 at the end: all exact, and
+inside bfloat16's and float32's range. Elsewhere (other dtypes, the interpreter) pairs are taken apart with ordinary
+conversions.
+
+Called by kernels/decode_attention.py and kernels/fused_decode_attention.py.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.kv_format import TOPS
+from kernels.launch import interpreted
+
+_INT8_PAIRS = tl.constexpr("""
+{
+    .reg .b32 high, low_bits, sign_bits;
+    lop3.b32 low_bits, $2, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 sign_bits, $2, 0x00800080, 0x43004300, 0xEA;
+    sub.rn.bf16x2 $0, low_bits, sign_bits;
+    shr.u32 high, $2, 8;
+    lop3.b32 low_bits, high, 0x007F007F, 0x43004300, 0xEA;
+    lop3.b32 sign_bits, high, 0x00800080, 0x43004300, 0xEA;
+    sub.rn.bf16x2 $1, low_bits, sign_bits;
+}
+""")  # 0xEA: (a & b) | c
+
+_FP8_PAIRS = tl.constexpr("""
+{
+    .reg .b32 magnitude, sign;
+    and.b32 magnitude, $2, 0x007F007F;
+    shl.b32 magnitude, magnitude, 4;
+    shl.b32 sign, $2, 8;
+    lop3.b32 $0, sign, 0x80008000, magnitude, 0xEA;
+    and.b32 magnitude, $2, 0x7F007F00;
+    shr.u32 magnitude, magnitude, 4;
+    lop3.b32 $1, $2, 0x80008000, magnitude, 0xEA;
+}
+""")
+
+FP8_SHIFT = tl.constexpr(2.0**100)
+"""What queries and weights are multiplied by, when native fp8 operands are 2^-120 of what they stand for."""
+
+FP8_UNSHIFT = tl.constexpr(2.0**20)
+
+
+def is_native(query: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether a kernel over an 8-bit cache takes pairs apart with instructions of the card."""
+    early = query.device.type == "cuda" and not interpreted() and torch.version.hip is None
+    return early and query.dtype == torch.bfloat16 and cache.dtype in TOPS and _has_bfloat16_pairs(query.device.index)
+
+
+@functools.cache
+def _has_bfloat16_pairs(device_index: int | None) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] >= 9
+
+
+@triton.jit
+def unpacked(pairs, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Even and odd elements of int16 pairs in DTYPE; native fp8: times 2^-120."""
+    if NATIVE:
+        PAIRS: tl.constexpr = _INT8_PAIRS if FORMAT == 1 else _FP8_PAIRS
+        even, odd = tl.inline_asm_elementwise(
+            PAIRS, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )  # fmt: skip
+    elif FORMAT == 1:
+        even = ((pairs << 8) >> 8).to(DTYPE)
+        odd = (pairs >> 8).to(DTYPE)
+    else:
+        even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return even, odd
+
+
+@triton.jit
+def halves(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Rows [G, d] -> even and odd elements [G, d / 2], ready for `scores_of`; (rows, rows) where no pairs are used."""
+    even, odd = rows, rows
+    if FORMAT > 0:
+        even, odd = tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
+        if NATIVE and FORMAT == 2:
+            even = (even.to(tl.float32) * FP8_SHIFT).to(even.dtype)
+            odd = (odd.to(tl.float32) * FP8_SHIFT).to(odd.dtype)
+    return even, odd
+
+
+@triton.jit
+def scores_of(even, odd, keys, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Products [G, tile] of query rows from `halves` with a tile of keys; without the keys' scales."""
+    if FORMAT == 0:
+        scores = tl.dot(even, tl.trans(keys), input_precision="ieee")
+    else:
+        even_keys, odd_keys = unpacked(keys, even.dtype, FORMAT, NATIVE)
+        scores = tl.dot(even, tl.trans(even_keys), input_precision="ieee")
+        scores = tl.dot(odd, tl.trans(odd_keys), scores, input_precision="ieee")
+        if NATIVE and FORMAT == 2:
+            scores *= FP8_UNSHIFT
+    return scores
+
+
+@triton.jit
+def add_weighted(even, odd, shrink, weights, values, value_scale, DTYPE: tl.constexpr, FORMAT: tl.constexpr,
+                 NATIVE: tl.constexpr):  # fmt: skip
+    """The sums (even, odd), times `shrink`, plus weights [G, tile] . values; only `even` is used without pairs.
+
+    Native fp8: the sums are 2^-20 of what they stand for, until `whole_sums`.
+    """
+    if FORMAT == 0:
+        even = tl.dot(weights.to(DTYPE), values, even * shrink[:, None], input_precision="ieee")
+    else:
+        scale = value_scale.to(tl.float32)
+        if NATIVE and FORMAT == 2:
+            scale *= FP8_SHIFT
+        weights = (weights * scale[None, :]).to(DTYPE)
+        even_values, odd_values = unpacked(values, DTYPE, FORMAT, NATIVE)
+        even = tl.dot(weights, even_values, even * shrink[:, None], input_precision="ieee")
+        odd = tl.dot(weights, odd_values, odd * shrink[:, None], input_precision="ieee")
+    return even, odd
+
+
+@triton.jit
+def split_sums(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """Float32 sums [G, d] as `add_weighted` keeps them."""
+    even, odd = rows, rows
+    if FORMAT > 0:
+        even, odd = tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
+        if NATIVE and FORMAT == 2:
+            even, odd = even / FP8_UNSHIFT, odd / FP8_UNSHIFT
+    return even, odd
+
+
+@triton.jit
+def whole_sums(even, odd, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """The sums [G, d] again."""
+    result = even
+    if FORMAT > 0:
+        result = tl.interleave(even, odd)
+        if NATIVE and FORMAT == 2:
+            result *= FP8_UNSHIFT
+    return result
+
+
+@triton.jit
+def prefetch_lines(address, PDL: tl.constexpr):
+    """Ask for the cache lines at a tensor of addresses; waits for nothing. Only where PDL says that it is a GPU."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
