@@ -43,14 +43,22 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOATS, check_tensor
-from kernels.decode_tile import add_weighted, halves, is_native, prefetch_lines, scores_of, split_sums, whole_sums
+from kernels.decode_tile import (
+    add_weighted,
+    halves,
+    is_native,
+    merge_parts,
+    merge_sizes,
+    prefetch_lines,
+    scores_of,
+    split_sums,
+    whole_sums,
+)
 from kernels.kv_format import cache_format, vector_bytes
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
-from kernels.new_token import new_queries, stored_new_token
+from kernels.new_token import NewTokens, new_queries, stored_new_token
 from kernels.paged_kv import (
     LOG2_E,
-    HeadShape,
     attend_row,
     check_options,
     check_paged_inputs,
@@ -64,7 +72,6 @@ from kernels.qk_norm_rope_store import norm_gains, rotation
 
 MAX_ROWS = 1024
 MAX_GROUP = 128
-MERGE_ELEMENTS = 4096
 
 
 def reference_decode_attention(
@@ -251,16 +258,15 @@ def _decode_kernel(
         normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
         if FUSED:
             # 3. What earlier steps have written is asked for while the kernel ahead still runs.
-            if AHEAD_TILES > 0 and PDL:
-                if work == program * piece:
-                    for ahead in tl.static_range(AHEAD_TILES):
-                        asked = positions + ahead * TILE
-                        is_ahead = (asked < stored_length) & (first_tile + ahead < tile_end)
-                        blocks = tl.load(table_ptr + asked // BLOCK_SIZE, mask=is_ahead, other=0)
-                        offsets = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + asked % BLOCK_SIZE
-                        lines = (tl.where(is_ahead, offsets, 0) * WIDTH)[:, None] + 64 * tl.arange(0, LINES)[None, :]
-                        prefetch_lines(key_tiles_ptr + lines, PDL)
-                        prefetch_lines(value_tiles_ptr + lines, PDL)
+            if AHEAD_TILES > 0 and PDL and work == program * piece:
+                for ahead in tl.static_range(AHEAD_TILES):
+                    asked = positions + ahead * TILE
+                    is_ahead = (asked < stored_length) & (first_tile + ahead < tile_end)
+                    blocks = tl.load(table_ptr + asked // BLOCK_SIZE, mask=is_ahead, other=0)
+                    offsets = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + asked % BLOCK_SIZE
+                    lines = (tl.where(is_ahead, offsets, 0) * WIDTH)[:, None] + 64 * tl.arange(0, LINES)[None, :]
+                    prefetch_lines(key_tiles_ptr + lines, PDL)
+                    prefetch_lines(value_tiles_ptr + lines, PDL)
             new_block = tl.load(table_ptr + stored_length // BLOCK_SIZE).to(tl.int64)
             rope_row = rope_ptr + stored_length.to(tl.int64) * (2 * HALF)
             cos, sin = rotation(rope_row, dims, HALF)
@@ -291,10 +297,9 @@ def _decode_kernel(
 
         # 5. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
         # scales, which are too short for the compiler to do it.
+        in_block = positions % BLOCK_SIZE
         if TILE % BLOCK_SIZE == 0:  # tiles are aligned to blocks
             in_block = tile_places % BLOCK_SIZE
-        else:
-            in_block = positions % BLOCK_SIZE
         blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < stored_length, other=0)
         key_scale, value_scale = blocks, blocks
         if FORMAT > 0:
@@ -362,19 +367,9 @@ def _decode_kernel(
             if arrived == part_count - 1:
                 # 7. Merge: the last to arrive reads every part.
                 tl.store(counter_ptr, 0)
-                _merge_parts(
-                    output_places,
-                    partials_ptr,
-                    statistics_ptr,
-                    first_program,
-                    part_count,
-                    GROUP,
-                    HEAD_DIM,
-                    GROUP_ROWS,
-                    DIM_TILE,
-                    MERGE_PARTS,
-                    MERGE_GROUP,
-                )
+                # A (row, head) starts inside its first program's piece and at the start of every later one's.
+                merge_parts(output_places, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
+                            GROUP, HEAD_DIM, GROUP_ROWS, DIM_TILE, MERGE_PARTS, MERGE_GROUP)  # fmt: skip
         work = segment_end
 
     # 8. Rows without tokens get zeros.
@@ -387,45 +382,6 @@ def _decode_kernel(
                 tl.store(empty_places + head_places, zeros, mask=is_query)
 
 
-@triton.jit
-def _merge_parts(
-    output_ptr, partials_ptr, statistics_ptr, first_program, part_count,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
-    PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one (row, head) into its output, PARTS parts of MERGE_GROUP query heads at a time."""
-    dims = tl.arange(0, DIM_TILE)
-    for first_query in range(0, GROUP, MERGE_GROUP):
-        queries = first_query + tl.arange(0, MERGE_GROUP)
-        maximum = tl.full([MERGE_GROUP], float("-inf"), dtype=tl.float32)
-        normaliser = tl.zeros([MERGE_GROUP], dtype=tl.float32)
-        accumulator = tl.zeros([MERGE_GROUP, DIM_TILE], dtype=tl.float32)
-        for first_part in range(0, part_count, PARTS):
-            parts = first_part + tl.arange(0, PARTS)
-            is_part = (parts < part_count)[:, None] & (queries < GROUP)[None, :]
-            # A (row, head) starts inside its first program's piece and at the start of every later one's.
-            slots = (first_program + parts) * 2 + (parts == 0).to(tl.int32)
-            statistics = statistics_ptr + slots[:, None] * (2 * GROUP_ROWS) + queries[None, :]
-            part_maximum = tl.load(statistics, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            part_normaliser = tl.load(statistics + GROUP_ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
-            places = (slots[:, None] * GROUP_ROWS + queries[None, :])[:, :, None] * DIM_TILE + dims[None, None, :]
-            part_accumulator = tl.load(partials_ptr + places, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
-            new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=0))
-            # Query rows that pad the group have no maximum; they are not stored.
-            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(part_maximum - base[None, :])
-            shrink = tl.exp2(maximum - base)
-            normaliser = normaliser * shrink + tl.sum(part_normaliser * weights, axis=0)
-            accumulator = accumulator * shrink[:, None] + tl.sum(part_accumulator * weights[:, :, None], axis=0)
-            maximum = new_maximum
-        result = accumulator * (1.0 / tl.where(queries < GROUP, normaliser, 1.0))[:, None]
-        tl.store(
-            output_ptr + queries[:, None] * HEAD_DIM + dims[None, :],
-            result.to(output_ptr.dtype.element_ty),
-            mask=(queries < GROUP)[:, None] & (dims < HEAD_DIM)[None, :],
-        )
-
-
 def _check_workspace(
     plan: DecodePlan, max_rows: int, kv_heads: int, partials: torch.Tensor, counters: torch.Tensor
 ) -> None:
@@ -434,31 +390,6 @@ def _check_workspace(
     wanted(partials.numel() >= plan.workspace_floats, "partials", f">= {plan.workspace_floats}", partials.numel())
     wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
     wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """What it takes to make queries, keys and values of each row's new token inside the kernel.
-
-    rope_table float32 [max_position, r], q_weight and k_weight [head_dim] or None: as kernels/qk_norm_rope_store.py.
-    """
-
-    rope_table: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
-    eps: float = 1e-6
-
-    def check(self, qkv: torch.Tensor, output: torch.Tensor, shape: HeadShape) -> None:
-        """Raise ValueError for a shape or dtype that does not fit the attention's."""
-        columns = (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim
-        check_tensor("qkv", qkv, (None, columns), output.dtype, like=output)
-        check_tensor("rope_table", self.rope_table, (None, None), torch.float32, like=output)
-        columns = self.rope_table.shape[1]
-        wanted(columns % 2 == 0 and columns <= shape.head_dim, "rope_table columns", "even, up to head_dim", columns)
-        wanted((self.q_weight is None) == (self.k_weight is None), "q_weight and k_weight", "both or neither", "one")
-        for name, weight in (("q_weight", self.q_weight), ("k_weight", self.k_weight)):
-            if weight is not None:
-                check_tensor(name, weight, (shape.head_dim,), FLOATS, like=output)
 
 
 def decode_attention(
@@ -496,12 +427,12 @@ def decode_attention(
     )  # fmt: skip
     check_options(scale, sliding_window, soft_cap)
     if new is not None:
-        new.check(query, output, shape)
+        new.check(query, output, shape.kv_heads)
         wanted(sliding_window == 0, "sliding_window", "0 (none) where new tokens are stored", sliding_window)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
-    merge_group = min(triton.next_power_of_2(shape.group), 4)
+    merge_parts_count, merge_group = merge_sizes(shape.group, plan.dim_tile)
     rope_table, has_norm = (None, False) if new is None else (new.rope_table, new.q_weight is not None)
     options = launch_options(output) if pdl else {"PDL": False}
     _decode_kernel[(plan.program_count,)](
@@ -528,7 +459,7 @@ def decode_attention(
         ROWS_TILE=plan.rows_tile,
         MIN_TILES=plan.min_tiles,
         AHEAD_TILES=plan.ahead_tiles,
-        MERGE_PARTS=max(1, MERGE_ELEMENTS // (merge_group * plan.dim_tile)),
+        MERGE_PARTS=merge_parts_count,
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

@@ -163,3 +163,52 @@ def prefetch_lines(address, PDL: tl.constexpr):
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
+
+
+MERGE_ELEMENTS = 8192
+
+
+def merge_sizes(group: int, dim_tile: int) -> tuple[int, int]:
+    """How many parts, of how many query heads, `merge_parts` holds at a time."""
+    heads = min(triton.next_power_of_2(group), 4)
+    return max(1, MERGE_ELEMENTS // (heads * dim_tile)), heads
+
+
+@triton.jit
+def merge_parts(
+    output, partials, statistics, first_place, step, first_shift, part_count,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM_TILE: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one (row, K/V head) into its output, PARTS parts of HEADS query heads at a time.
+
+    Part i is at `first_place` + i * `step`, the first at `first_shift` beyond that: in `partials` [place, ROWS,
+    DIM_TILE] the accumulators, in `statistics` [place, 2, ROWS] maxima (powers of two) and normalisers.
+    """
+    dims = tl.arange(0, DIM_TILE)
+    for first_query in range(0, GROUP, HEADS):
+        queries = first_query + tl.arange(0, HEADS)
+        maximum = tl.full([HEADS], float("-inf"), dtype=tl.float32)
+        normaliser = tl.zeros([HEADS], dtype=tl.float32)
+        accumulator = tl.zeros([HEADS, DIM_TILE], dtype=tl.float32)
+        for first_part in range(0, part_count, PARTS):
+            parts = first_part + tl.arange(0, PARTS)
+            is_part = (parts < part_count)[:, None] & (queries < GROUP)[None, :]
+            places = first_place + parts * step + tl.where(parts == 0, first_shift, 0)
+            statistic = statistics + places[:, None] * (2 * ROWS) + queries[None, :]
+            part_maximum = tl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            part_normaliser = tl.load(statistic + ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
+            sums = partials + (places[:, None] * ROWS + queries[None, :])[:, :, None] * DIM_TILE + dims[None, None, :]
+            part_sums = tl.load(sums, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
+            new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=0))
+            # Query rows that pad the group have no maximum; they are not stored.
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.exp2(part_maximum - base[None, :])
+            shrink = tl.exp2(maximum - base)
+            normaliser = normaliser * shrink + tl.sum(part_normaliser * weights, axis=0)
+            accumulator = accumulator * shrink[:, None] + tl.sum(part_sums * weights[:, :, None], axis=0)
+            maximum = new_maximum
+        result = accumulator * (1.0 / tl.where(queries < GROUP, normaliser, 1.0))[:, None]
+        place = output + queries[:, None] * HEAD_DIM + dims[None, :]
+        is_output = (queries < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(place, result.to(output.dtype.element_ty), mask=is_output)

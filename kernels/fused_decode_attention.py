@@ -39,11 +39,21 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
-from kernels.decode_tile import add_weighted, halves, is_native, prefetch_lines, scores_of, split_sums, whole_sums
+from kernels.decode_tile import (
+    add_weighted,
+    halves,
+    is_native,
+    merge_parts,
+    merge_sizes,
+    prefetch_lines,
+    scores_of,
+    split_sums,
+    whole_sums,
+)
 from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
-from kernels.new_token import new_queries, stored_new_token
+from kernels.new_token import NewTokens, new_queries, stored_new_token
 from kernels.paged_kv import LOG2_E, attend_row, gather_row
 from kernels.qk_norm_rope_store import norm_gains, qk_norm_rope_store_reference, rotation
 
@@ -51,7 +61,6 @@ MAX_ROWS = 16
 GROUP_ROWS = 16  # query rows of a tensor core's tile
 PROGRAM_TARGET = 264  # two for each multiprocessor of the card that this was measured on
 MAX_SPLITS = 32
-MERGE_ELEMENTS = 8192  # numbers of the parts that a merge holds at a time
 
 
 def fused_decode_attention_reference(
@@ -252,60 +261,25 @@ def _fused_decode_kernel(
             if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == active - 1:
                 # 6. Merge: the last to arrive reads every part.
                 tl.store(counters + pair, 0)
-                _merge(output + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM), partials, statistics,
-                       pair * SPLITS, active, GROUP, HEAD_DIM, SPLITS, ROWS, HEADS, PARTS)  # fmt: skip
+                merge_parts(output + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM), partials, statistics,
+                            pair * SPLITS, 1, 0, active, GROUP, HEAD_DIM, ROWS, HEAD_DIM, PARTS, HEADS)  # fmt: skip
 
 
-@triton.jit
-def _merge(output, partials, statistics, first_part, active, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-           SPLITS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Merge the splits of one (row, head), PARTS of them at a time, all loads of a time at once."""
-    column = tl.arange(0, HEAD_DIM)
-    query = tl.arange(0, HEADS)
-    maximum = tl.full([HEADS], float("-inf"), dtype=tl.float32)
-    normaliser = tl.zeros([HEADS], dtype=tl.float32)
-    accumulator = tl.zeros([HEADS, HEAD_DIM], dtype=tl.float32)
-    for first in tl.static_range(0, SPLITS, PARTS):
-        split = first + tl.arange(0, PARTS)
-        is_part = (split < active)[:, None] & (query < GROUP)[None, :]
-        part = (first_part + split)[:, None]
-        statistic = statistics + part * (2 * ROWS) + query[None, :]
-        place = partials + (part * ROWS + query[None, :])[:, :, None] * HEAD_DIM + column[None, None, :]
-        part_maximum = tl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        part_normaliser = tl.load(statistic + ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
-        part_accumulator = tl.load(place, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
-        new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=0))
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # query rows that pad the group
-        weight = tl.exp2(part_maximum - base[None, :])
-        shrink = tl.exp2(maximum - base)
-        normaliser = normaliser * shrink + tl.sum(part_normaliser * weight, axis=0)
-        accumulator = accumulator * shrink[:, None] + tl.sum(part_accumulator * weight[:, :, None], axis=0)
-        maximum = new_maximum
-    result = accumulator / tl.where(query < GROUP, normaliser, 1.0)[:, None]
-    place = output + query[:, None] * HEAD_DIM + column[None, :]
-    tl.store(place, result.to(output.dtype.element_ty), mask=(query < GROUP)[:, None])
-
-
-def _check(output, qkv, k_cache, v_cache, k_scales, v_scales, block_tables, row_slots, context_lengths, rope_table, weights) -> None:
-    _, kv_heads, block_size, head_dim = k_cache.shape
+def _check(
+    output: torch.Tensor, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    row_slots: torch.Tensor, context_lengths: torch.Tensor,
+) -> None:  # fmt: skip
     check_tensor("qkv", qkv, (None, None), FLOATS)
     check_tensor("k_cache", k_cache, (None, None, None, None), (qkv.dtype, *TOPS), like=qkv)
+    _, kv_heads, block_size, head_dim = k_cache.shape
     check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, like=k_cache)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_size & (block_size - 1):
         raise ValueError(f"k_cache, v_cache: wanted contiguous blocks of a power of two of positions, got {block_size}")
-    check_scales(k_cache, k_scales=k_scales, v_scales=v_scales)
     check_tensor("output", output, (None, None, head_dim), qkv.dtype, like=k_cache)
     rows, query_heads, _ = output.shape
-    check_tensor("qkv", qkv, (rows, (query_heads + 2 * kv_heads) * head_dim), qkv.dtype)
     check_tensor("block_tables", block_tables, (None, None), torch.int32, like=k_cache)
     check_tensor("row_slots", row_slots, (rows,), torch.int32, like=k_cache)
     check_tensor("context_lengths", context_lengths, (rows,), torch.int32, like=k_cache)
-    check_tensor("rope_table", rope_table, (None, head_dim), torch.float32, like=k_cache)
-    for name, weight in weights.items():
-        if weight is not None:
-            check_tensor(name, weight, (head_dim,), FLOATS, like=k_cache)
-    if (weights["q_weight"] is None) != (weights["k_weight"] is None):
-        raise ValueError("q_weight and k_weight: wanted both or neither, got one")
     if rows > MAX_ROWS or query_heads % kv_heads or not supports(head_dim, query_heads // kv_heads, head_dim, 0):
         raise ValueError(f"output: wanted at most {MAX_ROWS} rows of heads that `supports` takes, got {output.shape}")
 
@@ -318,15 +292,12 @@ def fused_decode_attention(
     block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     context_lengths: torch.Tensor,
-    rope_table: torch.Tensor,
     partials: torch.Tensor,
     counters: torch.Tensor,
     plan: FusedDecodePlan,
+    new: NewTokens,
     *,
     scale: float,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     next_caches: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -334,13 +305,14 @@ def fused_decode_attention(
     """Store the new tokens' K and V and write their attention to `output`. Shapes: the module's table.
 
     `plan` is `launch_plan` of the bucket. `next_caches`: K and V of the layer that follows, of which what its first
-    tiles will read is brought into the level-2 cache meanwhile. Raises ValueError for a shape, dtype, stride or device that differs from the
-    table, or a workspace that is too small.
+    tiles will be is brought into the level-2 cache meanwhile. Raises ValueError for a shape, dtype, stride or device
+    that differs from the table, or a workspace that is too small.
     """
-    weights = {"q_weight": q_weight, "k_weight": k_weight}
-    _check(output, qkv, k_cache, v_cache, k_scales, v_scales, block_tables, row_slots, context_lengths, rope_table, weights)
+    _check(output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths)
+    check_scales(k_cache, k_scales=k_scales, v_scales=v_scales)
     rows, query_heads, head_dim = output.shape
     kv_heads, block_size = k_cache.shape[1:3]
+    new.check(qkv, output, kv_heads)
     if partials.numel() < plan.workspace_floats or counters.numel() < rows * kv_heads:
         raise ValueError(
             f"workspace: wanted {plan.workspace_floats} floats and {rows * kv_heads} counters, "
@@ -348,17 +320,14 @@ def fused_decode_attention(
         )
     if rows == 0:
         return
-    has_norm = q_weight is not None
-    heads = triton.next_power_of_2(query_heads // kv_heads)
+    parts, heads = merge_sizes(query_heads // kv_heads, head_dim)
     _fused_decode_kernel[(plan.splits, kv_heads, rows)](
         qkv, output, k_cache, v_cache, k_scales, v_scales, *(next_caches or (k_cache, v_cache)), block_tables,
-        row_slots, context_lengths, rope_table, q_weight if has_norm else qkv, k_weight if has_norm else qkv,
-        partials, counters,
-        qkv.stride(0), output.stride(0), block_tables.stride(0), eps, scale * LOG2_E,
+        row_slots, context_lengths, new.rope_table, new.q_weight, new.k_weight, partials, counters,
+        qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale * LOG2_E,
         FORMAT=cache_format(k_cache.dtype), NATIVE=is_native(qkv, k_cache), KV_HEADS=kv_heads,
         GROUP=query_heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLITS=plan.splits,
-        MIN_SHARE=plan.min_share, TILE=plan.tile, ROWS=GROUP_ROWS, HAS_NORM=has_norm,
-        HAS_NEXT=next_caches is not None, HEADS=heads,
-        PARTS=min(plan.splits, max(1, MERGE_ELEMENTS // (heads * head_dim))), num_warps=plan.num_warps,
+        MIN_SHARE=plan.min_share, TILE=plan.tile, ROWS=GROUP_ROWS, HAS_NORM=new.q_weight is not None,
+        HAS_NEXT=next_caches is not None, HEADS=heads, PARTS=min(plan.splits, parts), num_warps=plan.num_warps,
         **launch_options(qkv),
     )  # fmt: skip

@@ -6,11 +6,42 @@ gains, cosines and sines are loaded apart from the heads: a kernel can do it bef
 Called by kernels/decode_attention.py and kernels/fused_decode_attention.py.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from kernels.checks import FLOATS, check_tensor
 from kernels.kv_quant import store_vector
 from kernels.qk_norm_rope_store import head_pairs, normed_rotated
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What it takes to make queries, keys and values of each row's new token inside the kernel.
+
+    rope_table float32 [max_position, r], q_weight and k_weight [head_dim] or None: as kernels/qk_norm_rope_store.py.
+    """
+
+    rope_table: torch.Tensor
+    q_weight: torch.Tensor | None = None
+    k_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+
+    def check(self, qkv: torch.Tensor, output: torch.Tensor, kv_heads: int) -> None:
+        """Raise ValueError for a shape or dtype that does not fit the attention's."""
+        rows, query_heads, head_dim = output.shape
+        check_tensor("qkv", qkv, (rows, (query_heads + 2 * kv_heads) * head_dim), output.dtype, like=output)
+        check_tensor("rope_table", self.rope_table, (None, None), torch.float32, like=output)
+        columns = self.rope_table.shape[1]
+        if columns % 2 or columns > head_dim or not self.rope_table.is_contiguous():
+            raise ValueError(f"rope_table: wanted contiguous rows of even length up to {head_dim}, got {columns}")
+        if (self.q_weight is None) != (self.k_weight is None):
+            raise ValueError("q_weight and k_weight: wanted both or neither, got one")
+        for name, weight in (("q_weight", self.q_weight), ("k_weight", self.k_weight)):
+            if weight is not None:
+                check_tensor(name, weight, (head_dim,), FLOATS, like=output)
 
 
 @triton.jit

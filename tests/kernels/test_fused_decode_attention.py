@@ -4,10 +4,11 @@ lengths around tiles and splits, padding, poison, norms, 8-bit caches, graphs.""
 import pytest
 import torch
 
-from kernels.decode_attention import NewTokens, decode_attention
+from kernels.decode_attention import decode_attention
 from kernels.decode_attention import launch_plan as line_plan
 from kernels.fused_decode_attention import fused_decode_attention, fused_decode_attention_reference, launch_plan
 from kernels.kv_format import dequantise, quantise
+from kernels.new_token import NewTokens
 from tests.kernels.paged_batches import DEVICES, skip_unless_here
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,17 +104,19 @@ class Case:
         partials = torch.full((plan.workspace_floats,), float("nan"), device=DEVICE)
         counters = torch.zeros(rows * self.kv_heads, dtype=torch.int32, device=DEVICE)
 
+        new = NewTokens(self.rope, **self.weights)
+
         def call() -> None:
             shared = (*caches, self.tables, self.slots, self.lengths)
             if kernel == KERNELS[0]:
                 fused_decode_attention(
-                    output, self.qkv, *shared, self.rope, partials, counters, plan, scale=SCALE, **self.weights,
+                    output, self.qkv, *shared, partials, counters, plan, new, scale=SCALE,
                     k_scales=scales[0], v_scales=scales[1], next_caches=tuple(caches),
                 )  # fmt: skip
             else:
                 decode_attention(
                     output, self.qkv, *shared, partials, counters, plan, scale=SCALE, key_scales=scales[0],
-                    value_scales=scales[1], new=NewTokens(self.rope, **self.weights), pdl=True,
+                    value_scales=scales[1], new=new, pdl=True,
                 )  # fmt: skip
 
         return call, output, caches, scales, counters
@@ -188,7 +191,7 @@ def test_new_tokens_and_a_window_are_refused():
     arguments = (output, case.qkv, *caches, case.tables, case.slots, case.lengths, *workspace, plan)
     with pytest.raises(ValueError, match="sliding_window: wanted 0"):
         decode_attention(*arguments, scale=1.0, new=NewTokens(case.rope), sliding_window=4)
-    with pytest.raises(ValueError, match=r"qkv: wanted shape \[any, 512\], got \[1, 128\]"):
+    with pytest.raises(ValueError, match=r"qkv: wanted shape \[1, 512\], got \[1, 128\]"):
         decode_attention(output, case.qkv[:, :128], *arguments[2:], scale=1.0, new=NewTokens(case.rope))
 
 

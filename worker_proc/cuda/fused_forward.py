@@ -1,8 +1,9 @@
 """One forward pass of the Llama family on a GPU with as few launches as the kernels allow.
 
 Per layer: q/k/v product with the norm before it; q/k norm, rotation and K/V store; attention; output product with the
-residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Five launches
-at the smallest batches, nine at large ones, where the library does the products. It works in buffers that are allocated
+residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Where every
+row decodes, all between the q/k/v product and the output product is one launch: five launches a layer at the smallest
+batches, eight at large ones, where the library does the products. It works in buffers that are allocated
 once, so a call can be captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
 
 Knows nothing of requests, plans or sampling. `unsupported_reason` says which models the plain modules must serve
@@ -17,6 +18,7 @@ from kernels import decode_attention as decode
 from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels.embedding import embedding
+from kernels.new_token import NewTokens
 from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
@@ -143,30 +145,49 @@ class FusedForward:
             normed = self._workspace.rows("normed", tokens, hidden.shape[1])
             rms_norm(hidden, norm.weight, norm.eps, normed)
             torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
-        norms = _head_norms(attention)
-        key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
-        key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
-        if self._is_fused(bucket, attention) and key_scales is None:
-            fused.fused_decode_attention(
-                attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
-                self._rope_table, self._partials, self._decode_counters, self._fused_plan(bucket.rows),
-                scale=attention.scale, **norms,
-            )  # fmt: skip
-        else:
-            qk_norm_rope_store(
-                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
-                k_scales=key_scales, v_scales=value_scales, **norms,
-            )  # fmt: skip
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
+        self._attention_of(index, attended, qkv, query, bucket, inputs, cache, slots, counts)
         skinny_linear(
             attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
             upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
         )  # fmt: skip
 
+    def _attention_of(
+        self, index: int, output: torch.Tensor, qkv: torch.Tensor, query: torch.Tensor, bucket: Bucket,
+        inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Everything between the layer's products qkv and o: in one launch where every row decodes."""
+        attention = self.model.model.layers[index].self_attn
+        new = NewTokens(self._rope_table, **_head_norms(attention))
+        if bucket.kind == DECODE and not attention.sliding_window:
+            if self._is_fused(bucket):
+                self._attend_few(index, output, qkv, new, bucket, inputs, cache, slots)
+            else:
+                self._attend(index, output, qkv, bucket, inputs, cache, slots, counts, new)
+            return
+        qk_norm_rope_store(
+            qkv, query, cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions,
+            new.rope_table, new.q_weight, new.k_weight, new.eps, cache.key_scales[index], cache.value_scales[index],
+        )  # fmt: skip
+        self._attend(index, output, query, bucket, inputs, cache, slots, counts)
+
+    def _attend_few(
+        self, index: int, output: torch.Tensor, qkv: torch.Tensor, new: NewTokens, bucket: Bucket, inputs: StepInputs,
+        cache: KVCache, slots: DeviceSlots,
+    ) -> None:  # fmt: skip
+        following = min(index + 1, len(cache.key_caches) - 1)
+        fused.fused_decode_attention(
+            output, qkv, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
+            inputs.context_lengths, self._partials, self._decode_counters, self._fused_plan(bucket.rows), new,
+            scale=self.model.model.layers[index].self_attn.scale, k_scales=cache.key_scales[index],
+            v_scales=cache.value_scales[index],
+            next_caches=(cache.key_caches[following], cache.value_caches[following]),
+        )  # fmt: skip
+
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
-        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor, new: NewTokens | None = None,
     ) -> None:  # fmt: skip
+        """Attention of queries, or, with `new`, of the product qkv."""
         attention = self.model.model.layers[index].self_attn
         shared = (
             output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
@@ -183,7 +204,8 @@ class FusedForward:
         quantised = cache.key_scales[index] is not None
         if bucket.kind != CHUNK:
             plan = self._decode_plan(bucket.rows, quantised)
-            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
+            early = {"new": new, "pdl": new is not None}
+            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options | early)
         if bucket.kind != DECODE:
             plan = self._prefill_plan(bucket, options["sliding_window"], quantised)
             prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
@@ -236,12 +258,11 @@ class FusedForward:
         plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
         return plan.kernel != "library"
 
-    def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
-        """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""
-        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS:
-            return False
+    def _is_fused(self, bucket: Bucket) -> bool:
+        """Whether the kernel for few decode rows computes their attention, for which waiting is what costs."""
         group = self.config.head_count // self.config.kv_head_count
-        return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
+        few = bucket.rows <= fused.MAX_ROWS
+        return few and fused.supports(self.config.head_dim, group, self._rope_table.shape[1], 0)
 
     def _fused_plan(self, rows: int) -> fused.FusedDecodePlan:
         return fused.launch_plan(rows, self.config.kv_head_count, self.config.head_dim)
