@@ -8,12 +8,12 @@ For each row r and query head h, with g = h // group, n = context_lengths[r] and
 computed in tiles with a running maximum and normaliser [1], the query heads of a group as the rows of one tile so that
 each K/V tile is read once and both products run on tensor cores, and the keys of a row split between programs [2].
 
-How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head. All tiles
-of all rows form one line, row by row and head by head; every program takes an equal piece of that line [3]. A piece
-that covers a whole (row, head) writes the output; any other writes maximum, normaliser and a float32 accumulator, and
-the program that comes last at that (row, head), by an atomic counter, merges the parts by log-sum-exp. A program's
-piece can be cut only at its two ends, so two partial places a program are enough whatever the lengths are, and one
-captured graph is right, and balanced, for every mix of lengths.
+How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head, and
+`start_tiles` more for what beginning one costs. All tiles of all rows form one line, row by row and head by head; every
+program takes an equal piece of that line [3]. A piece that covers a whole (row, head) writes the output; any other
+writes maximum, normaliser and a float32 accumulator, and the program that comes last at that (row, head), by an atomic
+counter, merges the parts by log-sum-exp. A program's piece can be cut only at its two ends, so two partial places a
+program are enough whatever the lengths are, and one captured graph is right, and balanced, for every mix of lengths.
 
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|
@@ -45,11 +45,12 @@ import triton.language as tl
 
 from kernels.decode_tile import (
     add_weighted,
-    halves,
+    has_single_keys,
     is_native,
     merge_parts,
     merge_sizes,
     prefetch_lines,
+    query_parts,
     scores_of,
     split_sums,
     whole_sums,
@@ -114,6 +115,7 @@ class DecodePlan:
     dim_tile: int
     rows_tile: int
     min_tiles: int
+    start_tiles: int
     ahead_tiles: int
     num_warps: int
     num_stages: int
@@ -133,6 +135,7 @@ def launch_plan(
     tile_tokens: int | None = None,
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
+    start_tiles: int = 1,
     ahead_tiles: int = 2,
     num_warps: int = 4,
     num_stages: int | None = None,
@@ -157,6 +160,7 @@ def launch_plan(
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
+        start_tiles=start_tiles,
         ahead_tiles=ahead_tiles,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -181,11 +185,11 @@ def _decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_weight_ptr, key_weight_ptr,
     max_rows, output_stride, query_stride, table_stride, scale_log2, soft_cap, eps,
-    FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ROW_COUNT: tl.constexpr,
-    FUSED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-    TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr, AHEAD_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_ROW_COUNT: tl.constexpr, FUSED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, TILE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr,
+    START_TILES: tl.constexpr, AHEAD_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -209,7 +213,7 @@ def _decode_kernel(
         tile_counts = tl.cdiv(lengths, TILE)
     if WINDOW > 0:
         tile_counts -= tl.maximum(lengths - WINDOW, 0) // TILE
-    ends = tl.cumsum(tile_counts, axis=0)
+    ends = tl.cumsum(tl.where(tile_counts > 0, tile_counts + START_TILES, 0), axis=0)
     total = tl.max(ends) * KV_HEADS
     piece = tl.maximum(tl.cdiv(total, programs), MIN_TILES)
     work = program * piece
@@ -221,7 +225,7 @@ def _decode_kernel(
     is_query = (group_rows < GROUP)[:, None] & is_dim[None, :]  # edge: groups smaller than a tensor core's tile
     head_places = group_rows[:, None] * HEAD_DIM + dims[None, :]
     tile_places = tl.arange(0, TILE)
-    # A tile is loaded as elements, or as pairs of 8-bit elements.
+    # A tile is loaded as elements, or as pairs of 8-bit elements; keys that are multiplied singly, as elements.
     WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
     LINES: tl.constexpr = DIM_TILE // 64 if FORMAT == 0 else (DIM_TILE + 64) // 128  # cache lines of a vector, 2^n
     units = tl.arange(0, DIM_TILE if FORMAT == 0 else DIM_TILE // 2)
@@ -229,7 +233,8 @@ def _decode_kernel(
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
     key_tiles_ptr, value_tiles_ptr = key_ptr, value_ptr
     if FORMAT > 0:
-        key_tiles_ptr = key_ptr.to(tl.pointer_type(tl.int16))
+        if not SINGLE:
+            key_tiles_ptr = key_ptr.to(tl.pointer_type(tl.int16))
         value_tiles_ptr = value_ptr.to(tl.pointer_type(tl.int16))
 
     while work < work_end:
@@ -247,11 +252,11 @@ def _decode_kernel(
         row_tiles = tl.cdiv(stored_length - first_position, TILE)
         if FUSED:
             row_tiles = tl.maximum(row_tiles, 1)
-        head = (work - row_start) // row_tiles
-        segment_start = row_start + head * row_tiles
+        head = (work - row_start) // (row_tiles + START_TILES)
+        segment_start = row_start + head * (row_tiles + START_TILES) + START_TILES
         segment_end = tl.minimum(work_end, segment_start + row_tiles)
-        first_tile = work - segment_start
-        tile_end = segment_end - segment_start
+        first_tile = tl.maximum(work - segment_start, 0)
+        tile_end = segment_end - segment_start  # not above 0 where this piece ends before the first tile
         positions = first_position + first_tile * TILE + tile_places
 
         maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
@@ -265,7 +270,7 @@ def _decode_kernel(
                     blocks = tl.load(table_ptr + asked // BLOCK_SIZE, mask=is_ahead, other=0)
                     offsets = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + asked % BLOCK_SIZE
                     lines = (tl.where(is_ahead, offsets, 0) * WIDTH)[:, None] + 64 * tl.arange(0, LINES)[None, :]
-                    prefetch_lines(key_tiles_ptr + lines, PDL)
+                    prefetch_lines(key_tiles_ptr + lines * (2 if SINGLE else 1), PDL)
                     prefetch_lines(value_tiles_ptr + lines, PDL)
             new_block = tl.load(table_ptr + stored_length // BLOCK_SIZE).to(tl.int64)
             rope_row = rope_ptr + stored_length.to(tl.int64) * (2 * HALF)
@@ -274,10 +279,10 @@ def _decode_kernel(
             wait_for_inputs(PDL)
             # 4. The queries; and the new token, which the first tile's program stores and attends to.
             source = query_ptr + row.to(tl.int64) * query_stride
-            query = new_queries(source, head, dims, is_query, gain, partner_gain, cos, sin, eps,
+            query = new_queries(source, head, dims, is_dim, gain, partner_gain, cos, sin, eps,
                                 GROUP, HEAD_DIM, HALF, HAS_NORM, GROUP_ROWS)  # fmt: skip
             accumulator = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=tl.float32)
-            if first_tile == 0:
+            if (first_tile == 0) & (tile_end > 0):
                 place = (new_block * KV_HEADS + head) * BLOCK_SIZE + stored_length % BLOCK_SIZE
                 gain, partner_gain = norm_gains(key_weight_ptr, dims, HEAD_DIM, HALF, HAS_NORM)
                 new_key, new_value = stored_new_token(
@@ -293,7 +298,7 @@ def _decode_kernel(
             query = tl.load(query_places, mask=is_query, other=0.0)
             even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
             odd_sums = even_sums
-        even_query, odd_query = halves(query, FORMAT, NATIVE)
+        first_query, second_query, query_unit = query_parts(query, FORMAT, NATIVE, SINGLE)
 
         # 5. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
         # scales, which are too short for the compiler to do it.
@@ -315,9 +320,13 @@ def _decode_kernel(
             if TILE % BLOCK_SIZE != 0:
                 in_block = next_positions % BLOCK_SIZE
             blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=is_next, other=0)
-            keys = tl.load(key_tiles_ptr + places, mask=is_token[:, None] & is_unit, other=0)
+            if SINGLE:
+                key_places = (offsets * 2)[:, None] + dims[None, :]
+                keys = tl.load(key_tiles_ptr + key_places, mask=is_token[:, None] & is_dim[None, :], other=0.0)
+            else:
+                keys = tl.load(key_tiles_ptr + places, mask=is_token[:, None] & is_unit, other=0)
             values = tl.load(value_tiles_ptr + places, mask=is_token[:, None] & is_unit, other=0)
-            scores = scores_of(even_query, odd_query, keys, FORMAT, NATIVE)
+            scores = scores_of(first_query, second_query, query_unit, keys, FORMAT, NATIVE, SINGLE)
             if FORMAT > 0:
                 scores = scores * (key_scale.to(tl.float32) * scale_log2)[None, :]
                 scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + in_block
@@ -349,7 +358,7 @@ def _decode_kernel(
         if (first_tile == 0) & (tile_end == row_tiles):
             result = accumulator * (1.0 / normaliser)[:, None]
             tl.store(output_places + head_places, result.to(output_ptr.dtype.element_ty), mask=is_query)
-        else:
+        elif tile_end > 0:
             part = program * 2 + (first_tile == 0).to(tl.int32)
             statistics_ptr = partials_ptr + programs * (2 * GROUP_ROWS * DIM_TILE)
             tl.store(
@@ -443,6 +452,7 @@ def decode_attention(
         new.eps if new else 0.0,
         FORMAT=cache_format(key_cache.dtype),
         NATIVE=is_native(query, key_cache),
+        SINGLE=has_single_keys(query, key_cache),
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
@@ -458,6 +468,7 @@ def decode_attention(
         DIM_TILE=plan.dim_tile,
         ROWS_TILE=plan.rows_tile,
         MIN_TILES=plan.min_tiles,
+        START_TILES=plan.start_tiles,
         AHEAD_TILES=plan.ahead_tiles,
         MERGE_PARTS=merge_parts_count,
         MERGE_GROUP=merge_group,

@@ -65,6 +65,11 @@ def is_native(query: torch.Tensor, cache: torch.Tensor) -> bool:
     return early and query.dtype == torch.bfloat16 and cache.dtype in TOPS and _has_bfloat16_pairs(query.device.index)
 
 
+def has_single_keys(query: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether keys are multiplied as single elements: queries that 15 bits, or float16, do not make less exact."""
+    return cache.dtype in TOPS and query.dtype.itemsize == 2
+
+
 @functools.cache
 def _has_bfloat16_pairs(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index)[0] >= 9
@@ -88,26 +93,54 @@ def unpacked(pairs, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.conste
 
 
 @triton.jit
-def halves(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Rows [G, d] -> even and odd elements [G, d / 2], ready for `scores_of`; (rows, rows) where no pairs are used."""
-    even, odd = rows, rows
-    if FORMAT > 0:
-        even, odd = tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
+def query_parts(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr):
+    """Query rows [G, d] as `scores_of` takes them: two operands, and a factor [G] for what they give.
+
+    Plain: the rows. Pairs: even and odd elements [G, d / 2]. SINGLE int8: multiples of 128 and the rest of 15-bit
+    levels. SINGLE fp8: the rows as float16, their largest element made 1.
+    """
+    first, second = rows, rows
+    unit = tl.full([rows.shape[0]], 1.0, tl.float32)
+    if SINGLE:
+        wide = rows.to(tl.float32)
+        LEVELS: tl.constexpr = 127.0 * 128.0 if FORMAT == 1 else 1.0
+        unit = tl.max(tl.abs(wide), axis=1) / LEVELS
+        unit = tl.where(unit > 0.0, unit, 1.0)
+        level = wide / unit[:, None]
+        if FORMAT == 1:
+            multiple = _nearest(level / 128.0)
+            first = multiple.to(tl.int8)
+            second = _nearest(level - multiple * 128.0).to(tl.int8)
+        else:
+            first = level.to(tl.float16)
+    elif FORMAT > 0:
+        first, second = tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
         if NATIVE and FORMAT == 2:
-            even = (even.to(tl.float32) * FP8_SHIFT).to(even.dtype)
-            odd = (odd.to(tl.float32) * FP8_SHIFT).to(odd.dtype)
-    return even, odd
+            first = (first.to(tl.float32) * FP8_SHIFT).to(first.dtype)
+            second = (second.to(tl.float32) * FP8_SHIFT).to(second.dtype)
+    return first, second, unit
 
 
 @triton.jit
-def scores_of(even, odd, keys, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
-    """Products [G, tile] of query rows from `halves` with a tile of keys; without the keys' scales."""
+def _nearest(x):
+    return tl.floor(x + 0.5)
+
+
+@triton.jit
+def scores_of(first, second, unit, keys, FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr):
+    """Products [G, tile] of query rows from `query_parts` with a tile of keys; without the keys' scales."""
     if FORMAT == 0:
-        scores = tl.dot(even, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(first, tl.trans(keys), input_precision="ieee")
+    elif SINGLE:
+        if FORMAT == 1:
+            scores = (tl.dot(first, tl.trans(keys)) * 128 + tl.dot(second, tl.trans(keys))).to(tl.float32)
+        else:
+            scores = tl.dot(first, tl.trans(keys.to(tl.float16)))
+        scores *= unit[:, None]
     else:
-        even_keys, odd_keys = unpacked(keys, even.dtype, FORMAT, NATIVE)
-        scores = tl.dot(even, tl.trans(even_keys), input_precision="ieee")
-        scores = tl.dot(odd, tl.trans(odd_keys), scores, input_precision="ieee")
+        even_keys, odd_keys = unpacked(keys, first.dtype, FORMAT, NATIVE)
+        scores = tl.dot(first, tl.trans(even_keys), input_precision="ieee")
+        scores = tl.dot(second, tl.trans(odd_keys), scores, input_precision="ieee")
         if NATIVE and FORMAT == 2:
             scores *= FP8_UNSHIFT
     return scores
@@ -165,13 +198,10 @@ def prefetch_lines(address, PDL: tl.constexpr):
         )  # fmt: skip
 
 
-MERGE_ELEMENTS = 8192
-
-
-def merge_sizes(group: int, dim_tile: int) -> tuple[int, int]:
-    """How many parts, of how many query heads, `merge_parts` holds at a time."""
+def merge_sizes(group: int, dim_tile: int, numbers: int = 64) -> tuple[int, int]:
+    """How many parts, of how many query heads, `merge_parts` holds at a time: 128 * `numbers` sums."""
     heads = min(triton.next_power_of_2(group), 4)
-    return max(1, MERGE_ELEMENTS // (heads * dim_tile)), heads
+    return max(1, 128 * numbers // (heads * dim_tile)), heads
 
 
 @triton.jit

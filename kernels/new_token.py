@@ -46,14 +46,26 @@ class NewTokens:
 
 @triton.jit
 def new_queries(
-    source, head, dims, is_query, gain, partner_gain, cos, sin, eps,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, ROWS: tl.constexpr,
+    source, head, dims, is_dim, gain, partner_gain, cos, sin, eps,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The queries [ROWS, D] of a K/V head's group, normed and rotated, in the dtype of `source`: the row of qkv."""
-    places = (head * GROUP + tl.arange(0, ROWS)[:, None]) * HEAD_DIM + dims[None, :]
-    x, partner = head_pairs(source, places, dims, is_query, HALF)
-    query = normed_rotated(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM, HALF, HAS_NORM)
-    return query.to(source.dtype.element_ty)
+    """The queries [HEADS, D] of a K/V head's group, normed and rotated, in the dtype of `source`: the row of qkv.
+
+    HEADS: a power of two, at least GROUP; the queries past the group are zeros.
+    """
+    query = tl.arange(0, HEADS)[:, None]
+    is_query = (query < GROUP) & is_dim[None, :]
+    x, partner = head_pairs(source, (head * GROUP + query) * HEAD_DIM + dims[None, :], dims, is_query, HALF)
+    result = normed_rotated(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM, HALF, HAS_NORM)
+    return result.to(source.dtype.element_ty)
+
+
+@triton.jit
+def repeated(rows, ROWS: tl.constexpr):
+    """Rows [H, D] -> [ROWS, D], each ROWS / H times in a row."""
+    HEADS: tl.constexpr = rows.shape[0]
+    D: tl.constexpr = rows.shape[1]
+    return tl.reshape(tl.broadcast_to(rows[:, None, :], [HEADS, ROWS // HEADS, D]), [ROWS, D])
 
 
 @triton.jit
