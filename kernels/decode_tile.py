@@ -59,6 +59,12 @@ FP8_SHIFT = tl.constexpr(2.0**100)
 FP8_UNSHIFT = tl.constexpr(2.0**20)
 
 
+MEASURED_ONLY = True
+"""Whether to leave alone what has passed all tests but has not been measured on a card yet: the kernel for few rows in
+which the new token is a part of its own, a line of tiles weighted by what beginning a row's costs, single 8-bit keys,
+and 8-bit launches with 16 warps a multiprocessor."""
+
+
 def is_native(query: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether a kernel over an 8-bit cache takes pairs apart with instructions of the card."""
     early = query.device.type == "cuda" and not interpreted() and torch.version.hip is None
@@ -67,7 +73,7 @@ def is_native(query: torch.Tensor, cache: torch.Tensor) -> bool:
 
 def has_single_keys(query: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether keys are multiplied as single elements: queries that 15 bits, or float16, do not make less exact."""
-    return cache.dtype in TOPS and query.dtype.itemsize == 2
+    return not MEASURED_ONLY and cache.dtype in TOPS and query.dtype.itemsize == 2
 
 
 @functools.cache
@@ -196,6 +202,35 @@ def prefetch_lines(address, PDL: tl.constexpr):
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def tile_places(table, first, inside, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Places of a tile's cached positions, from `first` on, in either cache, counted in vectors."""
+    lane = tl.arange(0, TILE)
+    in_block = (first + lane) % BLOCK_SIZE
+    if TILE % BLOCK_SIZE == 0:  # tiles are aligned to blocks
+        in_block = lane % BLOCK_SIZE
+    block = tl.load(table + (first + lane) // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+    return block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + in_block)
+
+
+@triton.jit
+def load_tile(tiles, scales, place, inside, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+    """Vectors at `place`, as elements or as pairs, and their scales."""
+    unit = tl.arange(0, WIDTH)
+    tile = tl.load(tiles + place[:, None] * WIDTH + unit[None, :], mask=inside[:, None], other=0)
+    scale = place
+    if FORMAT > 0:
+        scale = tl.load(scales + place, mask=inside, other=0.0)
+    return tile, scale
+
+
+@triton.jit
+def prefetch_tile(tiles, place, inside, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """Ask for the cache lines of vectors of WIDTH units of two bytes, a power of two."""
+    line = 64 * tl.arange(0, (WIDTH + 63) // 64)
+    prefetch_lines(tiles + (tl.where(inside, place, 0) * WIDTH)[:, None] + line[None, :], PDL)
 
 
 def merge_sizes(group: int, dim_tile: int, numbers: int = 64) -> tuple[int, int]:

@@ -40,20 +40,24 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.decode_tile import (
+    MEASURED_ONLY,
     add_weighted,
     is_native,
+    load_tile,
     merge_parts,
     merge_sizes,
-    prefetch_lines,
+    prefetch_tile,
     query_parts,
     scores_of,
     split_sums,
+    tile_places,
     whole_sums,
 )
+from kernels.fused_decode_parts import fused_decode_parts_kernel
 from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
-from kernels.new_token import NewTokens, new_queries, repeated, stored_new_token
+from kernels.new_token import NewTokens, new_queries, stored_new_token
 from kernels.paged_kv import LOG2_E, attend_row, gather_row
 from kernels.qk_norm_rope_store import norm_gains, qk_norm_rope_store_reference, rotation
 
@@ -115,51 +119,23 @@ class FusedDecodePlan:
     splits: int
     tile: int
     num_warps: int
+    is_apart: bool
     workspace_floats: int
 
 
 def launch_plan(
     row_count: int, kv_heads: int, head_dim: int, *, program_target: int = PROGRAM_TARGET, tile: int | None = None,
-    num_warps: int = 4,
+    num_warps: int = 4, is_apart: bool = not MEASURED_ONLY,
 ) -> FusedDecodePlan:  # fmt: skip
     """As many splits, a power of two, as keep the number of programs near what the card holds at once.
 
-    The keyword arguments override the measured choice.
+    The keyword arguments override the usual choice; `is_apart`: the new token is a part of its own.
     """
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= program_target:
         splits *= 2
     floats = row_count * kv_heads * splits * GROUP_ROWS * (head_dim + 2)
-    return FusedDecodePlan(splits, tile or (64 if head_dim <= 128 else 32), num_warps, floats)
-
-
-@triton.jit
-def _tile_places(table, first, inside, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Places of a tile's cached positions, from `first` on, in either cache, counted in vectors."""
-    lane = tl.arange(0, TILE)
-    in_block = (first + lane) % BLOCK_SIZE
-    if TILE % BLOCK_SIZE == 0:  # tiles are aligned to blocks
-        in_block = lane % BLOCK_SIZE
-    block = tl.load(table + (first + lane) // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    return block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + in_block)
-
-
-@triton.jit
-def _load_tile(tiles, scales, place, inside, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """Vectors at `place`, as elements or as pairs, and their scales."""
-    unit = tl.arange(0, WIDTH)
-    tile = tl.load(tiles + place[:, None] * WIDTH + unit[None, :], mask=inside[:, None], other=0)
-    scale = place
-    if FORMAT > 0:
-        scale = tl.load(scales + place, mask=inside, other=0.0)
-    return tile, scale
-
-
-@triton.jit
-def _prefetch_tile(tiles, place, inside, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """Ask for the cache lines of vectors of WIDTH units of two bytes, a power of two."""
-    line = 64 * tl.arange(0, (WIDTH + 63) // 64)
-    prefetch_lines(tiles + (tl.where(inside, place, 0) * WIDTH)[:, None] + line[None, :], PDL)
+    return FusedDecodePlan(splits, tile or (64 if head_dim <= 128 else 32), num_warps, is_apart, floats)
 
 
 @triton.jit
@@ -168,10 +144,11 @@ def _fused_decode_kernel(
     context_lengths, rope_table, q_weight, k_weight, partials, counters,
     qkv_stride, output_stride, table_stride, eps, scale_log2,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_NEXT: tl.constexpr, HEADS: tl.constexpr, MERGE_HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_NEXT: tl.constexpr, MERGE_HEADS: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    # 1. Locate: one part of one K/V head of one row. Nothing read here is written by the kernels just ahead.
+    # 1. Locate: one split of one K/V head of one row. Nothing read here is written by the kernels just ahead.
     let_next_start(PDL)
     split = tl.program_id(0)
     head = tl.program_id(1)
@@ -181,24 +158,18 @@ def _fused_decode_kernel(
     is_real = (slot >= 0) & (length > 0)
     cached = tl.where(is_real, length - 1, 0)
     tiles = tl.cdiv(cached, TILE)
-    share = tl.cdiv(tiles, max(SPLITS - 1, 1))
-    parts = 1
-    if (SPLITS > 1) & (tiles > 1):
-        parts = tl.cdiv(tiles, share) + 1  # the last is the new token
+    share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    active = tl.maximum(tl.cdiv(tiles, share), 1)
     HALF: tl.constexpr = HEAD_DIM // 2
-    REPEATS: tl.constexpr = ROWS // HEADS  # a query fills that many rows of a tensor core's tile
     column = tl.arange(0, HEAD_DIM)
-    is_column = column >= 0
-    tile_row = tl.arange(0, ROWS)
-    query = tile_row // REPEATS
-    is_query = ((tile_row % REPEATS == 0) & (query < GROUP))[:, None] & is_column[None, :]
-    output_place = output + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
-    place = output_place + query[:, None] * HEAD_DIM + column[None, :]
+    query = tl.arange(0, ROWS)
+    in_group = (query[:, None] < GROUP) & (column[None, :] >= 0)
+    place = output + row.to(tl.int64) * output_stride + (head * GROUP + query[:, None]) * HEAD_DIM + column[None, :]
     if is_real == 0:
         wait_for_inputs(PDL)
         if split == 0:
-            tl.store(place, tl.zeros([ROWS, HEAD_DIM], dtype=output.dtype.element_ty), mask=is_query)
-    elif split < parts:
+            tl.store(place, tl.zeros([ROWS, HEAD_DIM], dtype=output.dtype.element_ty), mask=in_group)
+    elif split < active:
         table = block_tables + slot.to(tl.int64) * table_stride
         DTYPE: tl.constexpr = qkv.dtype.element_ty
         WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
@@ -213,87 +184,71 @@ def _fused_decode_kernel(
         last = tl.minimum(first + share, tiles)
         lane = tl.arange(0, TILE)
         inside = first * TILE + lane < cached
-        tile_place = _tile_places(table, first * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-        keys, key_scale = _load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
-        values, value_scale = _load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+        tile_place = tile_places(table, first * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
+        keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
+        values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+        new_block = tl.load(table + (length - 1) // BLOCK_SIZE).to(tl.int64)
         rope_row = rope_table + (length - 1).to(tl.int64) * HEAD_DIM
         cos, sin = rotation(rope_row, column, HALF)
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
+        k_gain, k_partner_gain = norm_gains(k_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            _prefetch_tile(next_k_tiles, tile_place, inside, WIDTH, PDL)
-            _prefetch_tile(next_v_tiles, tile_place, inside, WIDTH, PDL)
-        pair = row * KV_HEADS + head
-        part = pair * SPLITS + split
-        sums_place = partials + part * (ROWS * HEAD_DIM)
-        statistics = partials + tl.num_programs(2) * (KV_HEADS * SPLITS * ROWS * HEAD_DIM)
-        # 3. The group's queries, and the new token's key and value, which the last part stores and attends to.
+            prefetch_tile(next_k_tiles, tile_place, inside, WIDTH, PDL)
+            prefetch_tile(next_v_tiles, tile_place, inside, WIDTH, PDL)
+        wait_for_inputs(PDL)
+        # 3. The group's queries, and the new token's key and value, which split 0 stores and attends to.
         source = qkv + row.to(tl.int64) * qkv_stride
-        maximum = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-        normaliser = tl.zeros([ROWS], dtype=tl.float32)
-        accumulator = tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32)
-        if split == parts - 1:
-            new_block = tl.load(table + (length - 1) // BLOCK_SIZE).to(tl.int64)
-            new_place = (new_block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
-            k_gain, k_partner_gain = norm_gains(k_weight, column, HEAD_DIM, HALF, HAS_NORM)
-            wait_for_inputs(PDL)
-            q = new_queries(source, head, column, is_column, q_gain, q_partner_gain, cos, sin, eps,
-                            GROUP, HEAD_DIM, HALF, HAS_NORM, HEADS)  # fmt: skip
-            k, v = stored_new_token(
-                source, k_cache, v_cache, k_scales, v_scales, head, new_place, column, is_column[None, :],
-                k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
-            )  # fmt: skip
-            score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
-            if parts > 1:
-                heads = tl.arange(0, HEADS)
-                tl.store(sums_place + heads[:, None] * HEAD_DIM + column[None, :],
-                         v + tl.zeros([HEADS, HEAD_DIM], tl.float32))  # fmt: skip
-                tl.store(statistics + part * (2 * ROWS) + heads, score)
-                tl.store(statistics + part * (2 * ROWS) + ROWS + heads, tl.full([HEADS], 1.0, tl.float32))
-            else:
-                maximum = tl.max(repeated(score[:, None], ROWS), axis=1)
-                normaliser = tl.full([ROWS], 1.0, dtype=tl.float32)
-                accumulator += v
+        owns_new = (split == 0) & (column[None, :] >= 0)
+        new_place = (new_block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
+        q = new_queries(source, head, column, column >= 0, q_gain, q_partner_gain, cos, sin, eps,
+                        GROUP, HEAD_DIM, HALF, HAS_NORM, ROWS)  # fmt: skip
+        k, v = stored_new_token(
+            source, k_cache, v_cache, k_scales, v_scales, head, new_place, column, owns_new,
+            k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
+        )  # fmt: skip
+        score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
+        maximum = tl.where(split == 0, score, float("-inf"))
+        normaliser = tl.where(split == 0, 1.0, 0.0) + tl.zeros([ROWS], dtype=tl.float32)
+        even_q, odd_q, unit = query_parts(q, FORMAT, NATIVE, False)
+        even_sums, odd_sums = split_sums(v + tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32), FORMAT, NATIVE)
+        # 4. The cached tokens of this split, the next tile loaded behind each.
+        for tile in range(first, last):
+            scores = scores_of(even_q, odd_q, unit, keys, FORMAT, NATIVE, False)
+            if FORMAT > 0:
+                scores *= key_scale.to(tl.float32)[None, :]
+            scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))  # every tile holds a cached token
+            weights = tl.exp2(scores - new_maximum[:, None])
+            shrink = tl.exp2(maximum - new_maximum)
+            even_sums, odd_sums = add_weighted(
+                even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
+            )
+            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
+            maximum = new_maximum
+            inside = ((tile + 1) * TILE + lane < cached) & (tile + 1 < last)
+            tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
+            keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
+            values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+        accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
+        # 5. Store the result, or this split's part of it.
+        if active == 1:
+            result = accumulator / normaliser[:, None]
+            tl.store(place, result.to(output.dtype.element_ty), mask=in_group)
         else:
-            wait_for_inputs(PDL)
-            q = new_queries(source, head, column, is_column, q_gain, q_partner_gain, cos, sin, eps,
-                            GROUP, HEAD_DIM, HALF, HAS_NORM, HEADS)  # fmt: skip
-        if first < last:
-            # 4. The cached tokens of this part, the next tile loaded behind each.
-            even_q, odd_q, unit = query_parts(repeated(q, ROWS), FORMAT, NATIVE, False)
-            even_sums, odd_sums = split_sums(accumulator, FORMAT, NATIVE)
-            for tile in range(first, last):
-                scores = scores_of(even_q, odd_q, unit, keys, FORMAT, NATIVE, False)
-                if FORMAT > 0:
-                    scores *= key_scale.to(tl.float32)[None, :]
-                scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
-                new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))  # every tile holds a cached token
-                weights = tl.exp2(scores - new_maximum[:, None])
-                shrink = tl.exp2(maximum - new_maximum)
-                even_sums, odd_sums = add_weighted(
-                    even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
-                )
-                normaliser = normaliser * shrink + tl.sum(weights, axis=1)
-                maximum = new_maximum
-                if tile + 1 < last:
-                    inside = (tile + 1) * TILE + lane < cached
-                    tile_place = _tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-                    keys, key_scale = _load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
-                    values, value_scale = _load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
-            accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
-            if parts > 1:
-                tl.store(sums_place + query[:, None] * HEAD_DIM + column[None, :], accumulator, mask=is_query)
-                is_first = tile_row % REPEATS == 0
-                tl.store(statistics + part * (2 * ROWS) + query, maximum, mask=is_first)
-                tl.store(statistics + part * (2 * ROWS) + ROWS + query, normaliser, mask=is_first)
-        # 5. Store the result, or let the last to finish merge the parts.
-        if parts == 1:
-            tl.store(place, (accumulator / normaliser[:, None]).to(output.dtype.element_ty), mask=is_query)
-        else:
+            pair = row * KV_HEADS + head
+            part = pair * SPLITS + split
+            statistics = partials + tl.num_programs(2) * (KV_HEADS * SPLITS * ROWS * HEAD_DIM)
+            tl.store(partials + (part * ROWS + query[:, None]) * HEAD_DIM + column[None, :], accumulator, mask=in_group)
+            tl.store(statistics + part * (2 * ROWS) + query, maximum)
+            tl.store(statistics + part * (2 * ROWS) + ROWS + query, normaliser)
             tl.debug_barrier()  # all threads' parts are written before the counter says so
-            if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == active - 1:
+                # 6. Merge: the last to arrive reads every part.
                 tl.store(counters + pair, 0)
-                merge_parts(output_place, partials, statistics, pair * SPLITS, 1, 0, parts,
-                            GROUP, HEAD_DIM, ROWS, HEAD_DIM, PARTS, MERGE_HEADS)  # fmt: skip
+                merge_parts(
+                    output + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM), partials, statistics,
+                    pair * SPLITS, 1, 0, active, GROUP, HEAD_DIM, ROWS, HEAD_DIM, PARTS, MERGE_HEADS,
+                )  # fmt: skip
 
 
 def _check(
@@ -352,14 +307,20 @@ def fused_decode_attention(
     if rows == 0:
         return
     group = query_heads // kv_heads
-    parts, merge_heads = merge_sizes(group, head_dim, 8 * plan.num_warps)
-    _fused_decode_kernel[(plan.splits, kv_heads, rows)](
+    options = {
+        "FORMAT": cache_format(k_cache.dtype), "NATIVE": is_native(qkv, k_cache), "KV_HEADS": kv_heads, "GROUP": group,
+        "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SPLITS": plan.splits, "TILE": plan.tile, "ROWS": GROUP_ROWS,
+        "HAS_NORM": new.q_weight is not None, "HAS_NEXT": next_caches is not None,
+    }  # fmt: skip
+    parts, merge_heads = merge_sizes(group, head_dim, 8 * plan.num_warps if plan.is_apart else 64)
+    if plan.is_apart:
+        options["HEADS"] = triton.next_power_of_2(group)
+    else:
+        parts = min(plan.splits, parts)
+    kernel = fused_decode_parts_kernel if plan.is_apart else _fused_decode_kernel
+    kernel[(plan.splits, kv_heads, rows)](
         qkv, output, k_cache, v_cache, k_scales, v_scales, *(next_caches or (k_cache, v_cache)), block_tables,
         row_slots, context_lengths, new.rope_table, new.q_weight, new.k_weight, partials, counters,
         qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale * LOG2_E,
-        FORMAT=cache_format(k_cache.dtype), NATIVE=is_native(qkv, k_cache), KV_HEADS=kv_heads,
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLITS=plan.splits, TILE=plan.tile, ROWS=GROUP_ROWS,
-        HAS_NORM=new.q_weight is not None, HAS_NEXT=next_caches is not None, HEADS=triton.next_power_of_2(group),
-        MERGE_HEADS=merge_heads, PARTS=parts, num_warps=plan.num_warps,
-        **launch_options(qkv),
+        MERGE_HEADS=merge_heads, PARTS=parts, num_warps=plan.num_warps, **options, **launch_options(qkv),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Both decode kernels that make and store the new token themselves, against the float32 reference of the operation:
+"""The decode kernels that make and store the new token themselves, against the float32 reference of the operation:
 lengths around tiles and splits, padding, poison, norms, 8-bit caches, graphs."""
 
 import pytest
@@ -14,7 +14,7 @@ from tests.kernels.paged_batches import DEVICES, skip_unless_here
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
 SCALE = 0.2
-KERNELS = ["one program a split", "equal pieces"]
+KERNELS = ["few rows", "new token apart", "equal pieces"]
 QUANTISED = [torch.int8, torch.float8_e4m3fn]
 
 
@@ -96,8 +96,8 @@ class Case:
         rows = len(self.slots)
         caches, scales = self.copy()
         output = torch.full((rows, self.query_heads, self.head_dim), float("nan"), device=DEVICE).to(self.qkv.dtype)
-        if kernel == KERNELS[0]:
-            plan = launch_plan(rows, self.kv_heads, self.head_dim)
+        if kernel != KERNELS[2]:
+            plan = launch_plan(rows, self.kv_heads, self.head_dim, is_apart=kernel == KERNELS[1])
         else:
             heads = (self.query_heads, self.kv_heads, self.head_dim)
             plan = line_plan(rows, *heads, 3 if DEVICE == "cpu" else 132, **plan_options)
@@ -108,7 +108,7 @@ class Case:
 
         def call() -> None:
             shared = (*caches, self.tables, self.slots, self.lengths)
-            if kernel == KERNELS[0]:
+            if kernel != KERNELS[2]:
                 fused_decode_attention(
                     output, self.qkv, *shared, partials, counters, plan, new, scale=SCALE,
                     k_scales=scales[0], v_scales=scales[1], next_caches=tuple(caches),
@@ -168,18 +168,26 @@ def test_head_dim_of_128(cache_dtype, kernel, dtype):
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
 def test_a_head_dim_that_is_no_power_of_two(cache_dtype, dtype):
-    check(Case([70, 5], dtype, head_dim=80, cache_dtype=cache_dtype), KERNELS[1])
+    check(Case([70, 5], dtype, head_dim=80, cache_dtype=cache_dtype), KERNELS[2])
 
 
-@pytest.mark.parametrize("plan_options", [{"tile_tokens": 16}, {"tile_tokens": 128, "min_tiles": 2}])
+@pytest.mark.parametrize(
+    "plan_options",
+    [
+        {"tile_tokens": 16},
+        {"tile_tokens": 16, "start_tiles": 3},
+        {"tile_tokens": 128, "min_tiles": 2, "start_tiles": 1},
+    ],
+)
 def test_every_way_to_cut_the_line(plan_options, dtype):
-    check(Case([250, 1, 0, 40], dtype), KERNELS[1], **plan_options)
+    check(Case([250, 1, 0, 40], dtype), KERNELS[2], **plan_options)
 
 
-def test_long_rows_give_a_split_several_tiles(dtype):
+@pytest.mark.parametrize("kernel", KERNELS[:2])
+def test_long_rows_give_a_split_several_tiles(kernel, dtype):
     plan = launch_plan(8, 16, 64)
     assert plan.splits == 2, plan
-    check(Case([250, 0, 1, 0, 0, 0, 0, 0], dtype, query_heads=16, kv_heads=16), KERNELS[0])
+    check(Case([250, 0, 1, 0, 0, 0, 0, 0], dtype, query_heads=16, kv_heads=16), kernel)
 
 
 def test_new_tokens_and_a_window_are_refused():

@@ -2,8 +2,8 @@
 
 Per layer: q/k/v product with the norm before it; q/k norm, rotation and K/V store; attention; output product with the
 residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Where every
-row decodes, all between the q/k/v product and the output product is one launch: five launches a layer at the smallest
-batches, eight at large ones, where the library does the products. It works in buffers that are allocated
+row of few decodes, all between the q/k/v product and the output product is one launch: five launches a layer at the
+smallest batches, nine at large ones, where the library does the products. It works in buffers that are allocated
 once, so a call can be captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
 
 Knows nothing of requests, plans or sampling. `unsupported_reason` says which models the plain modules must serve
@@ -34,6 +34,11 @@ from worker_proc.models.qwen3 import Qwen3Attention
 EARLY_TOKENS = 512
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished. Waiting programs
 slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 36.8 without."""
+
+ONE_LAUNCH_ROWS = range(33, 97)
+"""Decode buckets beyond the kernel for few rows in which decode attention also makes and stores the new tokens. With
+64 rows of 256 tokens 25.9 us a layer where a launch for each takes 28.5; with 32 18.4 instead of 17.5, with 128 of 600
+92.3 instead of 91.0, with 256 of 658 208 instead of 186: each beginning of a row's head repeats the queries' norm."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -155,15 +160,16 @@ class FusedForward:
         self, index: int, output: torch.Tensor, qkv: torch.Tensor, query: torch.Tensor, bucket: Bucket,
         inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Everything between the layer's products qkv and o: in one launch where every row decodes."""
+        """Everything between the layer's products qkv and o: in one launch where few rows decode and nothing else."""
         attention = self.model.model.layers[index].self_attn
         new = NewTokens(self._rope_table, **_head_norms(attention))
         if bucket.kind == DECODE and not attention.sliding_window:
             if self._is_fused(bucket):
                 self._attend_few(index, output, qkv, new, bucket, inputs, cache, slots)
-            else:
+                return
+            if bucket.rows in ONE_LAUNCH_ROWS:
                 self._attend(index, output, qkv, bucket, inputs, cache, slots, counts, new)
-            return
+                return
         qk_norm_rope_store(
             qkv, query, cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions,
             new.rope_table, new.q_weight, new.k_weight, new.eps, cache.key_scales[index], cache.value_scales[index],
