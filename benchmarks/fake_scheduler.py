@@ -28,6 +28,9 @@ from common.sockets import bind_pull, connect_push, new_context
 
 LIMITS = EngineReady(max_model_len=2048, max_num_seqs=256, block_size=16, block_count=4096, vocab_size=400)
 
+EMBEDDING = array("f", [0.6, 0.0, -0.8])
+"""Every prompt's, if one is asked for."""
+
 Script = Callable[[AddRequest, int], Iterator[int]]
 """The tokens of a request's sample with this index; its end, or `max_tokens`, ends the sample."""
 
@@ -137,8 +140,9 @@ class FakeScheduler(threading.Thread):
 
     def _step(self) -> TokensOut:
         request_ids, sample_indices, counts = array("i"), array("B"), array("B")
-        token_ids, cached_counts, finishes = array("i"), array("i"), []
+        token_ids, cached_counts, finishes, embeddings = array("i"), array("i"), [], []
         for request_id, samples in list(self._live.items()):
+            request = samples[0].request
             for sample in list(samples):
                 row_index = len(request_ids)
                 token_id = next(sample.tokens, None)
@@ -146,6 +150,8 @@ class FakeScheduler(threading.Thread):
                 sample_indices.append(sample.index)
                 counts.append(token_id is not None)
                 cached_counts.append(0 if sample.token_count == 0 else -1)
+                if request.pooling:
+                    embeddings.append((row_index, EMBEDDING))
                 if token_id is not None:
                     token_ids.append(token_id)
                     sample.token_count += 1
@@ -161,6 +167,7 @@ class FakeScheduler(threading.Thread):
             cached_counts=cached_counts if max(cached_counts) >= 0 else array("i"),
             token_ids=token_ids,
             finishes=tuple(finishes),
+            embeddings=tuple(embeddings),
         )
 
 

@@ -1,11 +1,15 @@
-"""What the frontend costs: processor time per streamed token over the client socket, and how evenly tokens come.
+"""What the frontend costs: processor time per streamed token, over the client socket or HTTP, and how evenly they come.
 
-    python -m benchmarks.frontend [--streams 256] [--rate 50000] [--clients 1] [--output FILE] [--smoke]
+    python -m benchmarks.frontend [--http] [--streams 256] [--rate 50000] [--clients 1] [--output FILE] [--smoke]
+    python -m benchmarks.frontend --streams 8 --rate 800 --tokens 1000 --beside prompts [--frontend-workers N]
 
 The frontend is the real process with its real sockets. Behind it a scripted scheduler gives every stream one token per
 step at the given rate; before it client processes read the streams and decode them. Processor time is that of the whole
 frontend process, its ZeroMQ thread included. A gap is the time between two pieces of one stream at its client, to be
-compared with the time of a step. The last line is one JSON object.
+compared with the time of a step. Over HTTP each stream has a connection of its own; `tokens_per_chunk` says how many
+tokens came together on average, because those before them had not been sent yet. With `--beside`, one more client gives
+the frontend long work all the while (benchmarks/frontend_load.py): the gaps say whether other people's tokens wait for
+it. The last line is one JSON object.
 """
 
 import argparse
@@ -23,8 +27,9 @@ from typing import Any
 import msgpack
 import zmq
 
-from benchmarks import records
+from benchmarks import frontend_load, records
 from benchmarks.fake_scheduler import LIMITS, FakeScheduler
+from benchmarks.http_streams import free_port, read_http_streams
 from common import client_messages as wire
 from common.config import EngineConfig, ServerOptions
 from common.messages import AddRequest
@@ -32,6 +37,7 @@ from common.model_cache import default_model_dir
 from frontend.client import Client
 
 TARGETS = {"frontend_us_per_token": 3.0, "tokens_per_s": 50_000}
+HTTP_TARGETS = {"frontend_us_per_token": 8.0, "tokens_per_s": 50_000}
 START_TIMEOUT_S = 20
 PROMPT = "The quick brown fox jumps over the lazy dog."
 FIRST_WORD_ID = 1000
@@ -47,11 +53,14 @@ def script(request: AddRequest, sample_index: int) -> Iterator[int]:
 class Frontend:
     """The real frontend process behind a scripted scheduler; a context manager."""
 
-    def __init__(self, folder: Path, step_interval_s: float) -> None:
-        server = ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock")
+    def __init__(self, folder: Path, step_interval_s: float, **options: Any) -> None:
+        options = {"http": False, "uds": f"{folder}/http.sock", **options}
+        server = ServerOptions(client_endpoint=f"ipc://{folder}/client.sock", **options)
         config = EngineConfig(server=server, run_dir=str(folder), model_dir=str(default_model_dir()))
         (folder / "config.json").write_text(config.to_json())
         self.endpoint = server.client_endpoint
+        self.uds = server.uds
+        self.port = 0 if server.uds else server.port
         limits = {**vars(LIMITS), "vocab_size": 49_152, "max_model_len": 1 << 20}
         self.scheduler = FakeScheduler(config, script, type(LIMITS)(**limits), step_interval_s)
         self.process = subprocess.Popen([sys.executable, "-m", "frontend", "--config", str(folder / "config.json")])
@@ -77,19 +86,26 @@ class Frontend:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(streams: int, rate: float, clients: int, token_count: int) -> dict[str, Any]:
-    """Run all streams to their end."""
-    with tempfile.TemporaryDirectory(prefix="tf-") as folder, Frontend(Path(folder), streams / rate) as frontend:
+def measure(
+    streams: int, rate: float, clients: int, token_count: int, beside: str = "", **options: Any
+) -> dict[str, Any]:
+    """Run all streams to their end, beside one kind of `frontend_load`; `options` are the frontend's."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tf-") as folder,
+        Frontend(Path(folder), streams / rate, **options) as frontend,
+    ):
         frontend.wait_until_serving()
         frontend.scheduler.gate.clear()
-        command = [sys.executable, "-m", "benchmarks.frontend", "--client", frontend.endpoint]
+        over_http = ["--http", "--client", str(frontend.port)] if frontend.port else ["--client", frontend.endpoint]
+        command = [sys.executable, "-m", "benchmarks.frontend", *over_http]
         arguments = ["--streams", str(streams // clients), "--tokens", str(token_count)]
         readers = [subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) for _ in range(clients)]
         expected = streams // clients * clients
         frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == expected, START_TIMEOUT_S)
         cpu_s, began_s = frontend.cpu_s(), time.monotonic()
         frontend.scheduler.gate.set()
-        results = [json.loads(reader.communicate()[0]) for reader in readers]
+        with Load(beside, frontend) as load:
+            results = [json.loads(reader.communicate()[0]) for reader in readers]
         cpu_s, wall_s = frontend.cpu_s() - cpu_s, max(result["ended_s"] for result in results) - began_s
         total = sum(result["token_count"] for result in results)
     gaps = sorted(gap for result in results for gap in result["gaps_ms"])
@@ -99,9 +115,33 @@ def measure(streams: int, rate: float, clients: int, token_count: int) -> dict[s
         "frontend_cpu_share": round(cpu_s / wall_s, 3),
         "gap_ms_p50": round(gaps[len(gaps) // 2], 2),
         "gap_ms_p99": round(gaps[len(gaps) * 99 // 100], 2),
+        "gap_ms_max": round(gaps[-1], 2),
         "step_ms": round(streams / rate * 1000, 2),
+        "tokens_per_chunk": round(total / sum(result["chunk_count"] for result in results), 2),
         "token_count": total,
+        **({"done_beside": load.done_count} if beside else {}),
     }
+
+
+class Load:
+    """Long work for the frontend, in a process of its own; a context manager that ends it.
+
+    Attributes:
+        done_count: pieces of work that were done by the end.
+    """
+
+    def __init__(self, kind: str, frontend: Frontend) -> None:
+        self.done_count = 0
+        command = [sys.executable, "-m", "benchmarks.frontend_load", kind, frontend.endpoint, frontend.uds]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if kind else None
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self.done_count = len(self._process.communicate()[0].splitlines())
 
 
 def read_streams(endpoint: str, streams: int, token_count: int) -> dict[str, Any]:
@@ -113,12 +153,13 @@ def read_streams(endpoint: str, streams: int, token_count: int) -> dict[str, Any
     for number in range(streams):
         params = {"max_tokens": token_count, "ignore_eos": True}
         socket.send(wire.Generate(request_id=f"r{number}", prompt=PROMPT, params=params).to_wire())
-    received = ended = 0
+    received = ended = chunk_count = 0
     times_s: list[float] = []
     while ended < streams:
         message = msgpack.unpackb(socket.recv())
         if message[0] == wire.Deltas.CODE:
             received += sum(len(row[3]) // 4 for row in message[1])
+            chunk_count += len(message[1])
             if any(row[0] == "r0" for row in message[1]):
                 times_s.append(time.monotonic())
         elif message[0] == wire.Final.CODE:
@@ -129,29 +170,50 @@ def read_streams(endpoint: str, streams: int, token_count: int) -> dict[str, Any
     socket.close(linger=0)
     context.term()
     gaps_ms = [(later - sooner) * 1000 for sooner, later in pairwise(times_s)]
-    return {"token_count": received, "ended_s": ended_s, "gaps_ms": gaps_ms}
+    return {"token_count": received, "chunk_count": chunk_count, "ended_s": ended_s, "gaps_ms": gaps_ms}
 
 
 def main() -> None:
     """Parse, measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--http", action="store_true", help="over HTTP instead of the client socket")
     parser.add_argument("--streams", type=int, default=256, help="requests that stream at once")
     parser.add_argument("--rate", type=float, default=50_000, help="tokens per second over all streams")
     parser.add_argument("--clients", type=int, default=1, help="client processes that share the streams")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens per stream")
+    parser.add_argument("--beside", choices=frontend_load.KINDS, default="", help="long work of another client")
+    parser.add_argument("--frontend-workers", type=int, default=1, help="text processes of the frontend")
     parser.add_argument("--smoke", action="store_true", help="a second, for the test suite")
     parser.add_argument("--output", help="file to append the result to")
     parser.add_argument("--client", metavar="ENDPOINT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.client:
-        print(json.dumps(read_streams(args.client, args.streams, args.tokens)))
+        if args.http:
+            result = read_http_streams(int(args.client), PROMPT, args.streams, args.tokens)
+        else:
+            result = read_streams(args.client, args.streams, args.tokens)
+        print(json.dumps(result))
         return
     if args.smoke:
         args.streams, args.rate, args.tokens = 8, 2000, 50
-    metrics = measure(args.streams, args.rate, args.clients, args.tokens)
+    options = {"frontend_workers": args.frontend_workers, "http": args.beside == "bodies"} if args.beside else {}
+    if args.http:
+        options |= {"uds": "", "port": free_port(), "http": True}
+    metrics = measure(args.streams, args.rate, args.clients, args.tokens, args.beside, **options)
     device = f"{records.processor_name()}, {os.cpu_count()} cores"
     workload = f"{args.streams} streams, {args.clients} clients, {args.rate:g} tokens/s"
-    entry = records.record(benchmark="frontend", workload=workload, metrics=metrics, device=device, limit=TARGETS)
+    if args.http:
+        workload += ", HTTP"
+    if args.beside:
+        workload += f", beside {args.beside}"
+    entry = records.record(
+        benchmark="frontend",
+        workload=workload,
+        metrics=metrics,
+        device=device,
+        limit=HTTP_TARGETS if args.http else TARGETS,
+        options=options,
+    )
     if args.output:
         records.save([entry], args.output)
     print(json.dumps(entry))

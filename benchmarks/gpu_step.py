@@ -40,12 +40,14 @@ class StepBench:
         options: of the engine's configuration groups.
     """
 
-    def __init__(self, model_dir: str, max_num_seqs: int, max_num_batched_tokens: int, eager: bool) -> None:
+    def __init__(
+        self, model_dir: str, max_num_seqs: int, max_num_batched_tokens: int, eager: bool, deterministic: bool = False
+    ) -> None:
         config = EngineConfig(
             model=ModelOptions(model=model_dir, load_format="dummy", max_model_len=0),
             cache=CacheOptions(),
             scheduler=SchedulerOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
-            worker=WorkerOptions(enforce_eager=eager),
+            worker=WorkerOptions(enforce_eager=eager, deterministic=deterministic),
         )
         device = torch.device("cuda:0")
         start = time.perf_counter()
@@ -199,9 +201,13 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="the batch-invariant pass, to see what it costs")
     parser.add_argument("--output", default=str(records.RESULTS_DIR / "gpu_step.jsonl"), help="'' keeps nothing")
     args = parser.parse_args()
-    bench = StepBench(args.model, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager)
+    bench = StepBench(
+        args.model, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, args.deterministic
+    )
+    options = {"deterministic": True} if args.deterministic else {}
     print(f"loaded in {bench.load_s:.1f} s, ready in {bench.ready_s:.1f} s", bench.size, flush=True)
     cases = [(kind, *map(int, case.split("x"))) for kind in ("decode", "chunk") for case in getattr(args, kind)]
     entries = []
@@ -210,7 +216,7 @@ def main() -> None:
         print(f"{kind} {batch}x{length}: " + "  ".join(f"{k} {v:.3f}" for k, v in metrics.items()), flush=True)
         entries.append(records.record(
             benchmark="gpu_step", workload=f"{kind}_{batch}x{length}", model=Path(args.model).name, weights="random",
-            metrics={k: round(v, 4) for k, v in metrics.items()},
+            metrics={k: round(v, 4) for k, v in metrics.items()}, options=options,
         ))  # fmt: skip
     if args.profile:
         text = "\n".join(profile_text(bench.profile(*case)) for case in cases)

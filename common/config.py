@@ -18,6 +18,7 @@ DEFAULT_MODEL = "default"
 """The name of the embedded default model."""
 
 TIMEOUT_LIMIT_S = 86_400
+FRONTEND_WORKERS_LIMIT = 64
 
 _UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -88,6 +89,11 @@ class ModelOptions:
         "auto", "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' takes none",
         choices=("auto", "vllm"),
     )  # fmt: skip
+    pooling: str = option(
+        "last",
+        "what embeddings are made of: the last token's hidden state, or the mean of all",
+        choices=("last", "mean"),
+    )
     seed: int = option(0, "seed for dummy weights and for requests that give none")
 
 
@@ -139,7 +145,7 @@ class WorkerOptions:
     enforce_eager: bool = option(
         False, "run without CUDA Graphs (for debugging)", "--enforce-eager", "--disable-cuda-graph"
     )
-    deterministic: bool = option(False, "one request's tokens do not depend on others; no device has this yet")
+    deterministic: bool = option(False, "a request's tokens do not depend on what else the engine does; slower")
     cpu_threads: int = option(0, "threads of the CPU worker; 0 takes all cores", count=True)
 
 
@@ -152,12 +158,19 @@ class ServerOptions:
     uds: str = option("", "serve HTTP on this Unix socket instead of host and port")
     http: bool = option(True, "serve the HTTP API")
     client_endpoint: str = option("", "endpoint of the client socket; empty makes an ipc:// one in the run directory")
+    client_keys: str = option(
+        "", "folder of keys (made by `launch.py keys`) for a client socket that other machines reach"
+    )
+    frontend_workers: int = option(
+        1, "processes for long texts, started when the first comes; 0 works on them in threads"
+    )
     api_key: tuple[str, ...] = option((), "key that HTTP clients must send", repeat=True)
     allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from (CORS)", repeat=True)
     root_path: str = option("", "path prefix that a reverse proxy adds")
     ssl_keyfile: str = option("", "TLS key file")
     ssl_certfile: str = option("", "TLS certificate file")
     stream_interval: int = option(1, "tokens per streamed chunk")
+    metrics_prefix: str = option("trireme:", "before every name in /metrics; vllm: suits dashboards made for vLLM")
     shutdown_timeout: float = option(10.0, "seconds that requests in flight get to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until every process must be ready")
 
@@ -168,7 +181,9 @@ class LogOptions:
 
     log_level: str = option("info", "least severity that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = option("text", "form of a log line", choices=("text", "json"))
-    enable_log_requests: bool = option(False, "log one line for each finished request")
+    enable_log_requests: bool = option(
+        False, "log one line for each finished request", "--enable-log-requests", "--log-requests"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +252,10 @@ class EngineConfig:
     def endpoint(self, name: str) -> str:
         """The ipc endpoint of an internal socket: `requests`, `outputs`, `plans-0`, `results`, `supervisor`."""
         return f"ipc://{Path(self.run_dir) / name}.sock"
+
+    def local_client_endpoint(self) -> str:
+        """Where this user's programs on this machine reach the client socket without keys."""
+        return self.endpoint("client") if self.server.client_keys else self.server.client_endpoint
 
 
 GROUPS: dict[str, type] = {
@@ -314,13 +333,35 @@ def _check_server(server: ServerOptions) -> None:
             raise ConfigError(f"--{name}-timeout is {seconds:g}; wanted 0 to {TIMEOUT_LIMIT_S} seconds (a day)")
     if server.stream_interval < 1:
         raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
+    if not re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?", server.metrics_prefix):
+        raise ConfigError(f"--metrics-prefix is {server.metrics_prefix}; wanted letters, digits, _ and : only")
+    if not 0 <= server.frontend_workers <= FRONTEND_WORKERS_LIMIT:
+        raise ConfigError(f"--frontend-workers is {server.frontend_workers}; wanted 0 to {FRONTEND_WORKERS_LIMIT}")
+    _check_client_endpoint(server)
+
+
+def _check_client_endpoint(server: ServerOptions) -> None:
     endpoint = server.client_endpoint
-    if endpoint and not re.fullmatch(r"ipc://.+|tcp://(127(\.\d+){3}|localhost|\[::1\]):[1-9]\d{0,4}", endpoint):
+    if server.client_keys and not endpoint.startswith("tcp://"):
         raise ConfigError(
-            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp:// with a loopback address and a port other "
-            "than 0, such as tcp://127.0.0.1:5555 (the client socket has no keys yet, so it is not opened to other "
-            "machines)"
+            f"--client-keys is given, but --client-endpoint is {endpoint or 'an ipc:// one'}: keys are for a tcp:// "
+            "endpoint, such as tcp://0.0.0.0:5555; a socket file is its owner's alone without them"
         )
+    if endpoint and not re.fullmatch(r"ipc://.+|tcp://([^:\[\]\s]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}", endpoint):
+        raise ConfigError(
+            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp://ADDRESS:PORT with a port other than 0, such "
+            "as tcp://127.0.0.1:5555"
+        )
+    if endpoint.startswith("tcp://") and not (is_loopback(endpoint) or server.client_keys):
+        raise ConfigError(
+            f"--client-endpoint is {endpoint}, which other machines reach: run `launch.py keys DIR` and add "
+            "--client-keys DIR, or take a loopback address such as tcp://127.0.0.1:5555"
+        )
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether a tcp endpoint is reached from this machine alone."""
+    return bool(re.fullmatch(r"tcp://(127(\.\d+){3}|localhost|\[::1\]):\d+", endpoint))
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, request id, traceback."""
+    """One JSON object a line: time, level, process, logger, message, request id, traceback.
+
+    What a record carries as `extra={"fields": {...}}` joins them.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -62,6 +65,7 @@ class JsonFormatter(logging.Formatter):
         }
         if request := request_id_var.get():
             entry["request_id"] = request
+        entry |= getattr(record, "fields", {})
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry)

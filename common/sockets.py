@@ -15,13 +15,21 @@ from pathlib import Path
 import zmq
 
 from common.errors import StartupError
+from common.keys import ClientKeys, KeyPair
 
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
 CLIENT_QUEUE_LIMIT = 2048
 """Messages that may wait for a client that does not read; one more, and its requests are aborted."""
+CLIENT_BACKLOG_LIMIT = 128
+"""Messages of one client that ZeroMQ takes in ahead of us; more wait at the client."""
 CLIENT_HEARTBEAT_MS = 2000
 CLIENT_HEARTBEAT_TIMEOUT_MS = 10_000
 """A client or engine whose machine or process stands still this long is taken for gone by the other."""
+CLIENT_DOMAIN = b"clients"
+"""The name that authentication requests about the client socket carry."""
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 SOCKET_LIMIT = 65_536
 
 
@@ -52,8 +60,19 @@ def connect_dealer(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, ide
     return _internal(context, zmq.DEALER, endpoint, bind=False, identity=identity)
 
 
-def bind_client_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+def bind_client_router(
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    endpoint: str,
+    keys: KeyPair | None = None,
+    local_endpoint: str = "",
+) -> "zmq.Socket[bytes]":
     """The socket that client programs connect to.
+
+    Args:
+        context: with keys, something answers ZeroMQ's authentication requests there.
+        endpoint: where clients connect.
+        keys: the engine's; only clients that know its public key and have an authorised one of their own get in.
+        local_endpoint: with keys, an ipc endpoint for the user's own programs on this machine, which need none.
 
     Raises:
         StartupError: the endpoint cannot be bound; the message says which and why.
@@ -65,8 +84,15 @@ def bind_client_router(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, CLIENT_MESSAGE_LIMIT_BYTES)
     socket.set(zmq.SNDHWM, CLIENT_QUEUE_LIMIT)
+    socket.set(zmq.RCVHWM, CLIENT_BACKLOG_LIMIT)
     socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
+    if keys:
+        if local_endpoint:
+            _bind(socket, local_endpoint)
+        socket.set(zmq.CURVE_SECRETKEY, keys.secret)  # from here on: options count for later binds only
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.ZAP_DOMAIN, CLIENT_DOMAIN)
     _bind(socket, endpoint)
     return socket
 
@@ -82,12 +108,12 @@ def is_served(endpoint: str) -> bool:
 
 
 def connect_client(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: ClientKeys | None = None
 ) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
-    """A client program's socket, and the socket that tells when its connection begins and ends.
+    """A client program's socket, and the socket that tells what becomes of its connection (`connection_event`).
 
     What is sent while there is no connection waits for the next one, which may be to another engine: look at the events
-    before sending (`tells_connected`).
+    before sending.
 
     Raises:
         StartupError: not an endpoint.
@@ -98,8 +124,13 @@ def connect_client(
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    if keys:
+        socket.set(zmq.CURVE_PUBLICKEY, keys.own.public)
+        socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
+        socket.set(zmq.CURVE_SERVERKEY, keys.server_public)
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
     try:
+        _allow_ipv6(socket, endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
         socket.disable_monitor()
@@ -109,10 +140,10 @@ def connect_client(
     return socket, monitor
 
 
-def tells_connected(event: Sequence[bytes]) -> bool:
-    """Whether a monitor's event says that the connection stands; if not, that it has ended."""
+def connection_event(event: Sequence[bytes]) -> int:
+    """Which event a monitor's message tells: one of `zmq.EVENT_*`."""
     number: int = struct.unpack_from("=H", event[0])[0]
-    return number == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    return number
 
 
 def _internal(
@@ -131,8 +162,14 @@ def _internal(
     return socket
 
 
+def _allow_ipv6(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    if endpoint.startswith("tcp://["):
+        socket.set(zmq.IPV6, 1)
+
+
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     try:
+        _allow_ipv6(socket, endpoint)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close()

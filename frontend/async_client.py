@@ -5,24 +5,38 @@
         async for delta in await client.submit("The sky"):
             print(delta.text, end="")
 
-Belongs to the event loop it was opened in. Errors are those of `client.Client`.
+Belongs to the event loop it was opened in. Errors are those of `client.Client`. Cancelling a task that waits for a
+result aborts the request.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Literal, TypeVar, Unpack, overload
 
 import zmq
 
 from common import client_messages as wire
-from common.errors import EngineDeadError
-from common.sockets import connect_client, tells_connected
-from frontend import client_state
-from frontend.client_state import HELLO_ID, ClientState, Inbox, Params, Reply
+from common.errors import EngineDeadError, RequestError
+from common.keys import client_keys as read_client_keys
+from common.sockets import connect_client
+from frontend import client_requests
+from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
+from frontend.client_state import (
+    HELLO_ID,
+    ClientState,
+    Connection,
+    Inbox,
+    OwnKeys,
+    Reply,
+    ServerKey,
+    deadline_after,
+    raise_error,
+)
 from frontend.zmq_reader import ZmqReader
 
-Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 
 
@@ -52,19 +66,29 @@ class AsyncClient:
     """A connection to a running engine; open it with `async with`, or `await client.open()`.
 
     Args:
-        endpoint: the engine's client endpoint, `tcp://host:port` or `ipc://path`.
-        timeout_s: how long to wait for the engine to answer anything but a generation, the connection included.
-        name: how the engine's log calls this client.
+        endpoint, timeout_s, name, server_key, client_keys: as `client.Client` has them.
 
     Attributes:
         welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
+
+    Raises:
+        ConfigError: the keys cannot be read.
     """
 
-    def __init__(self, endpoint: str, *, timeout_s: float = 30.0, name: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout_s: float = 30.0,
+        name: str = "",
+        server_key: ServerKey = None,
+        client_keys: OwnKeys = None,
+    ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
         self.welcome: wire.Welcome
         self._name = name
+        self._keys = read_client_keys(client_keys, server_key)
         self._state = ClientState(AsyncInbox)
         self._closed = True
 
@@ -73,83 +97,136 @@ class AsyncClient:
 
         Raises:
             EngineDeadError: nobody answers.
+            AccessError: the keys do not fit.
         """
+        self._connection = Connection(self.endpoint, self._keys)
+        self._settled = asyncio.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = connect_client(self._context, self.endpoint)
+        self._socket, self._monitor = connect_client(self._context, self.endpoint, self._keys)
         self._reader = ZmqReader(self._socket, lambda frames: self._state.take(frames[-1]))
         self._monitor_reader = ZmqReader(self._monitor, self._on_connection)
         self._closed = False
-        self._connected = asyncio.Event()
         try:
-            hello = wire.Hello(client_name=self._name)
-            self.welcome = await self._ask(self._inbox(HELLO_ID), hello, wire.Welcome)
+            self.welcome = await self._call(client_requests.hello(self._name), HELLO_ID)
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def generate(self, prompt: str | Sequence[int], params: Params = None, **options: Any) -> wire.Final:
-        """Continue a text or token ids; the whole result. For deltas on the way see `submit`.
+    @overload
+    async def generate(
+        self, prompt: str | Sequence[int], params: Params = None, *, stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> "AsyncStream": ...  # fmt: skip
 
-        Raises:
-            RequestError, EngineDeadError, TimeoutError: as `client.Client` has them.
-        """
-        stream = await self.submit(prompt, params, stream=False, **options)
-        return await stream.result()
+    @overload
+    async def generate(
+        self, prompt: str | Sequence[int], params: Params = None, *, stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> wire.Final: ...  # fmt: skip
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: Params = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
+    ) -> "AsyncStream | wire.Final":
+        """Continue a text or token ids; as `client.Client.generate`."""
+        running = await self.submit(prompt, params, stream=stream, **options)
+        return running if stream else await running.whole()
+
+    @overload
+    async def chat(
+        self, messages: Messages, params: Params = None, *, stream: Literal[True], **options: Unpack[ChatOptions]
+    ) -> "AsyncStream": ...
+
+    @overload
+    async def chat(
+        self, messages: Messages, params: Params = None, *, stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> wire.Final: ...  # fmt: skip
 
     async def chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        **options: Any,
-    ) -> wire.Final:
-        """Answer a chat; arguments as `client.Client.chat` has them."""
-        stream = await self.submit_chat(
-            messages, params, stream=False, tools=tools, template_kwargs=template_kwargs,
-            continue_final_message=continue_final_message, **options,
-        )  # fmt: skip
-        return await stream.result()
+        self, messages: Messages, params: Params = None, *, stream: bool = False, **options: Unpack[ChatOptions]
+    ) -> "AsyncStream | wire.Final":
+        """Answer a chat; as `client.Client.chat`."""
+        running = await self.submit(messages, client_requests.chat_params(params), stream=stream, **options)
+        return running if stream else await running.whole()
 
-    async def submit_chat(
+    async def generate_batch(
         self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        **options: Any,
-    ) -> "AsyncStream":
-        """Start answering a chat; the stream of its deltas."""
-        chat = client_state.chat_options(tools, template_kwargs, continue_final_message)
-        return await self.submit(messages, client_state.chat_params(params), chat=chat, **options)
+        prompts: Sequence[wire.Prompt],
+        params: Params | Sequence[Params] = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[wire.Final]:
+        """Run many requests at once; as `client.Client.generate_batch`."""
+        batch: Batch[wire.Final] = Batch(prompts, params)
+
+        async def result(prompt: wire.Prompt, each: Params) -> wire.Final:
+            return await (await self.submit(prompt, each, stream=False, **options)).whole()
+
+        return await self._run(batch, result)
+
+    async def embed(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> wire.EmbedReply:
+        """The embedding of a text, token ids or a chat; as `client.Client.embed`. A task that is cancelled here aborts
+        the request."""
+        inbox, timeout_s = self._inbox(options.get("request_id")), options.get("timeout_s")
+        with self._state.freed_on_error(inbox):
+            await self._send(client_requests.embed_message(inbox.request_id, prompt, options))
+            try:
+                async with asyncio.timeout_at(deadline_after(timeout_s, asyncio.get_running_loop().time())):
+                    reply = await inbox.next()
+            except (asyncio.CancelledError, TimeoutError):
+                if self.is_live(inbox.request_id):
+                    await self.abort(inbox.request_id)
+                raise
+        raise_error(reply)
+        assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
+        return reply
+
+    async def embed_batch(
+        self, prompts: Sequence[wire.Prompt], **options: Unpack[EmbedOptions]
+    ) -> list[wire.EmbedReply]:
+        """Embed many prompts at once; as `client.Client.embed_batch`."""
+        batch: Batch[wire.EmbedReply] = Batch(prompts, None)
+        return await self._run(batch, lambda prompt, _: self.embed(prompt, **options))
+
+    async def _run(self, batch: Batch[T], result: "Callable[[wire.Prompt, Params], Awaitable[T]]") -> list[T]:
+        while wanted := batch.begin_round():
+            gate = asyncio.Semaphore(batch.window)
+            tasks = [
+                asyncio.ensure_future(self._one_of(batch, gate, index, partial(result, prompt, each)))
+                for index, prompt, each in wanted
+            ]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(batch.pause_s())
+        return batch.results()
+
+    async def _one_of(
+        self, batch: Batch[T], gate: asyncio.Semaphore, index: int, result: "Callable[[], Awaitable[T]]"
+    ) -> None:  # fmt: skip
+        async with gate:
+            try:
+                batch.finals[index] = await result()
+            except RequestError as error:
+                batch.refused(error)
 
     async def submit(
-        self,
-        prompt: wire.Prompt,
-        params: Params = None,
-        *,
-        stream: bool = True,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout_s: float | None = None,
-        add_special_tokens: bool | None = None,
-        chat: Mapping[str, Any] | None = None,
+        self, prompt: wire.Prompt, params: Params = None, *, stream: bool = True, **options: Unpack[ChatOptions]
     ) -> "AsyncStream":
-        """Start a request; arguments as `client.Client.submit` has them."""
-        inbox = self._inbox(request_id)
+        """Start a request; as `client.Client.submit`."""
+        inbox = self._inbox(options.get("request_id"))
         with self._state.freed_on_error(inbox):
-            message = client_state.generate_message(
-                inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
-                timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
-            )  # fmt: skip
+            message = client_requests.generate_message(inbox.request_id, prompt, params, stream=stream, options=options)
             await self._send(message)
-        return AsyncStream(self, inbox, timeout_s)
+        return AsyncStream(self, inbox, options.get("timeout_s"))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets its `Final` with what there is. Unknown ids are ignored."""
@@ -157,33 +234,27 @@ class AsyncClient:
 
     async def tokenize(self, prompt: str | Messages, *, add_special_tokens: bool | None = None) -> list[int]:
         """The token ids of a text or a chat."""
-        inbox = self._inbox()
-        message = wire.Tokenize(inbox.request_id, prompt, add_special_tokens)
-        return list((await self._ask(inbox, message, wire.TokenizeReply)).token_ids)
+        return await self._call(client_requests.tokenize(prompt, add_special_tokens))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        inbox = self._inbox()
-        message = wire.Detokenize(inbox.request_id, client_state.as_ids(token_ids), skip_special_tokens)
-        return (await self._ask(inbox, message, wire.DetokenizeReply)).text
+        return await self._call(client_requests.detokenize(token_ids, skip_special_tokens))
 
     async def status(self) -> wire.StatusReply:
         """How the engine is."""
-        inbox = self._inbox()
-        return await self._ask(inbox, wire.GetStatus(inbox.request_id), wire.StatusReply)
+        return await self._call(client_requests.STATUS)
 
     async def ping(self) -> float:
         """Seconds until the engine answers."""
-        inbox = self._inbox()
         started_s = time.monotonic()
-        await self._ask(inbox, wire.Ping(inbox.request_id), wire.Pong)
+        await self._call(client_requests.PING)
         return time.monotonic() - started_s
 
     async def close(self) -> None:
         """Close the connection; the engine aborts what is still running."""
         if not self._closed:
             self._closed = True
-            self._state.lost("this client is closed")
+            self._state.end_all(EngineDeadError("this client is closed"))
             self._monitor_reader.close()
             self._reader.close()
             self._socket.disable_monitor()
@@ -209,37 +280,42 @@ class AsyncClient:
         return inbox
 
     def _on_connection(self, event: list[bytes]) -> None:
-        if tells_connected(event):
-            self._connected.set()
-        else:
-            self._connected.clear()
+        if self._connection.note(event):
             while self._reader.drain():  # the engine's last words came before the end
                 pass
-            self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
+            self._state.end_all(self._connection.lost())
+        if self._connection.stands or self._connection.refusal:
+            self._settled.set()
+        else:
+            self._settled.clear()
 
     async def _send(self, message: wire.FromClient) -> None:
-        data = client_state.encoded(message)
+        data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
-        if not self._connected.is_set():
+        if not self._settled.is_set():
             try:
-                await asyncio.wait_for(self._connected.wait(), self.timeout_s)
+                await asyncio.wait_for(self._settled.wait(), self.timeout_s)
             except TimeoutError:
-                why = f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s"
-                raise EngineDeadError(why) from None
+                raise self._connection.unreachable(self.timeout_s) from None
+        if self._closed:
+            raise EngineDeadError("this client is closed")
+        if not self._connection.stands and self._connection.refusal:
+            raise self._connection.refusal
         self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
         self._reader.recheck()
 
-    async def _ask(self, inbox: AsyncInbox, message: wire.FromClient, kind: type[ReplyT]) -> ReplyT:
+    async def _call(self, call: Call[T, ReplyT], request_id: str | None = None) -> T:
+        inbox = self._inbox(request_id)
         with self._state.freed_on_error(inbox):
-            await self._send(message)
+            await self._send(call.message(inbox.request_id))
             try:
                 reply = await asyncio.wait_for(inbox.next(), self.timeout_s)
             except TimeoutError:
                 raise TimeoutError(f"the engine at {self.endpoint} is silent") from None
-        client_state.raise_error(reply)
-        assert isinstance(reply, kind), f"wanted {kind.__name__}, got {type(reply).__name__}"
-        return reply
+        raise_error(reply)
+        assert isinstance(reply, call.reply), f"wanted {call.reply.__name__}, got {type(reply).__name__}"
+        return call.value(reply)
 
 
 class AsyncStream:
@@ -257,8 +333,7 @@ class AsyncStream:
         self.final: wire.Final | None = None
         self._client = client
         self._inbox = inbox
-        slack_s = client_state.TIMEOUT_SLACK_S
-        self._deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + slack_s
+        self._deadline_s = deadline_after(timeout_s, asyncio.get_running_loop().time())
 
     def __aiter__(self) -> "AsyncStream":
         return self
@@ -267,7 +342,7 @@ class AsyncStream:
         if self.final is None:
             async with asyncio.timeout_at(self._deadline_s):
                 reply = await self._inbox.next()
-            client_state.raise_error(reply)
+            raise_error(reply)
             if isinstance(reply, wire.Delta):
                 return reply
             assert isinstance(reply, wire.Final), f"wanted Delta or Final, got {type(reply).__name__}"
@@ -280,6 +355,11 @@ class AsyncStream:
             pass
         assert self.final is not None
         return self.final
+
+    async def whole(self) -> wire.Final:
+        """The result, for whoever wants nothing else: the request is aborted if this is cancelled."""
+        async with self:
+            return await self.result()
 
     async def abort(self) -> None:
         """End the request; its end follows in the iteration."""

@@ -7,26 +7,39 @@
 
 Needs pyzmq and msgpack only. A client belongs to one thread at a time; connections are cheap, so give each thread its
 own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if no engine is at the
-endpoint or the connection is lost, `TimeoutError` if an answer does not come in time. After a loss the client connects
-again by itself: requests that were live are gone, new ones work.
+endpoint or the connection is lost, `AccessError` if the keys do not fit, `TimeoutError` if an answer does not come in
+time. After a loss the client connects again by itself: requests that were live are gone, new ones work.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeVar, Unpack, overload
 
 import zmq
 
 from common import client_messages as wire
 from common.errors import EngineDeadError, RequestError
-from common.sockets import connect_client, tells_connected
-from frontend import client_state
-from frontend.client_state import HELLO_ID, ClientState, Inbox, Params, Reply
+from common.keys import client_keys as read_client_keys
+from common.sockets import connect_client
+from frontend import client_requests
+from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
+from frontend.client_state import (
+    HELLO_ID,
+    ClientState,
+    Connection,
+    Inbox,
+    OwnKeys,
+    Reply,
+    ServerKey,
+    deadline_after,
+    raise_error,
+)
 
-Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 class Client:
@@ -36,45 +49,63 @@ class Client:
         endpoint: the engine's client endpoint, `tcp://host:port` or `ipc://path`.
         timeout_s: how long to wait for the engine to answer anything but a generation, the connection included.
         name: how the engine's log calls this client.
+        server_key: for an engine with `--client-keys`: its public key, or the file that holds it.
+        client_keys: this client's own: the file with its secret key, or the pair (public, secret).
 
     Attributes:
         welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
 
     Raises:
         EngineDeadError: nobody answers.
+        AccessError: the keys do not fit.
+        ConfigError: the keys cannot be read.
     """
 
-    def __init__(self, endpoint: str, *, timeout_s: float = 30.0, name: str = "") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        timeout_s: float = 30.0,
+        name: str = "",
+        server_key: ServerKey = None,
+        client_keys: OwnKeys = None,
+    ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
+        keys = read_client_keys(client_keys, server_key)
         self._state = ClientState()
+        self._connection = Connection(endpoint, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = connect_client(self._context, endpoint)
+        self._socket, self._monitor = connect_client(self._context, endpoint, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._closed = False
-        self._connected = False
         try:
-            self.welcome = self._ask(
-                self._state.open(HELLO_ID), wire.Hello(client_name=name), wire.Welcome, "does not answer"
-            )
+            self.welcome = self._call(client_requests.hello(name), HELLO_ID)
         except BaseException:
             self.close()
             raise
 
     @overload
     def generate(
-        self, prompt: str | Sequence[int], params: Params = None, *, stream: Literal[True], **options: Any
-    ) -> "Stream": ...
+        self, prompt: str | Sequence[int], params: Params = None, *, stream: Literal[True],
+        **options: Unpack[RequestOptions],
+    ) -> "Stream": ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompt: str | Sequence[int], params: Params = None, *, stream: Literal[False] = False, **options: Any
-    ) -> wire.Final: ...
+        self, prompt: str | Sequence[int], params: Params = None, *, stream: Literal[False] = False,
+        **options: Unpack[RequestOptions],
+    ) -> wire.Final: ...  # fmt: skip
 
     def generate(
-        self, prompt: str | Sequence[int], params: Params = None, *, stream: bool = False, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        params: Params = None,
+        *,
+        stream: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> "Stream | wire.Final":
         """Continue a text or token ids.
 
@@ -82,7 +113,7 @@ class Client:
             prompt: a text, or token ids.
             params: how to sample.
             stream: return a `Stream` of deltas at once, instead of the whole result at the end.
-            options: see `submit`.
+            options: see `RequestOptions`.
 
         Raises:
             RequestError, EngineDeadError, TimeoutError: see the module's docstring; a stream raises them on the way.
@@ -91,23 +122,18 @@ class Client:
         return running if stream else running.result()
 
     @overload
-    def chat(self, messages: Messages, params: Params = None, *, stream: Literal[True], **options: Any) -> "Stream": ...
+    def chat(
+        self, messages: Messages, params: Params = None, *, stream: Literal[True], **options: Unpack[ChatOptions]
+    ) -> "Stream": ...
 
     @overload
     def chat(
-        self, messages: Messages, params: Params = None, *, stream: Literal[False] = False, **options: Any
-    ) -> wire.Final: ...
+        self, messages: Messages, params: Params = None, *, stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> wire.Final: ...  # fmt: skip
 
     def chat(
-        self,
-        messages: Messages,
-        params: Params = None,
-        *,
-        stream: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        **options: Any,
+        self, messages: Messages, params: Params = None, *, stream: bool = False, **options: Unpack[ChatOptions]
     ) -> "Stream | wire.Final":
         """Answer a chat.
 
@@ -115,17 +141,16 @@ class Client:
             messages: each with `role` and `content`.
             params: how to sample; without a `max_tokens` the answer may fill the context.
             stream: return a `Stream` of deltas at once.
-            tools: JSON descriptions of functions, for the chat template.
-            template_kwargs: further variables of the chat template.
-            continue_final_message: go on with the last message instead of answering it.
-            options: see `submit`.
+            options: see `ChatOptions`.
         """
-        chat = client_state.chat_options(tools, template_kwargs, continue_final_message)
-        running = self.submit(messages, client_state.chat_params(params), stream=stream, chat=chat, **options)
+        running = self.submit(messages, client_requests.chat_params(params), stream=stream, **options)
         return running if stream else running.result()
 
     def generate_batch(
-        self, prompts: Sequence[wire.Prompt], params: Params | Sequence[Params] = None, **options: Any
+        self,
+        prompts: Sequence[wire.Prompt],
+        params: Params | Sequence[Params] = None,
+        **options: Unpack[ChatOptions],
     ) -> list[wire.Final]:
         """Run many requests at once; results in the order of the prompts.
 
@@ -134,61 +159,53 @@ class Client:
         Args:
             prompts: texts, token ids or chats.
             params: one for all, or one for each.
-            options: see `submit`.
+            options: see `ChatOptions`.
 
         Raises:
             RequestError: the first error of any of them, after the others were aborted; so is any other error.
         """
-        each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params for {len(prompts)} prompts")
-        finals: dict[int, wire.Final] = {}
-        while left := [index for index in range(len(prompts)) if index not in finals]:
-            served, full = self._run_round([(index, prompts[index], each[index]) for index in left], options)
-            finals |= served
-            if full is not None:
-                if not finals:
-                    raise full
-                time.sleep((full.retry_after_ms or 0) / 1000)
-        return [finals[index] for index in range(len(prompts))]
+        batch: Batch[wire.Final] = Batch(prompts, params)
+        return self._run(batch, lambda prompt, each: self.submit(prompt, each, stream=False, **options))
 
-    def _run_round(
-        self, wanted: Sequence[tuple[int, wire.Prompt, Params]], options: Mapping[str, Any]
-    ) -> tuple[dict[int, wire.Final], RequestError | None]:
-        """Results by index, and the refusal of those that found the queue full."""
-        streams: dict[int, Stream] = {}
-        finals: dict[int, wire.Final] = {}
-        full: RequestError | None = None
-        window = client_state.batch_window([params for _, _, params in wanted])
-        try:
-            for index, prompt, params in wanted:
-                while self._state.live_count >= window:
-                    self._pump(None)
-                streams[index] = self.submit(prompt, params, stream=False, **options)
-            for index, stream in streams.items():
-                try:
-                    finals[index] = stream.result()
-                except RequestError as error:
-                    if error.code != "queue_full":
-                        raise
-                    full = error
-        finally:
-            for stream in streams.values():
-                stream.close()
-        return finals, full
+    def embed(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> wire.EmbedReply:
+        """The embedding of a text, token ids or a chat.
+
+        Args:
+            prompt: what to embed.
+            options: see `EmbedOptions`.
+
+        Raises:
+            RequestError, EngineDeadError, TimeoutError: see the module's docstring.
+        """
+        with self.submit_embedding(prompt, **options) as running:
+            return running.result()
+
+    def embed_batch(self, prompts: Sequence[wire.Prompt], **options: Unpack[EmbedOptions]) -> list[wire.EmbedReply]:
+        """Embed many prompts at once; results in their order, errors as in `generate_batch`."""
+        batch: Batch[wire.EmbedReply] = Batch(prompts, None)
+        return self._run(batch, lambda prompt, _: self.submit_embedding(prompt, **options))
+
+    def _run(self, batch: Batch[T], start: "Callable[[wire.Prompt, Params], Running[T]]") -> list[T]:
+        while wanted := batch.begin_round():
+            running: dict[int, Running[T]] = {}
+            try:
+                for index, prompt, each in wanted:
+                    while self._state.live_count >= batch.window:
+                        self._pump(None)
+                    running[index] = start(prompt, each)
+                for index, request in running.items():
+                    try:
+                        batch.finals[index] = request.result()
+                    except RequestError as error:
+                        batch.refused(error)
+            finally:
+                for request in running.values():
+                    request.close()
+            time.sleep(batch.pause_s())
+        return batch.results()
 
     def submit(
-        self,
-        prompt: wire.Prompt,
-        params: Params = None,
-        *,
-        stream: bool = True,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout_s: float | None = None,
-        add_special_tokens: bool | None = None,
-        chat: Mapping[str, Any] | None = None,
+        self, prompt: wire.Prompt, params: Params = None, *, stream: bool = True, **options: Unpack[ChatOptions]
     ) -> "Stream":
         """Start a request and return at once.
 
@@ -196,21 +213,21 @@ class Client:
             prompt: a text, token ids, or chat messages.
             params: how to sample.
             stream: have the engine send deltas; without them the stream holds nothing but its result.
-            request_id: your own name for it, unique among this client's live requests; `auto:` begins those of others.
-            priority: lower goes first.
-            cache_salt: cached prefixes are shared only under the same salt.
-            timeout_s: seconds after which the engine ends the request with an error.
-            add_special_tokens: put BOS before the prompt as the tokenizer does; by default for texts, not for chats.
-            chat: chat options as the wire has them.
+            options: see `ChatOptions`.
         """
-        inbox = self._state.open(request_id)
+        inbox = self._state.open(options.get("request_id"))
         with self._state.freed_on_error(inbox):
-            message = client_state.generate_message(
-                inbox.request_id, prompt, params, stream=stream, priority=priority, cache_salt=cache_salt,
-                timeout_s=timeout_s, add_special_tokens=add_special_tokens, chat=chat,
-            )  # fmt: skip
-            self._send(message)
-        return Stream(self, inbox, timeout_s)
+            self._send(
+                client_requests.generate_message(inbox.request_id, prompt, params, stream=stream, options=options)
+            )
+        return Stream(self, inbox, options.get("timeout_s"))
+
+    def submit_embedding(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> "RunningEmbedding":
+        """Ask for an embedding and return at once; arguments as in `embed`."""
+        inbox = self._state.open(options.get("request_id"))
+        with self._state.freed_on_error(inbox):
+            self._send(client_requests.embed_message(inbox.request_id, prompt, options))
+        return RunningEmbedding(self, inbox, options.get("timeout_s"))
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets its `Final` with what there is. Unknown ids are ignored."""
@@ -218,26 +235,20 @@ class Client:
 
     def tokenize(self, prompt: str | Messages, *, add_special_tokens: bool | None = None) -> list[int]:
         """The token ids of a text or a chat."""
-        inbox = self._state.open()
-        message = wire.Tokenize(inbox.request_id, prompt, add_special_tokens)
-        return list(self._ask(inbox, message, wire.TokenizeReply).token_ids)
+        return self._call(client_requests.tokenize(prompt, add_special_tokens))
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        inbox = self._state.open()
-        message = wire.Detokenize(inbox.request_id, client_state.as_ids(token_ids), skip_special_tokens)
-        return self._ask(inbox, message, wire.DetokenizeReply).text
+        return self._call(client_requests.detokenize(token_ids, skip_special_tokens))
 
     def status(self) -> wire.StatusReply:
         """How the engine is."""
-        inbox = self._state.open()
-        return self._ask(inbox, wire.GetStatus(inbox.request_id), wire.StatusReply)
+        return self._call(client_requests.STATUS)
 
     def ping(self) -> float:
         """Seconds until the engine answers."""
-        inbox = self._state.open()
         started_s = time.monotonic()
-        self._ask(inbox, wire.Ping(inbox.request_id), wire.Pong)
+        self._call(client_requests.PING)
         return time.monotonic() - started_s
 
     def close(self) -> None:
@@ -261,17 +272,17 @@ class Client:
         """Whether a request's end has not come yet."""
         return not self._closed and self._state.is_live(request_id)
 
-    def next_reply(self, inbox: Inbox, deadline_s: float | None, what: str = "is silent") -> Reply:
+    def next_reply(self, inbox: Inbox, deadline_s: float | None) -> Reply:
         """Wait for a request's next reply; raises what it says if it is an error."""
         while not inbox.replies:
             wait_ms = None if deadline_s is None else math.ceil((deadline_s - time.monotonic()) * 1000)
             if self._closed:
                 raise EngineDeadError("this client is closed")
             if wait_ms is not None and wait_ms <= 0:
-                raise TimeoutError(f"the engine at {self.endpoint} {what}")
+                raise TimeoutError(f"the engine at {self.endpoint} is silent")
             self._pump(wait_ms)
         reply = inbox.replies.popleft()
-        client_state.raise_error(reply)
+        raise_error(reply)
         return reply
 
     def _pump(self, wait_ms: int | None) -> None:
@@ -287,30 +298,73 @@ class Client:
 
     def _look_at_connection(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._connected = tells_connected(self._monitor.recv_multipart())
-            if not self._connected:
+            if self._connection.note(self._monitor.recv_multipart()):
                 self._drain()  # the engine's last words came before the end
-                self._state.lost(f"the connection to the engine at {self.endpoint} is lost")
+                self._state.end_all(self._connection.lost())
 
     def _send(self, message: wire.FromClient) -> None:
-        data = client_state.encoded(message)
+        data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
         deadline_s = time.monotonic() + self.timeout_s
         self._look_at_connection()
-        while not self._connected:
+        while not self._connection.stands:
             wait_ms = math.ceil((deadline_s - time.monotonic()) * 1000)
+            if self._connection.refusal is not None:
+                raise self._connection.refusal
             if wait_ms <= 0 or not self._monitor.poll(wait_ms):
-                raise EngineDeadError(f"no engine can be reached at {self.endpoint} within {self.timeout_s:g} s")
+                raise self._connection.unreachable(self.timeout_s)
             self._look_at_connection()
         self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
 
-    def _ask(self, inbox: Inbox, message: wire.FromClient, kind: type[ReplyT], what: str = "is silent") -> ReplyT:
+    def _call(self, call: Call[T, ReplyT], request_id: str | None = None) -> T:
+        inbox = self._state.open(request_id)
         with self._state.freed_on_error(inbox):
-            self._send(message)
-            reply = self.next_reply(inbox, time.monotonic() + self.timeout_s, what)
-        assert isinstance(reply, kind), f"wanted {kind.__name__}, got {type(reply).__name__}"
+            self._send(call.message(inbox.request_id))
+            reply = self.next_reply(inbox, time.monotonic() + self.timeout_s)
+        assert isinstance(reply, call.reply), f"wanted {call.reply.__name__}, got {type(reply).__name__}"
+        return call.value(reply)
+
+
+class Running(Protocol[ResultT_co]):
+    """A request that is under way."""
+
+    def result(self) -> ResultT_co:
+        """Wait for the end."""
+
+    def close(self) -> None:
+        """Abort the request if it is still running."""
+
+
+class RunningEmbedding:
+    """One running request for an embedding.
+
+    Attributes:
+        request_id: the request's name.
+    """
+
+    def __init__(self, client: Client, inbox: Inbox, timeout_s: float | None) -> None:
+        self.request_id = inbox.request_id
+        self._client = client
+        self._inbox = inbox
+        self._deadline_s = deadline_after(timeout_s, time.monotonic())
+
+    def result(self) -> wire.EmbedReply:
+        """Wait for it; to be called once."""
+        reply = self._client.next_reply(self._inbox, self._deadline_s)
+        assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
         return reply
+
+    def close(self) -> None:
+        """Abort the request if it is still running."""
+        if self._client.is_live(self.request_id):
+            self._client.abort(self.request_id)
+
+    def __enter__(self) -> "RunningEmbedding":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Stream:
@@ -328,8 +382,7 @@ class Stream:
         self.final: wire.Final | None = None
         self._client = client
         self._inbox = inbox
-        slack_s = client_state.TIMEOUT_SLACK_S
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s + slack_s
+        self._deadline_s = deadline_after(timeout_s, time.monotonic())
 
     def __iter__(self) -> "Stream":
         return self

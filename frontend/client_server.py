@@ -11,9 +11,7 @@ requests is sent a Pong, which fails for the one that is not there.
 """
 
 import asyncio
-import hashlib
 import logging
-import struct
 from array import array
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -22,138 +20,24 @@ import zmq
 
 from common import client_messages as wire
 from common.errors import RequestError, WireError
-from common.sampling_params import SamplingParams
-from common.wire import array_bytes, pack
-from frontend.engine import ChatPrompt, Engine, Prompt
-from frontend.events import Delta, Final
-from frontend.request import Request
+from frontend.client_access import ClientAccess, key_of
+from frontend.client_records import ClientRecord, ClientSink, EmbedSink, error_reply
+from frontend.core import EMBEDDING_PARAMS
+from frontend.engine import Engine
+from frontend.prompt import ChatPrompt, Prompt
 from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536
 """Live requests of one client at most."""
-ROWS_LIMIT = 256
-"""Deltas in one message at most, so that the bound on waiting messages bounds memory."""
 FIRST_LOOK_S = 0.02
 LOOK_INTERVAL_S = 0.3
 LOOK_COUNT = 2
 """How often to look who is gone after a connection has ended: the socket learns of it a little after its monitor."""
 
-_INT32 = struct.Struct("<i")
 _FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
 _LAST_FRAME = int(zmq.NOBLOCK)
 
 logger = logging.getLogger(__name__)
-
-
-class ClientSink:
-    """Takes the events of one client's request.
-
-    Args:
-        client: who asked.
-        request_id: the client's name for it.
-        sample_count: how many outputs it is to have.
-    """
-
-    __slots__ = ("aborted", "client", "request", "request_id", "sample_count")
-
-    def __init__(self, client: "ClientRecord", request_id: str, sample_count: int) -> None:
-        self.client = client
-        self.request_id = request_id
-        self.sample_count = sample_count
-        self.request: Request | None = None  # None while the prompt is being encoded
-        self.aborted = False
-
-    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
-        """Put one more token into the client's next message."""
-        self.client.rows.append([self.request_id, sample_index, text, _INT32.pack(token_id), (), None, None])
-        self.client.touch()
-
-    def on_delta(self, delta: Delta) -> None:
-        """Put new output into the client's next message."""
-        self.client.rows.append(
-            [
-                self.request_id,
-                delta.sample_index,
-                delta.text,
-                array_bytes(delta.token_ids),
-                [entry.to_list() for entry in delta.logprobs],
-                delta.finish_reason,
-                delta.stop_reason,
-            ]
-        )
-        self.client.touch()
-
-    def on_final(self, final: Final) -> None:
-        """Put the end after it."""
-        usage = final.usage
-        self.client.end(
-            self.request_id,
-            wire.Final(
-                request_id=self.request_id,
-                samples=final.samples,
-                prompt_token_ids=final.prompt_token_ids,
-                prompt_logprobs=final.prompt_logprobs,
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=usage.completion_tokens,
-                cached_tokens=usage.cached_tokens,
-                arrived_at_s=final.timings.arrived_at_s,
-                first_token_s=final.timings.after_arrival(final.timings.first_token_s),
-                last_token_s=final.timings.after_arrival(final.timings.last_token_s),
-                finished_s=final.timings.after_arrival(final.timings.finished_s),
-            ),
-        )
-
-    def on_failed(self, error: RequestError) -> None:
-        """Put the error after it."""
-        self.client.end(self.request_id, error_reply(self.request_id, error))
-
-
-class ClientRecord:
-    """One client: its live requests, and what the next flush sends it.
-
-    Args:
-        server: whose client it is.
-        identity: the ROUTER's name for its connection.
-
-    Attributes:
-        key: names it in the log and to the scheduler; short, however long the identity is that it chose.
-        live: its requests that have not ended, by its own names.
-        task_count: its messages that are being worked on beside the loop.
-        gone: it could not be reached; a message that still comes from there gets a record of its own.
-    """
-
-    __slots__ = ("_server", "ends", "gone", "identity", "key", "live", "rows", "task_count")
-
-    def __init__(self, server: "ClientServer", identity: bytes) -> None:
-        self.identity = identity
-        self.key = hashlib.blake2b(identity, digest_size=8).hexdigest()
-        self.live: dict[str, ClientSink] = {}
-        self.rows: list[list[Any]] = []
-        self.ends: list[bytes] = []
-        self.task_count = 0
-        self.gone = False
-        self._server = server
-
-    def touch(self) -> None:
-        """Have the next flush send something to this client, and forget it if nothing of it is under way."""
-        if not self.gone:  # the identity may be that of a new record by now
-            self._server.touched[self.identity] = self
-
-    def end(self, request_id: str, reply: wire.Final | wire.ErrorReply) -> None:
-        """A request of this client is over; its last message goes out after its deltas."""
-        self.live.pop(request_id, None)
-        self.ends.append(reply.to_wire())
-        self.touch()
-
-    def messages(self) -> list[bytes]:
-        """What waits for this client, deltas first; empties it."""
-        waiting = [
-            pack([wire.Deltas.CODE, self.rows[start : start + ROWS_LIMIT]])
-            for start in range(0, len(self.rows), ROWS_LIMIT)
-        ]
-        waiting += self.ends
-        self.rows, self.ends = [], []
-        return waiting
 
 
 class ClientServer:
@@ -162,18 +46,24 @@ class ClientServer:
     Args:
         engine: does the work.
         socket: a bound ROUTER with ROUTER_MANDATORY; closed by `close`.
+        access: tells which clients may speak, where the socket has keys.
 
     Attributes:
         touched: clients that the next flush sends something to.
     """
 
-    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", access: ClientAccess | None = None) -> None:
         self.touched: dict[bytes, ClientRecord] = {}
         self._engine = engine
         self._socket = socket
         self._clients: dict[bytes, ClientRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reader = ZmqReader(socket, self._on_frames, self.flush)
+        self._access = access
+        self._reader = (
+            ZmqReader(socket, self._on_frames, self.flush)
+            if access is None
+            else ZmqReader(socket, self._on_keyed_frames, self.flush, copy=False)
+        )
         self._looks_left = 0
         self._next_look: asyncio.TimerHandle | None = None
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -250,11 +140,25 @@ class ClientServer:
 
     # -- messages in ---------------------------------------------------------------------------------------------------
 
-    def _on_frames(self, frames: list[bytes]) -> None:
-        identity, data = frames[0], frames[-1]
+    def _on_keyed_frames(self, frames: list[zmq.Frame]) -> None:
+        """Take a message whose sender had to show a key, which may have been revoked since."""
+        identity, *parts = [frame.bytes for frame in frames]
+        key = key_of(frames[-1])
+        if not key or self._access is None or self._access.allows(key):
+            self._on_frames([identity, *parts])
+            return
+        error = RequestError("this client's key was revoked", code="key_revoked", status=401)
+        self._reply(self._record_of(identity), error_reply(wire.request_id_of(parts[-1]), error))
+
+    def _record_of(self, identity: bytes) -> ClientRecord:
         client = self._clients.get(identity)
         if client is None:
-            client = self._clients[identity] = ClientRecord(self, identity)
+            client = self._clients[identity] = ClientRecord(self.touched, identity)
+        return client
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        identity, data = frames[0], frames[-1]
+        client = self._record_of(identity)
         client.touch()
         try:
             if len(frames) != 2:
@@ -277,6 +181,8 @@ class ClientServer:
         match message:
             case wire.Generate():
                 self._generate(client, message)
+            case wire.Embed():
+                self._embed(client, message)
             case wire.Abort():
                 self._abort(client, message.request_id)
             case wire.Tokenize():
@@ -319,7 +225,20 @@ class ClientServer:
     # -- one method per message ----------------------------------------------------------------------------------------
 
     def _generate(self, client: ClientRecord, message: wire.Generate) -> None:
-        request_id = message.request_id
+        self._check_new(client, message.request_id)
+        params = self._engine.make_params(message.params, model_defaults=message.model_defaults)
+        sink = ClientSink(client, message.request_id, params.n)
+        self._start_request(
+            sink, message, params=params, stream=message.stream, starts_text=message.is_chat
+        )  # fmt: skip
+
+    def _embed(self, client: ClientRecord, message: wire.Embed) -> None:
+        self._check_new(client, message.request_id)
+        pooling = self._engine.check_pooling(message.pooling)
+        sink = EmbedSink(client, message.request_id, 1)
+        self._start_request(sink, message, params=EMBEDDING_PARAMS, stream=False, pooling=pooling)
+
+    def _check_new(self, client: ClientRecord, request_id: str) -> None:
         if request_id in client.live:
             raise RequestError(
                 f"request id {request_id!r} is already in use by a live request of this client",
@@ -331,22 +250,21 @@ class ClientServer:
                 f"this client has {LIVE_LIMIT} live requests, the most there may be", code="too_many", status=429
             )
         self._engine.core.check_serving()
-        params = self._engine.make_params(message.params, model_defaults=message.model_defaults)
-        self._start_request(client, message, params)
 
-    def _start_request(self, client: ClientRecord, message: wire.Generate, params: SamplingParams) -> None:
-        sink = ClientSink(client, message.request_id, params.n)
+    def _start_request(self, sink: ClientSink, message: wire.Generate | wire.Embed, **options: Any) -> None:
+        """Encode the prompt and submit the request; `options` are those of `Core.submit`."""
+        client = sink.client
         prompt = prompt_of(message.prompt, message.chat)
         token_ids = self._engine.prompt_ids_now(prompt, message.add_special_tokens)
         if token_ids is not None:
-            self._submit(sink, message, token_ids, params)
+            self._submit(sink, message, token_ids, options)
             return
 
         async def encode_and_submit() -> None:
             try:
                 ids = await self._engine.prompt_ids(prompt, message.add_special_tokens)
                 if not sink.aborted:
-                    self._submit(sink, message, ids, params)
+                    self._submit(sink, message, ids, options)
             except Exception:
                 if sink.aborted:  # it has had its end
                     return
@@ -357,19 +275,21 @@ class ClientServer:
         self._start(client, message.request_id, encode_and_submit())
 
     def _submit(
-        self, sink: ClientSink, message: wire.Generate, token_ids: "array[int]", params: SamplingParams
+        self,
+        sink: ClientSink,
+        message: wire.Generate | wire.Embed,
+        token_ids: "array[int]",
+        options: dict[str, Any],
     ) -> None:
         sink.request = self._engine.core.submit(
             token_ids,
-            params,
-            sink,
-            stream=message.stream,
-            starts_text=message.is_chat,
+            sink=sink,
             priority=message.priority,
             client_key=sink.client.key,
             cache_salt=message.cache_salt,
             timeout_s=None if message.timeout_ms is None else message.timeout_ms / 1000,
             name=message.request_id,
+            **options,
         )
         sink.client.live[sink.request_id] = sink
 
@@ -381,7 +301,7 @@ class ClientServer:
         if sink.request is not None:
             self._engine.core.abort(sink.request.request_id)
         else:
-            client.end(request_id, _never_begun(request_id, sink.sample_count))
+            sink.on_never_begun()
 
     async def _tokenize(self, client: ClientRecord, message: wire.Tokenize) -> None:
         prompt = prompt_of(message.prompt, message.chat)
@@ -421,20 +341,8 @@ class ClientServer:
             self._engine.model_names,
             self._engine.core.live_count,
             {name: getattr(limits, name) for name in names} if limits else {},
-            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.step_totals_us(),
+            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.figures.step_totals_us(),
         )
-
-
-def error_reply(request_id: str, error: RequestError) -> wire.ErrorReply:
-    """An error as a message to the client."""
-    param = None if error.param is None else error.param[: wire.PARAM_LIMIT]
-    return wire.ErrorReply(request_id, error.code, str(error)[:8000], param, error.retry_after_ms, error.status)
-
-
-def _never_begun(request_id: str, sample_count: int) -> wire.Final:
-    """The end of a request that was aborted while its prompt was being encoded."""
-    samples = tuple(wire.SampleResult(index, "", array("i"), "abort") for index in range(sample_count))
-    return wire.Final(request_id=request_id, samples=samples, prompt_token_ids=array("i"))
 
 
 def prompt_of(prompt: wire.Prompt, chat: Any) -> Prompt:
@@ -456,5 +364,7 @@ def prompt_of(prompt: wire.Prompt, chat: Any) -> Prompt:
             raise RequestError(f"chat: unknown option {name!r}; known are {', '.join(kinds)}", param="chat")
         if not isinstance(value, kinds[name]):
             raise RequestError(f"chat.{name}: got {type(value).__name__}", param="chat")
+    if not all(isinstance(tool, dict) for tool in chat.get("tools") or []):
+        raise RequestError("chat.tools: wanted maps", param="chat")
     messages = [message for message in prompt if isinstance(message, Mapping)]
     return ChatPrompt(messages=messages, **chat)

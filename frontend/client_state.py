@@ -1,18 +1,21 @@
-"""What the two clients share: requests to send, replies sorted by request, ends of all kinds.
+"""What the two clients know: whether they are connected, and the replies that came, sorted by request.
 
 No sockets and no waiting: `client.Client` and `async_client.AsyncClient` bring those.
 """
 
 import contextlib
 import logging
-from array import array
+import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import zmq
+
 from common import client_messages as wire
-from common.errors import EngineDeadError, RequestError, TriremeError, WireError
-from common.sampling_params import SamplingParams
+from common.errors import AccessError, EngineDeadError, RequestError, TriremeError, WireError
+from common.keys import ClientKeys
+from common.sockets import connection_event
 
 HELLO_ID = ""
 """Where replies go that name no request: Welcome, and errors about unreadable messages."""
@@ -23,11 +26,13 @@ AUTOMATIC_PREFIX = "auto:"
 TIMEOUT_SLACK_S = 5.0
 """How much longer than a request's own timeout the client waits for its end."""
 
-BATCH_SAMPLES = 2048
-"""Samples of one batch that are under way at once: more than any engine runs, fewer than its queue takes."""
+REFUSALS_LIMIT = 3
+"""Handshakes that fail one after another before a client gives up; one may fail because the engine just ends."""
 
-Params = SamplingParams | Mapping[str, Any] | None
-"""Sampling parameters: complete, or only some by name (the model's own defaults fill in the rest), or none."""
+OwnKeys = str | os.PathLike[str] | Sequence[str] | None
+"""A client's keys: the file with its secret key, or the pair (public, secret)."""
+ServerKey = str | os.PathLike[str] | None
+"""The engine's public key, or the file that holds it."""
 Reply = wire.Delta | wire.ToClient | TriremeError
 
 logger = logging.getLogger(__name__)
@@ -119,23 +124,67 @@ class ClientState:
             return request_id or next(iter(self._live))  # the engine could not read a message: ours, there is no other
         return request_id
 
-    def lost(self, why: str) -> None:
+    def end_all(self, error: EngineDeadError) -> None:
         """The connection is gone: every live request ends."""
         live, self._live = self._live, {}
         for inbox in live.values():
-            inbox.put(EngineDeadError(why))
+            inbox.put(error)
 
 
-def encoded(message: wire.FromClient) -> bytes:
-    """A message as bytes.
+class Connection:
+    """What a client's socket has told about its connection.
 
-    Raises:
-        RequestError: it holds what the wire cannot carry: a set, a lone surrogate, an integer beyond 64 bits.
+    Args:
+        endpoint: the engine's.
+        keys: the client's.
+
+    Attributes:
+        stands: messages get through.
+        refusal: why there will be no connection, once that is clear.
     """
-    try:
-        return message.to_wire()
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"this request cannot be sent: {error}") from None
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+        self.stands = False
+        self.refusal: AccessError | None = None
+        self._endpoint = endpoint
+        self._keys = keys
+        self._failed_count = 0
+
+    def note(self, event: Sequence[bytes]) -> bool:
+        """Take one event of the socket's monitor; whether a connection that stood has ended with it."""
+        number = connection_event(event)
+        stood, self.stands = self.stands, number == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self.stands:
+            self._failed_count = 0
+        elif number == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.refusal = AccessError(f"the engine at {self._endpoint} does not let this client in: {self._who()}")
+        elif number != zmq.EVENT_DISCONNECTED:
+            self._failed_count += 1
+            final = number == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # ZeroMQ does not try again
+            if final or self._failed_count >= REFUSALS_LIMIT:
+                self.refusal = AccessError(f"the engine at {self._endpoint} does not take this client: {self._why()}")
+        return stood and not self.stands
+
+    def lost(self) -> EngineDeadError:
+        """What the requests get that were live when the connection ended."""
+        return EngineDeadError(f"the connection to the engine at {self._endpoint} is lost")
+
+    def unreachable(self, timeout_s: float) -> EngineDeadError:
+        """What a request gets that finds no connection."""
+        return EngineDeadError(f"no engine can be reached at {self._endpoint} within {timeout_s:g} s")
+
+    def _who(self) -> str:
+        return f"its key {self._keys.own.public.decode()} is not authorised" if self._keys else "it has no keys"
+
+    def _why(self) -> str:
+        if self._keys is None:
+            return "it wants keys (server_key, client_keys), or there is no engine"
+        return "the engine's key is another one than server_key, or it takes no keys"
+
+
+def deadline_after(timeout_s: float | None, now_s: float) -> float | None:
+    """When a client gives up on a request with this timeout: a little after the engine should have ended it."""
+    return None if timeout_s is None else now_s + timeout_s + TIMEOUT_SLACK_S
 
 
 def raise_error(reply: Reply) -> None:
@@ -143,10 +192,13 @@ def raise_error(reply: Reply) -> None:
 
     Raises:
         RequestError: the engine refused or ended the request.
+        AccessError: the client's key was revoked.
         EngineDeadError: the connection is gone.
     """
     if isinstance(reply, TriremeError):
         raise reply
+    if isinstance(reply, wire.ErrorReply) and reply.code == "key_revoked":
+        raise AccessError(reply.message)
     if isinstance(reply, wire.ErrorReply):
         raise RequestError(
             reply.message,
@@ -155,81 +207,3 @@ def raise_error(reply: Reply) -> None:
             status=reply.status,
             retry_after_ms=reply.retry_after_ms,
         )
-
-
-def generate_message(
-    request_id: str,
-    prompt: wire.Prompt,
-    params: Params,
-    *,
-    stream: bool,
-    priority: int = 0,
-    cache_salt: str = "",
-    timeout_s: float | None = None,
-    add_special_tokens: bool | None = None,
-    chat: Mapping[str, Any] | None = None,
-) -> wire.Generate:
-    """A request as a message; raises RequestError for parameters of the wrong kind."""
-    complete = isinstance(params, SamplingParams)
-    return wire.Generate(
-        request_id=request_id,
-        prompt=prompt,
-        params=params.to_wire() if isinstance(params, SamplingParams) else _params_to_wire(params or {}),
-        model_defaults=not complete,
-        stream=stream,
-        priority=priority,
-        cache_salt=cache_salt,
-        timeout_ms=None if timeout_s is None else max(1, round(timeout_s * 1000)),
-        add_special_tokens=add_special_tokens,
-        chat=chat or {},
-    )
-
-
-def _params_to_wire(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Some parameters by name; `logit_bias` as pairs, since the wire has no map with integer keys."""
-    if not isinstance(params, Mapping):
-        raise RequestError(f"params: wanted SamplingParams or a map, got {type(params).__name__}", param="params")
-    plain = dict(params)
-    if isinstance(bias := plain.get("logit_bias"), Mapping):
-        plain["logit_bias"] = [[token_id, value] for token_id, value in bias.items()]
-    return plain
-
-
-def chat_params(params: Params) -> Params:
-    """A chat's parameters: an answer may fill the context unless a limit is named."""
-    if params is None or isinstance(params, Mapping):
-        return {"max_tokens": None, **(params or {})}
-    return params
-
-
-def batch_window(params: Sequence[Params]) -> int:
-    """How many requests of a batch may be under way at once."""
-    counts = [each.n if isinstance(each, SamplingParams) else (each or {}).get("n", 1) for each in params]
-    greatest = max((count for count in counts if isinstance(count, int)), default=1)
-    return max(1, BATCH_SAMPLES // max(1, greatest))
-
-
-def chat_options(
-    tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None, continue_final_message: bool
-) -> dict[str, Any]:
-    """The options of a chat that differ from the defaults."""
-    options: dict[str, Any] = {}
-    if tools:
-        options["tools"] = [dict(tool) for tool in tools]
-    if template_kwargs:
-        options["template_kwargs"] = dict(template_kwargs)
-    if continue_final_message:
-        options["continue_final_message"] = True
-    return options
-
-
-def as_ids(token_ids: Sequence[int]) -> "array[int]":
-    """Token ids as int32.
-
-    Raises:
-        RequestError: an id that int32 cannot hold, or no integer.
-    """
-    try:
-        return array("i", token_ids)
-    except (OverflowError, TypeError) as error:
-        raise RequestError(f"token ids: {error}", param="token_ids") from None

@@ -11,17 +11,15 @@ then, and its number is not given out again meanwhile. What the scheduler says a
 ignored: an abort and the last tokens may cross on the way.
 """
 
-import dataclasses
 import logging
+import math
 import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from common.errors import RequestError
 from common.messages import (
-    STEP_PARTS,
     AbortRequests,
     AddRequest,
     EngineReady,
@@ -30,15 +28,19 @@ from common.messages import (
     RequestFailed,
     TokensOut,
 )
-from common.messages.fields import SHORT_IDS_LIMIT
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
+from frontend.figures import Figures
 from frontend.request import Request, Sample
+from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids
 from frontend.token_rows import Row, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
 
 Observer = Callable[[Request, str], None]
 """Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
@@ -59,6 +61,7 @@ class Core:
         state: `starting`, `serving`, `draining` or `dead`.
         limits: the engine's, once it is ready.
         stats: the last figures from the scheduler.
+        figures: what is counted here.
         observers: called when a request ends.
         error: why the engine is dead.
         token_count: output tokens since start.
@@ -78,8 +81,8 @@ class Core:
         self.state = "starting"
         self.limits: EngineReady | None = None
         self.stats = EngineStats()
-        self._part_totals_us = [0] * len(STEP_PARTS)
-        self.observers: list[Observer] = []
+        self.figures = Figures()
+        self.observers: list[Observer] = [self.figures.note_end]
         self.error = ""
         self.token_count = 0
         self._send = send
@@ -90,6 +93,7 @@ class Core:
         self._live: dict[int, Request] = {}
         self._next_id = 0
         self._abort_ids = array("i")
+        self._previous_s: list[float | None] = []  # when the samples of a step got their tokens before
 
     @property
     def live_count(self) -> int:
@@ -99,16 +103,6 @@ class Core:
     def arrival(self) -> Timings:
         """The timings of a request that arrives now."""
         return Timings(self._wall_clock(), self._clock())
-
-    def step_totals_us(self) -> dict[str, int]:
-        """Microseconds that each part of the steps took since start, as `step_<part>_us`."""
-        return {f"step_{part}_us": total for part, total in zip(STEP_PARTS, self._part_totals_us, strict=True)}
-
-    def _note_stats(self, stats: EngineStats) -> None:
-        step_count = stats.steps - self.stats.steps
-        for index, mean_us in enumerate(stats.parts_us):
-            self._part_totals_us[index] += mean_us * step_count
-        self.stats = stats
 
     # -- requests in ---------------------------------------------------------------------------------------------------
 
@@ -127,6 +121,7 @@ class Core:
         name: str = "",
         exact_max_tokens: bool = False,
         timings: Timings | None = None,
+        pooling: str = "",
     ) -> Request:
         """Check a request and send it to the scheduler.
 
@@ -143,14 +138,16 @@ class Core:
             name: what the asker calls the request, for the log.
             exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
             timings: from `arrival`, if work was done for the request before now.
+            pooling: ask for an embedding of the prompt, with `EMBEDDING_PARAMS`.
 
         Raises:
             RequestError: it cannot be served; nothing was sent and the sink will not be called.
         """
         limits = self.check_serving()
-        self._check_prompt(prompt_token_ids, limits)
-        params = self._complete(params, limits, len(prompt_token_ids), exact_max_tokens)
-        end_token_ids, bad_token_ids = self._end_token_ids(params, limits), self._bad_token_ids(params, limits)
+        check_prompt(prompt_token_ids, limits)
+        params = completed(params, limits, len(prompt_token_ids), self._random, exact_max_tokens=exact_max_tokens)
+        end_token_ids = known_end_token_ids(params, limits, self.tokenizer)
+        bad_token_ids = known_bad_token_ids(params, limits, self.tokenizer)
         params.check_sampleable(end_token_ids, bad_token_ids)
         timings = timings or self.arrival()
         request = Request(
@@ -164,19 +161,16 @@ class Core:
             starts_text=starts_text,
             timings=timings,
             name=name,
-        )
-        message = AddRequest(
-            request_id=request.request_id,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            end_token_ids=tuple(sorted(request.end_token_ids)),
-            bad_token_ids=bad_token_ids,
-            priority=priority,
             client_key=client_key,
-            cache_salt=cache_salt,
-            deadline_s=None if timeout_s is None else timings.arrived_at_s + timeout_s,
-            arrived_at_s=timings.arrived_at_s,
+            pooling=pooling,
         )
+        deadline_s = None if timeout_s is None else timings.arrived_at_s + timeout_s
+        message = AddRequest(
+            request_id=request.request_id, prompt_token_ids=prompt_token_ids, params=params,
+            end_token_ids=tuple(sorted(end_token_ids)), bad_token_ids=bad_token_ids, priority=priority,
+            client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
+            pooling=pooling,
+        )  # fmt: skip
         self._send(message.to_wire())
         timings.submitted_s = self._clock()
         self._live[request.request_id] = request
@@ -214,64 +208,6 @@ class Core:
         message, code, retry_after_ms = reasons[self.state]
         raise RequestError(message, code=code, status=503, retry_after_ms=retry_after_ms)
 
-    def _check_prompt(self, prompt_token_ids: "array[int]", limits: EngineReady) -> None:
-        count = len(prompt_token_ids)
-        if not count:
-            raise RequestError("the prompt is empty: wanted at least one token", param="prompt")
-        low, high = min(prompt_token_ids), max(prompt_token_ids)
-        if low < 0 or high >= limits.vocab_size:
-            raise RequestError(
-                f"the prompt holds the token id {low if low < 0 else high}; this model's ids are 0 to "
-                f"{limits.vocab_size - 1}",
-                param="prompt",
-            )
-        if count >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {count} tokens; this engine holds {limits.max_model_len} tokens of prompt and output "
-                f"together (--max-model-len)",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-
-    def _complete(
-        self, params: SamplingParams, limits: EngineReady, prompt_count: int, exact_max_tokens: bool
-    ) -> SamplingParams:
-        params.check_for_model(limits.vocab_size)
-        if params.stop and not params.detokenize:
-            raise RequestError("stop strings need detokenize; use stop_token_ids without it", param="stop")
-        room = limits.max_model_len - prompt_count
-        wanted = params.max_tokens
-        if exact_max_tokens and wanted is not None and wanted > room:
-            raise RequestError(
-                f"the prompt has {prompt_count} tokens and max_tokens is {wanted}; together that is more than the "
-                f"{limits.max_model_len} tokens this engine holds (--max-model-len)",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-        changes: dict[str, Any] = {}
-        if wanted is None or wanted > room:
-            changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
-        if params.seed is None:
-            changes["seed"] = self._random.getrandbits(63)
-        return dataclasses.replace(params, **changes) if changes else params
-
-    def _end_token_ids(self, params: SamplingParams, limits: EngineReady) -> set[int]:
-        """Without ids that the model lacks: folders name some, and tokens added to a tokenizer may be such."""
-        own = () if params.ignore_eos else self.tokenizer.end_token_ids
-        return set(params.stop_token_ids) | {token_id for token_id in own if token_id < limits.vocab_size}
-
-    def _bad_token_ids(self, params: SamplingParams, limits: EngineReady) -> tuple[tuple[int, ...], ...]:
-        """Without words that the model cannot sample: they need no ban."""
-        if not params.bad_words:
-            return ()
-        sequences = self.tokenizer.bad_word_ids(params)
-        longest = max(map(len, sequences), default=0)
-        if longest > SHORT_IDS_LIMIT:
-            raise RequestError(
-                f"bad_words: a word may have up to {SHORT_IDS_LIMIT} tokens, one has {longest}", param="bad_words"
-            )
-        return tuple(word for word in sequences if max(word) < limits.vocab_size)
-
     def _allot_id(self) -> int:
         while self._next_id in self._live:
             self._next_id = (self._next_id + 1) & INT32_MAX
@@ -287,7 +223,8 @@ class Core:
             case TokensOut():
                 self._take_tokens(message)
             case EngineStats():
-                self._note_stats(message)
+                self.stats = message
+                self.figures.note_stats(message)
             case RequestFailed():
                 self._take_failure(message)
             case EngineReady():
@@ -298,10 +235,12 @@ class Core:
     def _take_tokens(self, out: TokensOut) -> None:
         now = self._clock()
         simple = not (out.sample_indices or out.token_counts or out.cached_counts or out.finishes)
-        if simple and not (out.logprobs or out.prompt_logprobs):
+        if simple and not (out.preemption_counts or out.logprobs or out.prompt_logprobs):
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
             self._take_rows(out, now)
+        self.figures.note_gaps(now, self._previous_s)
+        self._previous_s.clear()
         if self._abort_ids:
             self._send_aborts()
 
@@ -322,7 +261,7 @@ class Core:
             return
         text = sample.add(token_id)
         self.token_count += 1
-        request.mark_token(now)
+        self._mark_token(request, sample, now)
         if sample.finish_reason is not None:
             request.stopped_early = True
             if request.stream:
@@ -333,6 +272,16 @@ class Core:
                 request.sink.on_token(sample.index, text, token_id)
             else:
                 self._emit(request, sample, text, (token_id,))
+
+    def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
+        """Note the time of a sample's new tokens."""
+        self._previous_s.append(sample.last_token_s)
+        sample.last_token_s = now_s
+        timings = request.timings
+        timings.last_token_s = now_s
+        if timings.first_token_s is None:
+            timings.first_token_s = now_s
+            self.figures.note_first_token(request)
 
     def _take_rows(self, out: TokensOut, now: float) -> None:
         for row in rows_of(out):
@@ -349,12 +298,27 @@ class Core:
         if row.prompt_logprobs:
             request.add_prompt_logprobs(row.prompt_logprobs)
         sample = request.samples[row.sample_index]
+        sample.preemption_count = max(sample.preemption_count, row.preemption_count)
+        if row.prefill_us >= 0 and request.timings.prefill_s is None:
+            request.timings.prefill_s = row.prefill_us / 1e6
         if row.finish is not None and row.finish.reason == "error":
             self._abort_ids.append(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
             self._fail(request, RequestError(detail, code="sample_failed", status=500))
+        elif request.pooling:
+            self._take_embedding(request, sample, row, now)
         elif sample.finish_reason is None:
             self._extend(request, sample, row, now)
+
+    def _take_embedding(self, request: Request, sample: Sample, row: Row, now: float) -> None:
+        """The end of a request for one; the row's token is nobody's."""
+        if row.embedding is None or not math.isfinite(math.hypot(*row.embedding)):
+            text = "the model's hidden states for this prompt were not numbers"
+            return self._fail(request, RequestError(text, code="sample_failed", status=500))
+        self._mark_token(request, sample, now)
+        request.embedding = row.embedding
+        sample.finish_reason = "stop"
+        self._sample_ended(request)
 
     def _break(self, request: Request, error: Exception) -> None:
         """Our own mistake costs the request it concerns, not those beside it."""
@@ -374,7 +338,7 @@ class Core:
         new_count = len(sample.token_ids) - old_count
         self.token_count += new_count
         if new_count:
-            request.mark_token(now)
+            self._mark_token(request, sample, now)
         if sample.finish_reason is not None:
             request.stopped_early |= row.finish is None
         elif row.finish is not None:

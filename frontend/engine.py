@@ -1,7 +1,7 @@
 """The engine as the frontend's asyncio code sees it: prompts in any form go in, streams of events come out.
 
 The HTTP API and the client socket are built on `Engine`; it knows neither. It adds to the core what takes time:
-encoding and chat templates in threads, and streams that a slow reader cannot make grow.
+encoding and chat templates (`text_work`), and streams that a slow reader cannot make grow.
 
     stream = await engine.generate(prompt, params)        raises RequestError before anything is promised
     async for event in stream:                            Delta* and one Final; raises RequestError if it fails later
@@ -13,52 +13,27 @@ Leaving the stream early (`aclose`, or the end of `async with stream`) aborts th
 import asyncio
 import math
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from common.config import EngineConfig
 from common.errors import ConfigError, RequestError
-from common.messages import EngineReady, EngineStats, Profile
+from common.messages import POOLINGS, EngineReady, EngineStats, Profile
 from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend import request_log
 from frontend.core import Core
 from frontend.events import Delta, Final
+from frontend.prompt import ChatPrompt, Prompt
 from frontend.recording import RecordedCore, RecorderLog
 from frontend.request import Request
+from frontend.text_work import TextWork
 from frontend.tokenizer import Tokenizer
 
-INLINE_TEXT_LIMIT = 512
-"""Texts up to this many characters are encoded on the spot: that takes less time than a thread's hand-over."""
-TOKENIZER_THREADS = 2
 TIMEOUT_LIMIT_S = 7 * 24 * 3600.0
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatPrompt:
-    """A chat, to be rendered with the model's template.
-
-    Attributes:
-        messages: maps with `role`, `content` and whatever else the template knows.
-        tools: JSON descriptions of functions.
-        template_kwargs: further variables for the template.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-Prompt = str | Sequence[int] | ChatPrompt
-"""A text, token ids, or a chat."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +55,18 @@ class RequestStream:
     A reader that is slower than the engine finds what came meanwhile merged into one delta per sample, so that what
     waits here never exceeds the request's own output.
 
+    Attributes:
+        request: what the core knows of it.
+        direct: for each sample, takes new text while the reader waits; False leaves it to the iteration. For readers
+            that want nothing else of what is on the way.
+
     Raises:
         RequestError: from the iteration, if the request fails after it was accepted.
     """
 
     def __init__(self, engine: "Engine") -> None:
         self.request: Request
+        self.direct: Sequence[Callable[[str], bool]] = ()
         self._engine = engine
         self._waiting: dict[int, Delta] = {}
         self._final: Final | None = None
@@ -146,6 +127,8 @@ class RequestStream:
 
     def on_token(self, sample_index: int, text: str, token_id: int) -> None:
         """One more token of a sample."""
+        if self.direct and self._is_awaited() and self.direct[sample_index](text):
+            return
         waiting = self._waiting.get(sample_index)
         if waiting is None:
             self._waiting[sample_index] = Delta(sample_index, text, array("i", (token_id,)))
@@ -156,6 +139,9 @@ class RequestStream:
 
     def on_delta(self, delta: Delta) -> None:
         """New output of a sample."""
+        is_direct = self.direct and delta.finish_reason is None and self._is_awaited()
+        if is_direct and self.direct[delta.sample_index](delta.text):
+            return
         waiting = self._waiting.get(delta.sample_index)
         if waiting is None:
             self._waiting[delta.sample_index] = delta
@@ -175,6 +161,10 @@ class RequestStream:
         """The request failed."""
         self._error = error
         self._awake()
+
+    def _is_awaited(self) -> bool:
+        """Whether the reader has dealt with all that came before."""
+        return not self._waiting and self._wake is not None and not self._wake.done()
 
     def _awake(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -208,7 +198,7 @@ class Engine:
         self.order_profile: Callable[[Profile], None] | None = None
         make_core = Core if recorder is None else partial(RecordedCore, RecorderLog(recorder))
         self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._texts = TextWork(config, tokenizer)
         if config.log.enable_log_requests:
             request_log.attach(self.core)
         self._defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
@@ -234,6 +224,7 @@ class Engine:
         name: str = "",
         exact_max_tokens: bool = False,
         add_special_tokens: bool | None = None,
+        pooling: str = "",
     ) -> RequestStream:
         """Start a request.
 
@@ -241,7 +232,7 @@ class Engine:
             prompt: a text, token ids, or a chat.
             params: see `make_params`.
             stream: whether deltas are wanted; without them the stream yields one `Final`.
-            priority, client_key, cache_salt, timeout_s, name, exact_max_tokens: as in `Core.submit`.
+            priority, client_key, cache_salt, timeout_s, name, exact_max_tokens, pooling: as in `Core.submit`.
             add_special_tokens: for texts: add BOS as the tokenizer does; by default for texts, not for chats.
 
         Raises:
@@ -255,9 +246,20 @@ class Engine:
             token_ids, params, events,
             stream=stream, starts_text=isinstance(prompt, ChatPrompt), priority=priority, client_key=client_key,
             cache_salt=cache_salt, timeout_s=check_timeout(timeout_s), name=name, exact_max_tokens=exact_max_tokens,
-            timings=timings,
+            timings=timings, pooling=pooling,
         )  # fmt: skip
         return events
+
+    def check_pooling(self, pooling: str | None) -> str:
+        """How embeddings are made: as asked for, or as the engine was told.
+
+        Raises:
+            RequestError: nothing that is known.
+        """
+        if pooling and pooling not in POOLINGS:
+            names = " or ".join(repr(name) for name in POOLINGS if name)
+            raise RequestError(f"pooling: wanted {names}, got {pooling!r:.80}", param="pooling")
+        return pooling or self.config.model.pooling
 
     def make_params(self, values: Mapping[str, Any], *, model_defaults: bool = True, **defaults: Any) -> SamplingParams:
         """Sampling parameters from what a client sent.
@@ -276,58 +278,29 @@ class Engine:
         """The token ids of a prompt in any form, int32.
 
         Raises:
-            RequestError: a chat that the template refuses, or ids that are no int32 numbers.
+            RequestError: a chat that the template refuses, ids that are no int32 numbers, or too much text at once.
         """
         if isinstance(prompt, ChatPrompt):
-            text = await self.render_chat(prompt)
-            return await self.encode(text, add_special_tokens=bool(add_special_tokens))
+            return await self._texts.encode_chat(prompt, add_special_tokens=bool(add_special_tokens))
         if isinstance(prompt, str):
-            return await self.encode(prompt, add_special_tokens=add_special_tokens is not False)
+            return await self._texts.encode(prompt, add_special_tokens=add_special_tokens is not False)
         return _as_ids(prompt)
 
     def prompt_ids_now(self, prompt: Prompt, add_special_tokens: bool | None = None) -> "array[int] | None":
-        """The token ids of a prompt that needs no thread; None for one that does."""
-        if isinstance(prompt, ChatPrompt) or (isinstance(prompt, str) and len(prompt) > INLINE_TEXT_LIMIT):
+        """The token ids of a prompt that takes no time; None for one that does."""
+        if isinstance(prompt, ChatPrompt):
             return None
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False)
+            return self._texts.encode_now(prompt, add_special_tokens=add_special_tokens is not False)
         return _as_ids(prompt)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids, in a thread.
+        """The text of token ids.
 
         Raises:
-            RequestError: ids below 0.
+            RequestError: ids that are none, or too much text at once.
         """
-        if any(token_id < 0 for token_id in token_ids):
-            raise RequestError("token ids are numbers from 0", param="token_ids")
-        return await self.in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
-        """Token ids of a text; a long text is encoded in a thread."""
-        if len(text) <= INLINE_TEXT_LIMIT:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self.in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-    async def render_chat(self, chat: ChatPrompt) -> str:
-        """A chat as text, by the model's template, in a thread.
-
-        Raises:
-            RequestError: no template, or it refuses the chat.
-        """
-        return await self.in_thread(
-            lambda: self.tokenizer.render_chat(
-                chat.messages,
-                tools=chat.tools,
-                add_generation_prompt=chat.add_generation_prompt,
-                continue_final_message=chat.continue_final_message,
-                template_kwargs=chat.template_kwargs,
-            )
-        )
-
-    def in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
-        """Run work that takes time in one of the tokenizer's threads."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -351,8 +324,8 @@ class Engine:
         return Health(self.core.state, self.core.error)
 
     def close(self) -> None:
-        """End the threads; work that has not begun is dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End threads and processes; work that has not begun is dropped."""
+        self._texts.close()
 
 
 def check_timeout(timeout_s: float | None) -> float | None:

@@ -31,6 +31,7 @@ class Timings:
         arrived_at_s: wall clock time of arrival.
         arrived_s, submitted_s, first_token_s, last_token_s, finished_s: monotonic clock, in seconds; None for what has
             not happened. Between arrival and submission the prompt is tokenized.
+        prefill_s: seconds from the first step that computed some of the prompt to the first token; None before.
     """
 
     arrived_at_s: float
@@ -39,6 +40,26 @@ class Timings:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
+    prefill_s: float | None = None
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds from submission to the first step that computed some of the prompt; None before the first token."""
+        if self.first_token_s is None or self.submitted_s is None or self.prefill_s is None:
+            return None
+        return max(0.0, self.first_token_s - self.submitted_s - self.prefill_s)
+
+    @property
+    def decode_s(self) -> float | None:
+        """Seconds from the first token to the last; None before the first."""
+        if self.first_token_s is None or self.last_token_s is None:
+            return None
+        return self.last_token_s - self.first_token_s
+
+    @property
+    def inference_s(self) -> float | None:
+        """Seconds of prefill and decode together; None before the first token."""
+        return None if self.prefill_s is None or self.decode_s is None else self.prefill_s + self.decode_s
 
     def after_arrival(self, time_s: float | None) -> float | None:
         """Seconds from arrival to one of the other times; None if it has not happened."""
@@ -53,6 +74,7 @@ class Final:
         samples: by index.
         prompt_token_ids: int32.
         prompt_logprobs: one entry per prompt token, the first None; or None if not asked for.
+        embedding: float32 [hidden size], of length 1, of a request that asked for one and was not aborted.
     """
 
     samples: tuple[SampleResult, ...]
@@ -60,6 +82,7 @@ class Final:
     prompt_token_ids: "array[int]"
     prompt_logprobs: "tuple[TokenLogprob | None, ...] | None"
     timings: Timings
+    embedding: "array[float] | None" = None
 
 
 class Sink(Protocol):

@@ -32,7 +32,7 @@ from common.client_messages import TokenLogprob
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
-from frontend.client_state import Params, chat_options
+from frontend.client_requests import Params
 
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 15.0
@@ -101,6 +101,31 @@ class RequestOutput:
     finished: bool = field(default=True)
 
 
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """A prompt's embedding: a vector of length 1."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The result of a request for an embedding.
+
+    Attributes:
+        prompt: the text, if the prompt was one.
+        prompt_token_count: how many tokens it has.
+        num_cached_tokens: how many of them came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    outputs: EmbeddingOutput
+    prompt_token_count: int
+    num_cached_tokens: int = 0
+    finished: bool = field(default=True)
+
+
 class LLM:
     """An engine of one's own.
 
@@ -140,7 +165,7 @@ class LLM:
             except BaseException:
                 self._finalizer()
                 raise
-        self.client = Client(ready["client_endpoint"], name="LLM")
+        self.client = Client(ready["local_endpoint"], name="LLM")
 
     def generate(
         self,
@@ -194,9 +219,34 @@ class LLM:
         """
         self._check_alive()
         conversations: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        chat = chat_options(tools, chat_template_kwargs, continue_final_message)
-        finals = self.client.generate_batch(conversations, sampling_params, chat=chat, **options)
+        finals = self.client.generate_batch(
+            conversations, sampling_params, tools=tools, template_kwargs=chat_template_kwargs,
+            continue_final_message=continue_final_message, **options,
+        )  # fmt: skip
         return [_output(final, None, number) for number, final in enumerate(finals)]
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = False, **options: Any
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed each prompt; all of them run together.
+
+        Args:
+            prompts, use_tqdm: as in `generate`.
+            options: as `Client.submit_embedding` has them: `pooling`, `priority`, `timeout_s`, ...
+
+        Raises:
+            RequestError, EngineDeadError: as in `generate`.
+        """
+        self._check_alive()
+        many = _as_many(prompts)
+        replies = self.client.embed_batch(many, **options)
+        return [
+            EmbeddingRequestOutput(
+                str(number), _text(prompt), EmbeddingOutput(reply.embedding.tolist()), reply.prompt_tokens,
+                reply.cached_tokens,
+            )
+            for number, (reply, prompt) in enumerate(zip(replies, many, strict=True))
+        ]  # fmt: skip
 
     def close(self) -> None:
         """Stop the engine."""
@@ -275,16 +325,17 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log:
 
 
 def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
-    """End the engine: the end of the pipe tells it to; a kill, if it does not listen."""
+    """End the engine: the end of the pipe tells it to; signals, if it does not listen. (One at the same time would be
+    the second wish to stop, which ends it without closing recordings.)"""
     with contextlib.suppress(OSError):
         os.close(parent_write_fd)
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    for insist in (process.terminate, process.kill):
+        try:
+            process.wait(STOP_TIMEOUT_S)
+            return
+        except subprocess.TimeoutExpired:
+            insist()
+    process.wait()
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
@@ -294,11 +345,16 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
     return prompts
 
 
-def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:
+def _text(prompt: Any) -> str | None:
+    """The prompt's text, if it was given as one."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def _output(final: wire.Final, prompt: Any, number: int) -> RequestOutput:
     return RequestOutput(
         request_id=str(number),
-        prompt=text if isinstance(text, str) else None,
+        prompt=_text(prompt),
         prompt_token_ids=list(final.prompt_token_ids),
         outputs=[
             CompletionOutput(

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import threading
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
@@ -25,6 +26,7 @@ from common.messages import EngineReady, PeerFailed, Profile, Stop, TokensOut, d
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
+from frontend.client_access import ClientAccess
 from frontend.client_server import ClientServer
 from frontend.engine import Engine
 from frontend.tokenizer import Tokenizer
@@ -79,8 +81,8 @@ class Frontend:
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
         requests = connect_push(self._context, config.endpoint("requests"))
         outputs = bind_pull(self._context, config.endpoint("outputs"))
-        endpoint = config.server.client_endpoint or config.endpoint("client")
-        router = bind_client_router(self._context, endpoint)
+        self._access = ClientAccess(self._context, Path(folder)) if (folder := config.server.client_keys) else None
+        router = self._bind_clients()
         self._client_endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         started_s = time.monotonic()
         tokenizer = Tokenizer.load(config.tokenizer_dir or config.model_dir, config.model.chat_template)
@@ -91,7 +93,7 @@ class Frontend:
         self._engine = Engine(config, tokenizer, send, self._recorder)
         self._engine.order_profile = link.profile
         self._traces: StepTraces | None = None
-        self._clients = ClientServer(self._engine, router)
+        self._clients = ClientServer(self._engine, router, self._access)
         self._outputs = outputs
         self._outputs_reader = ZmqReader(outputs, self._on_output, self._clients.flush)
         asyncio.get_running_loop().add_reader(link.wake_fd, self._on_orders)
@@ -110,6 +112,12 @@ class Frontend:
             await asyncio.sleep(DEAD_S)
         await self._finish(grace_s)
         return code
+
+    def _bind_clients(self) -> "zmq.Socket[bytes]":
+        local = self._config.endpoint("client")
+        endpoint = self._config.server.client_endpoint or local
+        keys = self._access.server_keys if self._access is not None else None
+        return bind_client_router(self._context, endpoint, keys, local)
 
     def _send_to_scheduler(self, data: bytes) -> None:
         self._requests.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
@@ -186,6 +194,8 @@ class Frontend:
             await self._http.stop(LAST_WORDS_S)
         asyncio.get_running_loop().remove_reader(self._link.wake_fd)
         self._clients.close()
+        if self._access is not None:
+            self._access.close()
         self._outputs_reader.close()
         self._outputs.close()
         self._requests.close(linger=1000)

@@ -84,7 +84,8 @@ class RecordedSink:
         ]
         prompt_logprobs = _lists(final.prompt_logprobs)
         usage_list = [usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens]
-        self._record(FINAL, samples, usage_list, prompt_logprobs)
+        embedding = None if final.embedding is None else array_bytes(final.embedding)
+        self._record(FINAL, samples, usage_list, prompt_logprobs, embedding)
         self._sink.on_final(final)
 
     def on_failed(self, error: RequestError) -> None:

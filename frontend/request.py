@@ -22,8 +22,8 @@ class Sample:
     """
 
     __slots__ = (
-        "_detokenizer", "_matcher", "_request", "finish_reason", "index", "logprobs", "pending", "stop_reason",
-        "text_parts", "token_ids",
+        "_detokenizer", "_matcher", "_request", "finish_reason", "index", "last_token_s", "logprobs", "pending",
+        "preemption_count", "stop_reason", "text_parts", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int) -> None:
@@ -35,6 +35,8 @@ class Sample:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.pending: Delta | None = None
+        self.last_token_s: float | None = None
+        self.preemption_count = 0
         self._request = request
         self._detokenizer = request.tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text
@@ -120,12 +122,15 @@ class Request:
         stream: whether the sink wants deltas.
         starts_text: the output starts a text of its own (a chat's answer) instead of going on from the prompt.
         timings: holds the time of arrival.
+        pooling: what is wanted is an embedding of the prompt, by this one of POOLINGS.
         name: what the asker calls it, for the log.
+        client_key: who the asker is.
     """
 
     __slots__ = (
-        "cached_count", "end_token_ids", "name", "open_count", "params", "prompt_logprobs", "prompt_token_ids",
-        "request_id", "samples", "sink", "starts_text", "stopped_early", "stops", "stream", "timings", "tokenizer",
+        "cached_count", "client_key", "embedding", "end_token_ids", "name", "open_count", "params", "pooling",
+        "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sink", "starts_text", "stopped_early", "stops",
+        "stream", "timings", "tokenizer",
     )  # fmt: skip
 
     def __init__(
@@ -141,6 +146,8 @@ class Request:
         starts_text: bool,
         timings: Timings,
         name: str = "",
+        pooling: str = "",
+        client_key: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -152,19 +159,15 @@ class Request:
         self.starts_text = starts_text
         self.timings = timings
         self.name = name
+        self.pooling = pooling
+        self.embedding: array[float] | None = None
+        self.client_key = client_key
         self.stops = StopStrings(params.stop) if params.stop else None
         self.cached_count = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.samples = [Sample(self, index) for index in range(params.n)]
         self.open_count = params.n
         self.stopped_early = False  # a stop string ended a sample that the scheduler still runs
-
-    def mark_token(self, now_s: float) -> None:
-        """Note the time of new tokens."""
-        timings = self.timings
-        timings.last_token_s = now_s
-        if timings.first_token_s is None:
-            timings.first_token_s = now_s
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Take the log probabilities of the prompt's tokens, from the second on."""
@@ -187,6 +190,17 @@ class Request:
         )
         return TokenLogprob(token_id, text, tokenizer.token_bytes(token_id), entry.logprob, entry.rank, top)
 
+    @property
+    def preemption_count(self) -> int:
+        """How often its samples lost their place and got it back."""
+        return sum(sample.preemption_count for sample in self.samples)
+
+    def mean_gap_s(self) -> float | None:
+        """Mean seconds between tokens, of the longest sample; None if none has two."""
+        longest = max(len(sample.token_ids) for sample in self.samples)
+        decode_s = self.timings.decode_s
+        return None if longest < 2 or decode_s is None else decode_s / (longest - 1)
+
     def usage(self) -> Usage:
         """Tokens so far."""
         output_count = sum(len(sample.token_ids) for sample in self.samples)
@@ -198,4 +212,4 @@ class Request:
         if self.params.prompt_logprobs is not None and prompt_logprobs is None:
             prompt_logprobs = (None,) * len(self.prompt_token_ids)
         samples = tuple(sample.result() for sample in self.samples)
-        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings)
+        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings, self.embedding)

@@ -3,6 +3,7 @@
 Pure functions; `core.Core` calls them for every step that is not the plain one-token-each.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,21 +13,28 @@ from frontend.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of TokensOut with everything that belongs to it; `logprobs` by index into `token_ids`."""
+    """One row of TokensOut with everything that belongs to it; `logprobs` by index into `token_ids`.
+
+    Of what only some rows have, the others hold 0, -1 for `prefill_us`.
+    """
 
     request_id: int
     sample_index: int
     token_ids: Sequence[int]
     finish: SampleFinish | None
     cached_count: int
+    prefill_us: int
+    preemption_count: int
     logprobs: dict[int, TokenLogprobs]
     prompt_logprobs: tuple[TokenLogprobs, ...]
+    embedding: "array[float] | None" = None
 
 
 def rows_of(out: TokensOut) -> Iterator[Row]:
     """The rows of a message, in order."""
     finishes = {finish.row_index: finish for finish in out.finishes}
     prompt_logprobs = dict(out.prompt_logprobs)
+    embeddings = dict(out.embeddings)
     logprobs = {entry.row_index: entry for entry in out.logprobs}
     start = 0
     for index, request_id in enumerate(out.request_ids):
@@ -37,8 +45,11 @@ def rows_of(out: TokensOut) -> Iterator[Row]:
             out.token_ids[start:end],
             finishes.get(index),
             out.cached_counts[index] if out.cached_counts else 0,
+            out.prefill_us[index] if out.prefill_us else -1,
+            out.preemption_counts[index] if out.preemption_counts else 0,
             {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
             prompt_logprobs.get(index, ()),
+            embeddings.get(index),
         )
         start = end
 

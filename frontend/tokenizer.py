@@ -21,6 +21,7 @@ from common.errors import ConfigError, RequestError
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, WindowDetokenizer
+from frontend.prompt import ChatPrompt
 
 GENERATION_DEFAULTS = {
     "temperature": "temperature",
@@ -185,6 +186,16 @@ class Tokenizer:
         except Exception as error:  # templates raise whatever they like
             raise RequestError(f"the chat template refuses this chat: {error}", param="messages") from None
         return str(rendered[0][0])
+
+    def render(self, chat: ChatPrompt) -> str:
+        """A chat as text, by the model's own template; raises as `render_chat`."""
+        return self.render_chat(
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            template_kwargs=chat.template_kwargs,
+        )
 
     def template_text(self, *, with_tools: bool) -> str:
         """The chat template; empty if the model has none."""

@@ -8,6 +8,7 @@ sends on the socket calls `recheck` afterwards.
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -22,17 +23,21 @@ class ZmqReader:
         socket: read by nobody else.
         handle: takes the frames of each message; what it raises goes to the loop, and reading goes on after it.
         after_slice: called after each run of messages.
+        copy: hand over bytes; without it, `zmq.Frame` objects, which know more about where they came from.
     """
 
     def __init__(
         self,
         socket: "zmq.Socket[bytes]",
-        handle: Callable[[list[bytes]], None],
+        handle: Callable[[Any], None],
         after_slice: Callable[[], None] = lambda: None,
+        *,
+        copy: bool = True,
     ) -> None:
         self._socket = socket
         self._handle = handle
         self._after_slice = after_slice
+        self._copy = copy
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.get(zmq.FD))
         self._scheduled = False
@@ -48,7 +53,7 @@ class ZmqReader:
         more = True
         try:
             for _ in range(SLICE_LIMIT):
-                self._handle(self._socket.recv_multipart(zmq.NOBLOCK))
+                self._handle(self._socket.recv_multipart(zmq.NOBLOCK, self._copy))
         except zmq.Again:
             more = False
         finally:

@@ -50,15 +50,12 @@ from kernels.decode_tile import (
     is_native,
     merge_parts,
     merge_sizes,
-    prefetch_lines,
     query_parts,
     scores_of,
-    split_sums,
     whole_sums,
 )
 from kernels.kv_format import cache_format, vector_bytes
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
-from kernels.new_token import NewTokens, new_queries, stored_new_token
 from kernels.paged_kv import (
     LOG2_E,
     attend_row,
@@ -70,7 +67,6 @@ from kernels.paged_kv import (
     soft_capped,
     wanted,
 )
-from kernels.qk_norm_rope_store import norm_gains, rotation
 
 MAX_ROWS = 1024
 MAX_GROUP = 128
@@ -117,7 +113,6 @@ class DecodePlan:
     rows_tile: int
     min_tiles: int
     start_tiles: int
-    ahead_tiles: int
     num_warps: int
     num_stages: int
     max_registers: int | None
@@ -137,7 +132,6 @@ def launch_plan(
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
     start_tiles: int | None = None,
-    ahead_tiles: int = 2,
     num_warps: int | None = None,
     num_stages: int | None = None,
     max_registers: int | None = None,
@@ -167,7 +161,6 @@ def launch_plan(
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
         start_tiles=start_tiles,
-        ahead_tiles=ahead_tiles,
         num_warps=num_warps,
         num_stages=num_stages,
         max_registers=max_registers,
@@ -189,20 +182,18 @@ def bytes_moved(
 @triton.jit
 def _decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
-    counters_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_weight_ptr, key_weight_ptr,
-    max_rows, output_stride, query_stride, table_stride, scale_log2, soft_cap, eps,
+    counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
+    soft_cap,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-    HAS_ROW_COUNT: tl.constexpr, FUSED: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, TILE: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr,
-    START_TILES: tl.constexpr, AHEAD_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_ROW_COUNT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
+    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     let_next_start(PDL)
-    if not FUSED:
-        wait_for_inputs(PDL)
+    wait_for_inputs(PDL)
 
     # 1. Lay all tiles of all rows on one line and take an equal piece of it.
     rows = tl.arange(0, ROWS_TILE)
@@ -213,10 +204,7 @@ def _decode_kernel(
     slots = tl.load(slots_ptr + rows, mask=is_row, other=-1)
     lengths = tl.load(lengths_ptr + rows, mask=is_row, other=0)
     lengths = tl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
-    if FUSED:  # the new token is no part of a tile, but every row has one tile at least, which may be empty
-        tile_counts = tl.where(lengths > 0, tl.maximum(tl.cdiv(lengths - 1, TILE), 1), 0)
-    else:
-        tile_counts = tl.cdiv(lengths, TILE)
+    tile_counts = tl.cdiv(lengths, TILE)
     if WINDOW > 0:
         tile_counts -= tl.maximum(lengths - WINDOW, 0) // TILE
     ends = tl.cumsum(tl.where(tile_counts > 0, tile_counts + START_TILES, 0), axis=0)
@@ -233,7 +221,6 @@ def _decode_kernel(
     tile_places = tl.arange(0, TILE)
     # A tile is loaded as elements, or as pairs of 8-bit elements; keys that are multiplied singly, as elements.
     WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
-    LINES: tl.constexpr = DIM_TILE // 64 if FORMAT == 0 else (DIM_TILE + 64) // 128  # cache lines of a vector, 2^n
     units = tl.arange(0, DIM_TILE if FORMAT == 0 else DIM_TILE // 2)
     is_unit = (units < WIDTH)[None, :]  # edge: head dims that are no power of two
     DTYPE: tl.constexpr = query_ptr.dtype.element_ty
@@ -247,17 +234,11 @@ def _decode_kernel(
         # 2. Locate: which row and head, and which of its tiles are in this piece.
         row, row_start = row_of_work(work, ends, KV_HEADS)
         length = tl.load(lengths_ptr + row)
-        slot = tl.load(slots_ptr + row)
-        table_ptr = tables_ptr + slot.to(tl.int64) * table_stride
-        stored_length = length
-        if FUSED:
-            stored_length = length - 1
+        table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
         first_position = 0
         if WINDOW > 0:
             first_position = (tl.maximum(length - WINDOW, 0) // TILE) * TILE
-        row_tiles = tl.cdiv(stored_length - first_position, TILE)
-        if FUSED:
-            row_tiles = tl.maximum(row_tiles, 1)
+        row_tiles = tl.cdiv(length - first_position, TILE)
         head = (work - row_start) // (row_tiles + START_TILES)
         segment_start = row_start + head * (row_tiles + START_TILES) + START_TILES
         segment_end = tl.minimum(work_end, segment_start + row_tiles)
@@ -267,62 +248,29 @@ def _decode_kernel(
 
         maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
         normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
-        if FUSED:
-            # 3. What earlier steps have written is asked for while the kernel ahead still runs.
-            if AHEAD_TILES > 0 and PDL and work == program * piece:
-                for ahead in tl.static_range(AHEAD_TILES):
-                    asked = positions + ahead * TILE
-                    is_ahead = (asked < stored_length) & (first_tile + ahead < tile_end)
-                    blocks = tl.load(table_ptr + asked // BLOCK_SIZE, mask=is_ahead, other=0)
-                    offsets = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + asked % BLOCK_SIZE
-                    lines = (tl.where(is_ahead, offsets, 0) * WIDTH)[:, None] + 64 * tl.arange(0, LINES)[None, :]
-                    prefetch_lines(key_tiles_ptr + lines * (2 if SINGLE else 1), PDL)
-                    prefetch_lines(value_tiles_ptr + lines, PDL)
-            new_block = tl.load(table_ptr + stored_length // BLOCK_SIZE).to(tl.int64)
-            rope_row = rope_ptr + stored_length.to(tl.int64) * (2 * HALF)
-            cos, sin = rotation(rope_row, dims, HALF)
-            gain, partner_gain = norm_gains(query_weight_ptr, dims, HEAD_DIM, HALF, HAS_NORM)
-            wait_for_inputs(PDL)
-            # 4. The queries; and the new token, which the first tile's program stores and attends to.
-            source = query_ptr + row.to(tl.int64) * query_stride
-            query = new_queries(source, head, dims, is_dim, gain, partner_gain, cos, sin, eps,
-                                GROUP, HEAD_DIM, HALF, HAS_NORM, GROUP_ROWS)  # fmt: skip
-            accumulator = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=tl.float32)
-            if (first_tile == 0) & (tile_end > 0):
-                place = (new_block * KV_HEADS + head) * BLOCK_SIZE + stored_length % BLOCK_SIZE
-                gain, partner_gain = norm_gains(key_weight_ptr, dims, HEAD_DIM, HALF, HAS_NORM)
-                new_key, new_value = stored_new_token(
-                    source, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, head, place, dims, is_dim[None, :],
-                    gain, partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
-                )  # fmt: skip
-                maximum = tl.sum(query.to(tl.float32) * new_key, axis=1) * scale_log2
-                normaliser = tl.full([GROUP_ROWS], 1.0, dtype=tl.float32)
-                accumulator += new_value
-            even_sums, odd_sums = split_sums(accumulator, FORMAT, NATIVE)
-        else:
-            query_places = query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places
-            query = tl.load(query_places, mask=is_query, other=0.0)
-            even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
-            odd_sums = even_sums
+        query_places = query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places
+        query = tl.load(query_places, mask=is_query, other=0.0)
+        even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
+        odd_sums = even_sums
         first_query, second_query, query_unit = query_parts(query, FORMAT, NATIVE, SINGLE)
 
-        # 5. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
+        # 3. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
         # scales, which are too short for the compiler to do it.
         in_block = positions % BLOCK_SIZE
         if TILE % BLOCK_SIZE == 0:  # tiles are aligned to blocks
             in_block = tile_places % BLOCK_SIZE
-        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < stored_length, other=0)
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < length, other=0)
         key_scale, value_scale = blocks, blocks
         if FORMAT > 0:
             scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + in_block
-            key_scale = tl.load(key_scales_ptr + scale_places, mask=positions < stored_length, other=0.0)
-            value_scale = tl.load(value_scales_ptr + scale_places, mask=positions < stored_length, other=0.0)
+            key_scale = tl.load(key_scales_ptr + scale_places, mask=positions < length, other=0.0)
+            value_scale = tl.load(value_scales_ptr + scale_places, mask=positions < length, other=0.0)
         for tile in range(first_tile, tile_end):
-            is_token = positions < stored_length  # edge: the row's last tile
+            is_token = positions < length  # edge: the row's last tile
             offsets = blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * WIDTH) + (head * BLOCK_SIZE + in_block) * WIDTH
             places = offsets[:, None] + units[None, :]
             next_positions = positions + TILE
-            is_next = (next_positions < stored_length) & (tile + 1 < tile_end)  # edge: no tile follows
+            is_next = (next_positions < length) & (tile + 1 < tile_end)  # edge: no tile follows
             if TILE % BLOCK_SIZE != 0:
                 in_block = next_positions % BLOCK_SIZE
             blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=is_next, other=0)
@@ -345,7 +293,7 @@ def _decode_kernel(
             if WINDOW > 0:
                 is_seen = is_seen & (positions >= length - WINDOW)  # edge: the window's first tile
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
-            # Every tile holds a seen position, or the new token was seen before, so the new maximum is finite.
+            # Every tile holds a seen position, so the new maximum is finite.
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
@@ -359,7 +307,7 @@ def _decode_kernel(
             positions = next_positions
         accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
 
-        # 6. Store: a whole (row, head) at once, or this piece's part of it.
+        # 4. Store: a whole (row, head) at once, or this piece's part of it.
         output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
         if (first_tile == 0) & (tile_end == row_tiles):
             result = accumulator * (1.0 / normaliser)[:, None]
@@ -380,15 +328,14 @@ def _decode_kernel(
             tl.debug_barrier()  # all threads' parts are written before the counter says so
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == part_count - 1:
-                # 7. Merge: the last to arrive reads every part.
+                # 5. Merge: the last to arrive reads every part.
                 tl.store(counter_ptr, 0)
                 # A (row, head) starts inside its first program's piece and at the start of every later one's.
                 merge_parts(output_places, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
                             GROUP, HEAD_DIM, GROUP_ROWS, DIM_TILE, MERGE_PARTS, MERGE_GROUP)  # fmt: skip
         work = segment_end
 
-    # 8. Rows without tokens get zeros.
-    wait_for_inputs(PDL)
+    # 6. Rows without tokens get zeros.
     for empty in range(program, row_count, programs):
         if (tl.load(slots_ptr + empty) < 0) | (tl.load(lengths_ptr + empty) <= 0):
             for head in range(KV_HEADS):
@@ -425,37 +372,28 @@ def decode_attention(
     decode_row_count: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
-    new: NewTokens | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the attention of the decode rows to `output` (layout table in the module's docstring).
 
     `plan` is `launch_plan` of the bucket; `partials` and `counters` are its workspace, shared by calls that follow one
     another on a stream. `decode_row_count`, an int32 device scalar [1], says how many leading rows are decode rows;
-    None: all. `pdl` launches while the previous kernel still runs and waits for it inside. With `new`, `query` is the
-    product qkv [rows, (query_heads + 2 kv_heads) head_dim] of each row's new token, whose key and value are stored
-    here. Neither allocates nor synchronises. Raises ValueError naming the argument, what was wanted and what came.
+    None: all. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
+    synchronises. Raises ValueError naming the argument, what was wanted and what came.
     """
     shape = check_paged_inputs(
-        output, query if new is None else output, key_cache, value_cache, block_tables, row_slots, context_lengths,
-        key_scales, value_scales,
-    )  # fmt: skip
+        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
+    )
     check_options(scale, sliding_window, soft_cap)
-    if new is not None:
-        new.check(query, output, shape.kv_heads)
-        wanted(sliding_window == 0, "sliding_window", "0 (none) where new tokens are stored", sliding_window)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
     merge_parts_count, merge_group = merge_sizes(shape.group, plan.dim_tile)
-    rope_table, has_norm = (None, False) if new is None else (new.rope_table, new.q_weight is not None)
     options = launch_options(output) if pdl else {"PDL": False}
     _decode_kernel[(plan.program_count,)](
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
         partials, counters, key_scales, value_scales,
-        rope_table, new.q_weight if new else None, new.k_weight if new else None,
         max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E, soft_cap,
-        new.eps if new else 0.0,
         FORMAT=cache_format(key_cache.dtype),
         NATIVE=is_native(query, key_cache),
         SINGLE=has_single_keys(query, key_cache),
@@ -466,16 +404,12 @@ def decode_attention(
         WINDOW=sliding_window,
         HAS_SOFT_CAP=soft_cap > 0,
         HAS_ROW_COUNT=decode_row_count is not None,
-        FUSED=new is not None,
-        HALF=0 if rope_table is None else rope_table.shape[1] // 2,
-        HAS_NORM=has_norm,
         TILE=plan.tile_tokens,
         GROUP_ROWS=plan.group_rows,
         DIM_TILE=plan.dim_tile,
         ROWS_TILE=plan.rows_tile,
         MIN_TILES=plan.min_tiles,
         START_TILES=plan.start_tiles,
-        AHEAD_TILES=plan.ahead_tiles,
         MERGE_PARTS=merge_parts_count,
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,

@@ -57,9 +57,9 @@ from kernels.fused_decode_parts import fused_decode_parts_kernel
 from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
-from kernels.new_token import NewTokens, new_queries, stored_new_token
+from kernels.new_token import NewTokens, new_queries, norm_gains, rotation, stored_new_token
 from kernels.paged_kv import LOG2_E, attend_row, gather_row
-from kernels.qk_norm_rope_store import norm_gains, qk_norm_rope_store_reference, rotation
+from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
 GROUP_ROWS = 16  # query rows of a tensor core's tile

@@ -23,8 +23,7 @@ from kernels.decode_tile import (
     whole_sums,
 )
 from kernels.launch import let_next_start, wait_for_inputs
-from kernels.new_token import new_queries, repeated, stored_new_token
-from kernels.qk_norm_rope_store import norm_gains, rotation
+from kernels.new_token import new_queries, norm_gains, repeated, rotation, stored_new_token
 
 
 @triton.jit

@@ -19,16 +19,21 @@ from kernels.kv_format import SCALE_DTYPE, TOPS, scales_shape
 
 
 @triton.jit
-def quantised(x, FORMAT: tl.constexpr):
-    """Float32 vectors [N, D] -> (elements [N, D] of the format's type, float16 scales [N]). Padding must hold zeros."""
+def quantising_scale(largest, FORMAT: tl.constexpr):
+    """(float16 scales, what elements are divided by) from the largest magnitude of each vector."""
     TOP: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
-    largest = tl.max(tl.abs(x), axis=1)
     # Division by a constant is a multiplication to the compiler, and off by one rounding.
     scale = tl.div_rn(largest, tl.full(largest.shape, TOP, tl.float32))
     scale = tl.minimum(tl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(tl.float16)
     is_zero = largest == 0.0
     scale = tl.where(is_zero, tl.zeros_like(scale), scale)
-    divisor = tl.where(is_zero, 1.0, scale.to(tl.float32))
+    return scale, tl.where(is_zero, 1.0, scale.to(tl.float32))
+
+
+@triton.jit
+def quantised_elements(x, divisor, FORMAT: tl.constexpr):
+    """Float32 vectors [N, D] over their divisors [N] as elements of the format's type."""
+    TOP: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
     level = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
     level = tl.minimum(tl.maximum(level, -TOP), TOP)
     if FORMAT == 1:
@@ -38,7 +43,14 @@ def quantised(x, FORMAT: tl.constexpr):
         stored = whole.to(tl.int8)
     else:
         stored = level.to(tl.float8e4nv)
-    return stored, scale
+    return stored
+
+
+@triton.jit
+def quantised(x, FORMAT: tl.constexpr):
+    """Float32 vectors [N, D] -> (elements [N, D] of the format's type, float16 scales [N]). Padding must hold zeros."""
+    scale, divisor = quantising_scale(tl.max(tl.abs(x), axis=1), FORMAT)
+    return quantised_elements(x, divisor, FORMAT), scale
 
 
 @triton.jit

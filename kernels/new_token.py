@@ -3,7 +3,7 @@
 The same arithmetic as kernels/qk_norm_rope_store.py, for one K/V head and the query heads of its group. The norm's
 gains, cosines and sines are loaded apart from the heads: a kernel can do it before it waits for the product.
 
-Called by kernels/decode_attention.py and kernels/fused_decode_attention.py.
+Called by kernels/fused_decode_attention.py and kernels/fused_decode_parts.py.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.kv_quant import store_vector
-from kernels.qk_norm_rope_store import head_pairs, normed_rotated
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,60 @@ class NewTokens:
         for name, weight in (("q_weight", self.q_weight), ("k_weight", self.k_weight)):
             if weight is not None:
                 check_tensor(name, weight, (head_dim,), FLOATS, like=output)
+
+
+@triton.jit
+def _partner(column, HALF: tl.constexpr):
+    return tl.where(column < HALF, column + HALF, column - HALF)
+
+
+@triton.jit
+def rotation(rope_row, column, HALF: tl.constexpr):
+    """Cosines and signed sines of a head's elements [D]; `rope_row`: the position's cosines."""
+    rotary = column < 2 * HALF  # elements that take part
+    first = column < HALF
+    angle = tl.where(first, column, column - HALF)
+    cos = tl.load(rope_row + angle, mask=rotary, other=1.0)
+    sin = tl.load(rope_row + HALF + angle, mask=rotary, other=0.0)
+    return cos, tl.where(first, -sin, sin)
+
+
+@triton.jit
+def norm_gains(weight, column, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """The norm's weight of a head's elements and of their partners in the rotation, float32 [D]."""
+    gain = tl.full(column.shape, 1.0, tl.float32)
+    partner_gain = gain
+    if HAS_NORM:
+        gain = tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+        if HALF > 0:
+            partner_gain = tl.load(weight + _partner(column, HALF), mask=column < 2 * HALF, other=0.0).to(tl.float32)
+    return gain, partner_gain
+
+
+@triton.jit
+def head_pairs(heads, offset, column, inside, HALF: tl.constexpr):
+    """Heads [H, D] at `heads` + `offset`, and each element's partner in the rotation."""
+    own = tl.load(heads + offset, mask=inside, other=0.0)
+    other = own
+    if HALF > 0:
+        rotary = inside & (column < 2 * HALF)[None, :]
+        other = tl.load(heads + offset + (_partner(column, HALF) - column)[None, :], mask=rotary, other=0.0)
+    return own, other
+
+
+@triton.jit
+def normed_rotated(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+                   HAS_NORM: tl.constexpr):  # fmt: skip
+    """Heads [H, D] from `head_pairs`, normed and rotated in float32 by what `norm_gains` and `rotation` gave."""
+    x = x.to(tl.float32)
+    y = partner.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        x = x * scale * gain[None, :]
+        y = y * scale * partner_gain[None, :]
+    if HALF > 0:
+        x = x * cos[None, :] + y * sin[None, :]
+    return x
 
 
 @triton.jit

@@ -24,12 +24,14 @@ its number and each later one from a ticket counter, so a program that drew shor
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
-Where `can_specialise` allows it, buckets of SPECIALISED_TOKENS and more take kernels/prefill_attention_hopper.py,
-unless the cache is quantised. Rows with few new tokens and a long context fill few programs: their keys are not split.
+Where `can_specialise` allows it, buckets for which `is_specialised_size` take kernels/prefill_attention_hopper.py, unless
+the cache is quantised (CONVERTS). Rows with few new tokens and a long context fill few programs: their keys are not
+split.
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit 234bd89, by
-`python -m benchmarks.kernels.bench_prefill_attention`: 8x32 tokens 5.4 us (torch on contiguous tensors 8.6), 8x128
-8.3 us (8.3); without the Hopper kernel 4x4096 400 TFLOP/s.
+`python -m benchmarks.kernels.bench_prefill_attention`: 4x4096 400 TFLOP/s without the Hopper kernel. In one masked loop,
+side by side with torch on contiguous tensors (docs/log.md): 8x32 tokens 5.2 us (torch 8.6), 8x64 5.5 (8.5), 8x128 8.6
+(8.8).
 
 Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
 
@@ -61,7 +63,10 @@ MAX_ROWS = 1024
 MAX_GROUP = 128
 COUNTER_COUNT = 2
 SPECIALISED_TOKENS = 1024
+SPECIALISED_ROW_TOKENS = 64
 LARGE_TOKENS = 4096
+CONVERTS = False
+"""Whether the Hopper kernel takes 8-bit caches. Compiled, but not yet confirmed on a card: they take the plain one."""
 
 
 def reference_prefill_attention(
@@ -106,9 +111,19 @@ class Tiles:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
+    one_loop: bool = False
 
 
 HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
+
+
+def is_specialised_size(token_count: int, row_count: int) -> bool:
+    """Whether the Hopper kernel is the faster one for a bucket of that many query tokens with room for so many rows.
+
+    It costs more to start, so a step that is just large enough but made of many short rows is the plain kernel's.
+    """
+    has_long_rows = token_count > SPECIALISED_ROW_TOKENS * row_count
+    return token_count >= (SPECIALISED_TOKENS if has_long_rows else 2 * SPECIALISED_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,7 @@ class PrefillPlan:
     num_warps: int
     num_stages: int
     max_registers: int | None
+    one_loop: bool
 
 
 def can_specialise(
@@ -142,10 +158,10 @@ def can_specialise(
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
-    is_plain = sliding_window == 0 and soft_cap == 0 and not quantised
+    is_plain = sliding_window == 0 and soft_cap == 0 and (CONVERTS or not quantised)
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
-    return is_plain and is_size and is_here and dtype in (torch.bfloat16, torch.float16)
+    return is_plain and is_size and is_here and (dtype == torch.bfloat16 or (dtype == torch.float16 and not quantised))
 
 
 def launch_plan(
@@ -164,15 +180,16 @@ def launch_plan(
     num_warps: int | None = None,
     num_stages: int | None = None,
     max_registers: int | None = None,
+    one_loop: bool | None = None,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`; a `quantised`
-    cache always takes this one. The other keyword arguments override the measured choice.
+    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`; a `quantised` cache takes
+    it only where CONVERTS says so. The other keyword arguments override the measured choice.
     """
-    specialised = specialised and not quantised
+    specialised = specialised and (CONVERTS or not quantised)
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
@@ -196,13 +213,14 @@ def launch_plan(
         num_warps=num_warps or chosen.num_warps,
         num_stages=num_stages or chosen.num_stages,
         max_registers=max_registers or chosen.max_registers,
+        one_loop=chosen.one_loop if one_loop is None else one_loop,
     )
 
 
 def measured_tiles(token_count: int, dim_tile: int) -> Tiles:
     """The plain kernel's tiles: the best of a sweep on an NVIDIA H200 at 8x32 to 1x16384 tokens, group 2, bf16."""
     if token_count < LARGE_TOKENS:
-        return Tiles(tile_rows=64, key_tile=64 if dim_tile <= 128 else 32, num_warps=4, num_stages=2)
+        return Tiles(tile_rows=64, key_tile=64 if dim_tile <= 128 else 32, num_warps=4, num_stages=2, one_loop=True)
     if dim_tile == 64:
         return Tiles(tile_rows=128, key_tile=64, num_warps=4, num_stages=2)
     if dim_tile == 128:
@@ -218,7 +236,7 @@ def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int
     return 4 * pairs * query_heads * head_dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "token_count", "wave", "table_stride"])
 def _prefill_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, decode_rows_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, wave, output_stride, query_stride,
@@ -226,7 +244,7 @@ def _prefill_kernel(
     QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, PDL: tl.constexpr,
+    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, ONE_LOOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -281,24 +299,31 @@ def _prefill_kernel(
         normaliser = tl.zeros([TILE_ROWS], dtype=tl.float32)
         accumulator = tl.zeros([TILE_ROWS, DIM_TILE], dtype=tl.float32)
 
-        # 3. Accumulate: the window's edge with masks, the full tiles without, the diagonal with masks.
+        # 3. Accumulate: the window's edge with masks, the full tiles without, the diagonal with masks. Few tokens are
+        # quicker in one loop with masks throughout, whose loads the compiler overlaps from its first tile to its last.
         full_begin = 0
         full_end = (first_position + 1) // KEY_TILE * KEY_TILE
         if WINDOW > 0:
             window_begin = tl.maximum(first_position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE
             full_begin = tl.cdiv(tl.maximum(key_end - WINDOW, 0), KEY_TILE) * KEY_TILE
             full_end = tl.maximum(full_begin, full_end)
+            if ONE_LOOP:
+                full_end = window_begin
+        elif ONE_LOOP:
+            full_end = 0
+        if WINDOW > 0 and not ONE_LOOP:
             edge_end = tl.minimum(full_begin, tl.cdiv(key_end, KEY_TILE) * KEY_TILE)
             accumulator, maximum, normaliser = _accumulate(
                 accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
                 value_scales_ptr, table_ptr, head, window_begin, edge_end, key_end, scale_log2, soft_cap,
                 True, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
             )  # fmt: skip
-        accumulator, maximum, normaliser = _accumulate(
-            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
-            value_scales_ptr, table_ptr, head, full_begin, full_end, key_end, scale_log2, soft_cap,
-            False, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
-        )  # fmt: skip
+        if not ONE_LOOP:
+            accumulator, maximum, normaliser = _accumulate(
+                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+                value_scales_ptr, table_ptr, head, full_begin, full_end, key_end, scale_log2, soft_cap,
+                False, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
+            )  # fmt: skip
         accumulator, maximum, normaliser = _accumulate(
             accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
             value_scales_ptr, table_ptr, head, full_end, key_end, key_end, scale_log2, soft_cap,
@@ -353,9 +378,8 @@ def _accumulate(
         # The next tile's block ids, read one tile ahead of its keys. Edge: no tile follows.
         blocks = tl.load(table_ptr + (keys + KEY_TILE) // BLOCK_SIZE, mask=keys + KEY_TILE < end, other=0)
         if MASKED:
-            is_loaded = (keys < key_end)[:, None] & is_dim[None, :]  # edge: nothing past the last query is read
-            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0)
-        elif HEAD_DIM == DIM_TILE:
+            is_loaded = (keys < key_end)[:, None] & is_dim[None, :]  # edge: values past the last query may be NaN
+        if HEAD_DIM == DIM_TILE:
             key = tl.load(key_ptr + places)
         else:
             key = tl.load(key_ptr + places, mask=is_dim[None, :], other=0.0)
@@ -467,7 +491,16 @@ def prefill_attention(
         from kernels import prefill_attention_hopper
 
         prefill_attention_hopper.launch(
-            *inputs, counters, decode_row_count, shape, plan.program_count, plan.rows_tile, scale * LOG2_E, pdl
+            *inputs,
+            counters,
+            decode_row_count,
+            key_scales,
+            value_scales,
+            shape,
+            plan.program_count,
+            plan.rows_tile,
+            scale * LOG2_E,
+            pdl,
         )
         return
     _prefill_kernel[(plan.program_count,)](
@@ -489,6 +522,7 @@ def prefill_attention(
         DIM_TILE=plan.dim_tile,
         ROWS_TILE=plan.rows_tile,
         TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim),
+        ONE_LOOP=plan.one_loop,
         PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,

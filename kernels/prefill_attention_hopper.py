@@ -42,7 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.kv_format import CACHE_PLAIN, cache_format
 from kernels.paged_kv import HeadShape, compile_options
+from kernels.prefill_attention_hopper_convert import convert
 from kernels.prefill_attention_hopper_copy import (
     MAIL_FIELDS,
     MAIL_SLOTS,
@@ -55,6 +57,8 @@ from kernels.prefill_attention_hopper_copy import (
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
+OVERLAP = False
+"""Whether the softmax runs beside the products of its own group too (see `_held`). Not yet confirmed on a card."""
 
 
 @gluon.jit
@@ -75,10 +79,33 @@ def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASK
 
 
 @gluon.jit
+def _held(values):
+    """The values, in an instruction that the assembler moves no wait across."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p pmevent 1; mov.b32 $0, $1; }",
+        "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _narrow(values, dtype: gl.constexpr):
+    """The values in `dtype`, converted here: left to itself the compiler does it later and keeps both alive."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=gl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=gl.float16, is_pure=False, pack=2
+        )
+
+
+@gluon.jit
 def _steps(
     begin, end, read, probabilities, accumulator, maximum, normaliser, query, positions, keys, values, key_full,
     key_empty, value_full, value_empty, scale_log2,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, score_layout: gl.constexpr, value_layout: gl.constexpr,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, score_layout: gl.constexpr,
+    value_layout: gl.constexpr,
 ):  # fmt: skip
     """Tiles `begin` - 1 down to `end`: scores of each beside the values of the one before it."""
     TILE: gl.constexpr = keys.shape[1]
@@ -89,16 +116,21 @@ def _steps(
         tile = begin - 1 - step
         stage = read % STAGES
         next_stage = (read + 1) % STAGES
+        if OVERLAP:
+            operand_tile = gl.convert_layout(_narrow(probabilities, keys.dtype), operand)
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
         scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
-        operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
+        if not OVERLAP:
+            operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
         mbarrier.arrive(key_empty.index(next_stage), count=1)
         probabilities, maximum, normaliser, shrink = _softmax(
             scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
         )
+        if OVERLAP:
+            normaliser = _held(normaliser)
         accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
@@ -112,7 +144,7 @@ def _consume(
     output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, key_full, key_empty,
     value_full, value_empty, mail, mail_full, mail_empty,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
-    COPY_QUERY: gl.constexpr,
+    COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr, CLEAN_VALUES: gl.constexpr,
 ):  # fmt: skip
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
@@ -156,7 +188,7 @@ def _consume(
         scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(key_empty.index(stage), count=1)
-        if tile_count * TILE > length:
+        if CLEAN_VALUES and tile_count * TILE > length:
             # Past the row's end the copied blocks may hold anything; both groups write the same zeros there.
             mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
             value = values.index(stage).load(copy_layout)
@@ -173,12 +205,12 @@ def _consume(
         read, probabilities, accumulator, maximum, normaliser = _steps(
             last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            True, STAGES, score_layout, value_layout,
+            True, STAGES, OVERLAP, score_layout, value_layout,
         )  # fmt: skip
         read, probabilities, accumulator, maximum, normaliser = _steps(
             full_count, 0, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            False, STAGES, score_layout, value_layout,
+            False, STAGES, OVERLAP, score_layout, value_layout,
         )  # fmt: skip
 
         stage = read % STAGES
@@ -206,11 +238,13 @@ def _consume(
 @gluon.jit
 def _hopper_kernel(
     output_ptr, query_ptr, query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr,
-    decode_rows_ptr, counters_ptr, max_rows, token_count, output_stride, query_stride, table_stride, scale_log2,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    decode_rows_ptr, counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, output_stride,
+    query_stride, table_stride, scale_log2,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
     ROWS_TILE: gl.constexpr, TOKEN_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, PDL: gl.constexpr,
+    CONVERT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -243,53 +277,113 @@ def _hopper_kernel(
         mbarrier.init(value_empty.index(stage), count=2)
     for slot in gl.static_range(MAIL_SLOTS):
         mbarrier.init(mail_full.index(slot), count=2 if COPY_QUERY else 1)
-        mbarrier.init(mail_empty.index(slot), count=3)
+        mbarrier.init(mail_empty.index(slot), count=3 if FORMAT == 0 else 4)
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
-    key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
-    query_boxes = key_pages
+    query_boxes = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
     if COPY_QUERY:
         cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         query_boxes = queries._reinterpret(dtype, [MAIL_SLOTS * 2 * HALVES, 64 // GROUP, GROUP, 64], cube)
-    value_pages = values._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
-
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    if FORMAT == 0:
+        key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
+        value_pages = values._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
+        gl.warp_specialize(
+            [
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
-                    key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
+                    _consume,
+                    (
+                        output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
+                        key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(True),
+                    ),
                 ),
-            ),
-            (
-                _consume,
                 (
-                    output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
-                    key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                    gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY,
+                    _consume,
+                    (
+                        output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
+                        key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(True),
+                    ),
                 ),
-            ),
-            (
-                produce_keys,
                 (
-                    query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr,
-                    first_row, max_rows, table_stride, query_boxes, key_pages, key_full, key_empty,
-                    mail, mail_full, mail_empty,
-                    KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, COPY_QUERY,
+                    produce_keys,
+                    (
+                        query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows, table_stride,
+                        query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE,
+                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                    ),
                 ),
-            ),
-            (
-                produce_values,
                 (
-                    value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty,
-                    mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+                    produce_values,
+                    (
+                        value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty,
+                        mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1, 1],
-        [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
-    )  # fmt: skip
+            ],
+            [4, 1, 1],
+            [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        raw: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_DIM, element_bitwidth=8, rank=2)
+        raw_keys = gl.allocate_shared_memory(gl.int8, [1, KEY_TILE, HEAD_DIM], raw)
+        raw_values = gl.allocate_shared_memory(gl.int8, [1, KEY_TILE, HEAD_DIM], raw)
+        words = gl.allocate_shared_memory(gl.int32, [4, KEY_TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        raw_key_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
+        raw_key_empty = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
+        raw_value_full = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
+        raw_value_empty = gl.allocate_shared_memory(gl.int64, [1, 1], bars)
+        mbarrier.init(raw_key_full.index(0), count=1)
+        mbarrier.init(raw_key_empty.index(0), count=1)
+        mbarrier.init(raw_value_full.index(0), count=1)
+        mbarrier.init(raw_value_empty.index(0), count=1)
+        key_pages = raw_keys._reinterpret(gl.int8, [PAGES, BLOCK_SIZE, HEAD_DIM], raw)
+        value_pages = raw_values._reinterpret(gl.int8, [PAGES, BLOCK_SIZE, HEAD_DIM], raw)
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
+                        key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), gl.constexpr(False),
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
+                        key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), gl.constexpr(False),
+                    ),
+                ),
+                (
+                    convert,
+                    (
+                        tables_ptr, table_stride, key_scales_ptr, value_scales_ptr, raw_keys, raw_values,
+                        raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, keys, values,
+                        key_full, key_empty, value_full, value_empty, words, mail, mail_full, mail_empty,
+                        KV_HEADS, BLOCK_SIZE, STAGES, FORMAT,
+                    ),
+                ),
+                (
+                    produce_keys,
+                    (
+                        query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows, table_stride,
+                        query_boxes, key_pages, raw_key_full, raw_key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE,
+                        KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                    ),
+                ),
+                (
+                    produce_values,
+                    (
+                        value_desc, tables_ptr, table_stride, value_pages, raw_value_full, raw_value_empty,
+                        mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1),
+                    ),
+                ),
+            ],
+            [4, 4, 1, 1],
+            [COMPUTE_REGISTERS, CONVERT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
     zero_unowned(
         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
         KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
@@ -302,9 +396,12 @@ def _shared_layout() -> gl.NVMMASharedLayout:
 
 
 def _descriptor(cache_tensor: torch.Tensor) -> TensorDescriptor:
-    """Boxes of one block of one K/V head and 64 columns; the encoded map travels by value with the launch."""
+    """Boxes of one block of one K/V head, 64 columns of it or all that are bytes; travels by value with the launch."""
     block_size, head_dim = cache_tensor.shape[2:]
     lines = cache_tensor.view(-1, head_dim)
+    if cache_tensor.element_size() == 1:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=8, rank=2)
+        return TensorDescriptor.from_tensor(lines.view(torch.int8), [block_size, head_dim], layout)
     return TensorDescriptor.from_tensor(lines, [block_size, 64], _shared_layout())
 
 
@@ -327,6 +424,8 @@ def launch(
     query_starts: torch.Tensor,
     counters: torch.Tensor,
     decode_row_count: torch.Tensor | None,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
     shape: HeadShape,
     program_count: int,
     rows_tile: int,
@@ -335,6 +434,7 @@ def launch(
 ) -> None:
     """Launch on arguments that `prefill_attention` has checked."""
     query_desc = _query_descriptor(query, shape.group)
+    cache_kind = cache_format(key_cache.dtype)
     _hopper_kernel[(program_count,)](
         output,
         query,
@@ -347,12 +447,15 @@ def launch(
         query_starts,
         decode_row_count,
         counters,
+        key_scales,
+        value_scales,
         row_slots.shape[0],
         query.shape[0],
         output.stride(0),
         query.stride(0),
         block_tables.stride(0),
         scale_log2,
+        FORMAT=cache_kind,
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
@@ -363,9 +466,11 @@ def launch(
         STAGES=STAGE_COUNT,
         ROWS_TILE=rows_tile,
         TOKEN_TILE=max(1024, triton.next_power_of_2(shape.query_heads * shape.head_dim)),
-        COMPUTE_REGISTERS=240,
+        COMPUTE_REGISTERS=240 if cache_kind == CACHE_PLAIN else 208,
+        CONVERT_REGISTERS=72,
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
+        OVERLAP=OVERLAP,
         PDL=pdl,
         num_warps=4,
         **compile_options(None, pdl),

@@ -2,9 +2,9 @@
 
 A letter holds, as int32: 1 (0 in the last letter), the row's first query token, its number of query tokens, the tile's
 first token within them, the row's context length, the K/V head, the end of the keys that the tile sees, and the row's
-line in the block tables. The warp that copies keys draws the tiles and writes the letters; the warp that copies values
-and both computing groups read them. A letter's slot, and the queries that lie beside it, are free again when all three
-have said so.
+line in the block tables. The warp that copies keys draws the tiles and writes the letters; the warp that copies values,
+both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that lie
+beside it, are free again when all of them have said so.
 
 Called by kernels/prefill_attention_hopper.py alone.
 """
@@ -53,7 +53,8 @@ def _copy_row(
 ):  # fmt: skip
     """Copy the keys (or the values) before `key_end`, tile by tile from the end; return the stages filled so far."""
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
-    BOX: gl.constexpr = 64
+    BOX: gl.constexpr = pages.shape[2]
+    TILE_BYTES: gl.constexpr = KEY_TILE * HALVES * BOX * pages.dtype.primitive_bitwidth // 8
     last_page = (length - 1) // BLOCK_SIZE
     tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
     for step in range(tile_count):
@@ -65,7 +66,7 @@ def _copy_row(
             block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
             box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
         mbarrier.wait(empty.index(stage), ((copied // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), KEY_TILE * HALVES * BOX * 2)
+        mbarrier.expect(full.index(stage), TILE_BYTES)
         for page in gl.static_range(PAGES):
             for half in gl.static_range(HALVES):
                 box = pages.index((stage * HALVES + half) * PAGES + page)
@@ -80,10 +81,11 @@ def produce_keys(
     table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, GROUP: gl.constexpr,
-    COPY_QUERY: gl.constexpr,
+    HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr,
 ):  # fmt: skip
-    """Draw tiles, post them, and copy their keys and values; ends with a letter that says there are no more."""
+    """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
+    QUERY_HALVES: gl.constexpr = HEAD_DIM // BOX
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -125,14 +127,14 @@ def produce_keys(
         mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
         if COPY_QUERY:
             # Tokens past the row's end are other rows' or zeros; what comes of them is not stored.
-            mbarrier.expect(mail_full.index(slot), 2 * 64 * HALVES * BOX * 2)
+            mbarrier.expect(mail_full.index(slot), 2 * 64 * HEAD_DIM * 2)
             for part in gl.static_range(2):
-                for half in gl.static_range(HALVES):
+                for half in gl.static_range(QUERY_HALVES):
                     tma.async_copy_global_to_shared(
                         query_desc,
                         [query_start + first_token + part * (64 // GROUP), head * GROUP, half * BOX],
                         mail_full.index(slot),
-                        query_boxes.index((slot * 2 + part) * HALVES + half),
+                        query_boxes.index((slot * 2 + part) * QUERY_HALVES + half),
                     )
         mail.index(slot).store(content)
         mbarrier.arrive(mail_full.index(slot), count=1)

@@ -12,7 +12,8 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 | tensor       | axes                              | dtype          | notes                                    |
 |--------------|-----------------------------------|----------------|------------------------------------------|
 | qkv          | [T, (hq + 2 hkv) d]               | any float      | last axis 1; q heads, then k, then v     |
-| q_out        | [T, hq, d]                        | as qkv         | last axis 1, heads adjacent              |
+|              | [S, T, (hq + 2 hkv) d]            | any float      | the same in S parts, added up in float32 |
+| q_out        | [T, hq, d]                        | as qkv; any beside parts | last axis 1, heads adjacent    |
 | k_cache, v_cache | [block, kv head, position, d] | any float, int8 or float8_e4m3fn | last axis 1; 64-bit offsets |
 | k_scales, v_scales | [block, kv head, position]  | float16        | beside int8 and fp8 caches; else None    |
 | slot_mapping | [T]                               | int64          | -1: K and V of this row are not stored   |
@@ -23,6 +24,9 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 "Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
 even and at most d; r = 0 applies no rotation. Quantised K and V (`kv_format.py`) are made of the float32 heads, with no
 rounding to a float type between.
+
+With early launch (`launch.py`), slot_mapping and positions are read while the kernel ahead still runs: what writes them
+must have completed when that one starts. A step's embedding kernel sees to it.
 
 Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_qk_norm_rope_store`: for 16 + 2 x 8
 heads of 128: 1.6 us for one token, 3.1 for 64, 5.5 for 256; 1.94 TB/s for 8,192, 42 % of the read limit of that run.
@@ -36,12 +40,12 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.kv_format import cache_format, quantise, vector_bytes
-from kernels.kv_quant import check_scales, quantised
+from kernels.kv_quant import check_scales, quantised_elements, quantising_scale
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 
 CACHE_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
 
-PROGRAM_TARGET = 4096  # above this many programs, one program takes several heads
+PROGRAM_TARGET = 2048  # above this many programs, a program takes a larger group of a token's heads
 
 
 def rotate_reference(heads: torch.Tensor, positions: torch.Tensor, rope_table: torch.Tensor) -> torch.Tensor:
@@ -69,7 +73,8 @@ def qk_norm_rope_store_reference(
 ) -> torch.Tensor:
     """Store K and V into the caches in place and return q [T, hq, d], all arithmetic in float32."""
     _, kv_heads, block_size, head_dim = k_cache.shape
-    heads = qkv.float().view(qkv.shape[0], -1, head_dim)
+    rows = qkv.float().sum(0) if qkv.dim() == 3 else qkv.float()
+    heads = rows.view(rows.shape[0], -1, head_dim)
     q, k, v = heads.split((query_heads, kv_heads, kv_heads), dim=1)
     if q_weight is not None and k_weight is not None:
         q = q * torch.rsqrt(q.square().mean(-1, keepdim=True) + eps) * q_weight.float()
@@ -82,32 +87,29 @@ def qk_norm_rope_store_reference(
             cache[block, :, place] = heads.to(cache.dtype)
         else:
             cache[block, :, place], scales[block, :, place] = quantise(heads, cache.dtype)
-    return q.to(qkv.dtype)
+    return q.to(k_cache.dtype if qkv.dim() == 3 and k_scales is None else qkv.dtype)
 
 
 @dataclass(frozen=True)
 class QkNormRopeStorePlan:
-    """One program a token and a block of heads of one kind (q, k or v)."""
+    """One program a token and a group of its heads: as many of q as of k and v in proportion."""
 
     grid: tuple[int, int]
-    heads_per_program: int
-    block_dim: int
+    query_heads: int
+    kv_heads: int
     num_warps: int
 
 
 def launch_plan(token_count: int, query_heads: int, kv_heads: int, head_dim: int) -> QkNormRopeStorePlan:
-    """The grid and tile: single heads for a small batch, several heads a program for a large one."""
-    heads = 1
+    """The grid and tile: a few heads a program for a small batch, the whole token for a large one."""
+    groups = 1
     while (
-        heads < 8
-        and query_heads % (2 * heads) == 0
-        and kv_heads % (2 * heads) == 0
-        and token_count * (query_heads + 2 * kv_heads) // heads > PROGRAM_TARGET
+        kv_heads % (2 * groups) == 0 and query_heads % (2 * groups) == 0 and token_count * 2 * groups <= PROGRAM_TARGET
     ):
-        heads *= 2
-    block = triton.next_power_of_2(head_dim)
-    warps = max(heads * block // 256, 1)
-    return QkNormRopeStorePlan((token_count, (query_heads + 2 * kv_heads) // heads), heads, block, warps)
+        groups *= 2
+    elements = (query_heads + 2 * kv_heads) // groups * head_dim
+    warps = min(max(triton.next_power_of_2(elements) // 1024, 1), 8)
+    return QkNormRopeStorePlan((token_count, groups), query_heads // groups, kv_heads // groups, warps)
 
 
 def bytes_moved(
@@ -121,121 +123,151 @@ def bytes_moved(
 
 
 @triton.jit
-def _partner(column, HALF: tl.constexpr):
-    return tl.where(column < HALF, column + HALF, column - HALF)
-
-
-@triton.jit
-def rotation(rope_row, column, HALF: tl.constexpr):
-    """Cosines and signed sines of a head's elements [D]; `rope_row`: the position's cosines."""
-    rotary = column < 2 * HALF  # elements that take part
-    first = column < HALF
-    angle = tl.where(first, column, column - HALF)
-    cos = tl.load(rope_row + angle, mask=rotary, other=1.0)
-    sin = tl.load(rope_row + HALF + angle, mask=rotary, other=0.0)
-    return cos, tl.where(first, -sin, sin)
-
-
-@triton.jit
-def norm_gains(weight, column, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
-    """The norm's weight of a head's elements and of their partners in the rotation, float32 [D]."""
-    gain = tl.full(column.shape, 1.0, tl.float32)
-    partner_gain = gain
-    if HAS_NORM:
-        gain = tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
-        if HALF > 0:
-            partner_gain = tl.load(weight + _partner(column, HALF), mask=column < 2 * HALF, other=0.0).to(tl.float32)
-    return gain, partner_gain
-
-
-@triton.jit
-def head_pairs(heads, offset, column, inside, HALF: tl.constexpr):
-    """Heads [H, D] at `heads` + `offset`, and each element's partner in the rotation."""
-    own = tl.load(heads + offset, mask=inside, other=0.0)
-    other = own
-    if HALF > 0:
-        rotary = inside & (column < 2 * HALF)[None, :]
-        other = tl.load(heads + offset + (_partner(column, HALF) - column)[None, :], mask=rotary, other=0.0)
-    return own, other
-
-
-@triton.jit
-def normed_rotated(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-                   HAS_NORM: tl.constexpr):  # fmt: skip
-    """Heads [H, D] from `head_pairs`, normed and rotated in float32 by what `norm_gains` and `rotation` gave."""
-    x = x.to(tl.float32)
-    y = partner.to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = x * scale * gain[None, :]
-        y = y * scale * partner_gain[None, :]
-    if HALF > 0:
-        x = x * cos[None, :] + y * sin[None, :]
+def _loaded(row, part_stride, head, column, inside, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Elements `column` of heads `head`, float32 [H, D]; the sum of their parts."""
+    place = row + head[:, None] * HEAD_DIM + column[None, :]
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(place + part * part_stride, mask=inside, other=0.0).to(tl.float32)
     return x
 
 
 @triton.jit
-def _normed_rotated_heads(
-    heads, weight, rope_row, eps, offset, column, inside,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    x, partner = head_pairs(heads, offset, column, inside, HALF)
-    gain, partner_gain = norm_gains(weight, column, HEAD_DIM, HALF, HAS_NORM)
-    cos, sin = rotation(rope_row, column, HALF)
-    return normed_rotated(x, partner, gain, partner_gain, cos, sin, eps, HEAD_DIM, HALF, HAS_NORM)
+def _split_heads(
+    row, part_stride, head, heads, half, rest, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr
+):
+    """Heads as the two halves that rotate and the rest; the rest is a stand-in where there is none."""
+    is_head = head[:, None] < heads
+    inside = is_head & (half[None, :] < SPLIT)
+    first = _loaded(row, part_stride, head, half, inside, HEAD_DIM, PARTS)
+    second = _loaded(row, part_stride, head, half + SPLIT, inside, HEAD_DIM, PARTS)
+    left = first
+    if HEAD_DIM > 2 * SPLIT:
+        left = _loaded(row, part_stride, head, rest, is_head & (rest[None, :] < HEAD_DIM), HEAD_DIM, PARTS)
+    return first, second, left
 
 
 @triton.jit
-def _store_heads(
-    cache, scales, x, slot, head, column, inside, cache_strides, scale_strides,
-    BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+def _column_gains(weight, half, rest, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr):
+    """The norm's weight at the columns of `_split_heads`."""
+    first = tl.load(weight + half, mask=half < SPLIT, other=0.0).to(tl.float32)
+    second = tl.load(weight + half + SPLIT, mask=half < SPLIT, other=0.0).to(tl.float32)
+    left = first
+    if HEAD_DIM > 2 * SPLIT:
+        left = tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)
+    return first, second, left
+
+
+@triton.jit
+def _normed_rotated(
+    x, gains, cos, sin, eps, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Split heads after norm and rotation."""
+    first, second, left = x
+    if HAS_NORM:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if HEAD_DIM > 2 * SPLIT:
+            squares += tl.sum(left * left, axis=1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first = first * scale * gains[0][None, :]
+        second = second * scale * gains[1][None, :]
+        if HEAD_DIM > 2 * SPLIT:
+            left = left * scale * gains[2][None, :]
+    if HALF > 0:
+        turned = first * cos[None, :] - second * sin[None, :]
+        second = second * cos[None, :] + first * sin[None, :]
+        first = turned
+    return first, second, left
+
+
+@triton.jit
+def _store_split(place, x, stored, half, rest, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr):
+    """Write split heads [H, D] in their place's type; `place`: the pointer to each head's first element, [H]."""
+    first, second, left = x
+    dtype = place.dtype.element_ty
+    inside = stored[:, None] & (half[None, :] < SPLIT)
+    tl.store(place[:, None] + half[None, :], first.to(dtype), mask=inside)
+    tl.store(place[:, None] + SPLIT + half[None, :], second.to(dtype), mask=inside)
+    if HEAD_DIM > 2 * SPLIT:
+        tl.store(place[:, None] + rest[None, :], left.to(dtype), mask=stored[:, None] & (rest[None, :] < HEAD_DIM))
+
+
+@triton.jit
+def _store_cached(
+    cache, scales, x, slot, head, is_head, half, rest, cache_strides, scale_strides,
+    HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Store float32 heads [H, D] at a token's slot of a paged cache; nothing for slot -1."""
+    """Write split heads at a token's slot of a paged cache; nothing for slot -1."""
+    stored = is_head & (slot >= 0)
     block_stride, head_stride, position_stride = cache_strides
     place = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
-    target = place + head[:, None].to(tl.int64) * head_stride + column[None, :]
-    if FORMAT == 0:
-        tl.store(target, x.to(cache.dtype.element_ty), mask=inside & (slot >= 0))
-    else:
-        stored, scale = quantised(x, FORMAT)
-        tl.store(target, stored, mask=inside & (slot >= 0))
-        block_stride, head_stride, position_stride = scale_strides
-        place = scales + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
-        tl.store(place + head.to(tl.int64) * head_stride, scale, mask=(head >= 0) & (slot >= 0))
+    if FORMAT != 0:
+        first, second, left = x
+        largest = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+        if HEAD_DIM > 2 * SPLIT:
+            largest = tl.maximum(largest, tl.max(tl.abs(left), axis=1))
+        scale, divisor = quantising_scale(largest, FORMAT)
+        if HEAD_DIM > 2 * SPLIT:
+            left = quantised_elements(left, divisor, FORMAT)
+        x = (quantised_elements(first, divisor, FORMAT), quantised_elements(second, divisor, FORMAT), left)
+        block_stride, scale_head_stride, position_stride = scale_strides
+        scale_place = scales + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
+        tl.store(scale_place + head * scale_head_stride, scale, mask=stored)
+    _store_split(place + head * head_stride, x, stored, half, rest, HEAD_DIM, SPLIT)
 
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
     qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight, k_scales, v_scales,
-    qkv_stride, q_stride, k_strides, v_strides, scale_strides, eps,
+    part_stride, qkv_stride, q_stride, k_strides, v_strides, scale_strides, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    FORMAT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP_QUERIES: tl.constexpr, GROUP_KEYS: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # 1. Locate: this program's token and heads.
+    # 1. Locate: this program's token and heads. A head lies in two halves that rotate and a rest that does not.
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
-    first_head = tl.program_id(1) * HEADS
-    head = first_head + tl.arange(0, HEADS)
-    column = tl.arange(0, BLOCK_DIM)
-    inside = (head[:, None] >= 0) & (column[None, :] < HEAD_DIM)  # the head's end
-    offset = head[:, None] * HEAD_DIM + column[None, :]
-    row = qkv + token * qkv_stride
-    wait_for_inputs(PDL)
+    SPLIT: tl.constexpr = HALF if HALF > 0 else HEAD_DIM // 2
+    half = tl.arange(0, BLOCK_HALF)
+    rest = 2 * SPLIT + tl.arange(0, BLOCK_REST)
+    query = tl.arange(0, BLOCK_QUERIES)
+    key = tl.arange(0, BLOCK_KEYS)
+    is_key = key < GROUP_KEYS
+    first_query = tl.program_id(1) * GROUP_QUERIES
+    first_key = tl.program_id(1) * GROUP_KEYS
+    # 2. Load what the kernel ahead does not write.
     slot = tl.load(slot_mapping + token)
-    rope_row = rope_table + tl.load(positions + token).to(tl.int64) * (2 * HALF)
-    # 2. Queries go to q_out; keys and values to the cache.
-    if first_head < QUERY_HEADS:
-        x = _normed_rotated_heads(row, q_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
-        tl.store(q_out + token * q_stride + offset, x.to(q_out.dtype.element_ty), mask=inside)
-    elif first_head < QUERY_HEADS + KV_HEADS:
-        x = _normed_rotated_heads(row, k_weight, rope_row, eps, offset, column, inside, HEAD_DIM, HALF, HAS_NORM)
-        head = head - QUERY_HEADS
-        _store_heads(k_cache, k_scales, x, slot, head, column, inside, k_strides, scale_strides, BLOCK_SIZE, FORMAT)
-    else:
-        x = tl.load(row + offset, mask=inside, other=0.0).to(tl.float32)
-        head = head - QUERY_HEADS - KV_HEADS
-        _store_heads(v_cache, v_scales, x, slot, head, column, inside, v_strides, scale_strides, BLOCK_SIZE, FORMAT)
+    cos = tl.zeros((BLOCK_HALF,), tl.float32)
+    sin = cos
+    if HALF > 0:
+        rope_row = rope_table + tl.load(positions + token).to(tl.int64) * (2 * HALF)
+        cos = tl.load(rope_row + half, mask=half < HALF, other=1.0)
+        sin = tl.load(rope_row + HALF + half, mask=half < HALF, other=0.0)
+    q_gains = (cos, cos, cos)
+    k_gains = q_gains
+    if HAS_NORM:
+        q_gains = _column_gains(q_weight, half, rest, HEAD_DIM, SPLIT)
+        k_gains = _column_gains(k_weight, half, rest, HEAD_DIM, SPLIT)
+    wait_for_inputs(PDL)
+    # 3. Load all heads, then norm, rotate and store: queries to q_out, keys and values to the cache.
+    row = qkv + token * qkv_stride
+    q = _split_heads(
+        row + first_query * HEAD_DIM, part_stride, query, GROUP_QUERIES, half, rest, HEAD_DIM, SPLIT, PARTS
+    )
+    row += (QUERY_HEADS + first_key) * HEAD_DIM
+    k = _split_heads(row, part_stride, key, GROUP_KEYS, half, rest, HEAD_DIM, SPLIT, PARTS)
+    row += KV_HEADS * HEAD_DIM
+    v = _split_heads(row, part_stride, key, GROUP_KEYS, half, rest, HEAD_DIM, SPLIT, PARTS)
+    q = _normed_rotated(q, q_gains, cos, sin, eps, HEAD_DIM, SPLIT, HALF, HAS_NORM)
+    place = q_out + token * q_stride + (first_query + query) * HEAD_DIM
+    _store_split(place, q, query < GROUP_QUERIES, half, rest, HEAD_DIM, SPLIT)
+    k = _normed_rotated(k, k_gains, cos, sin, eps, HEAD_DIM, SPLIT, HALF, HAS_NORM)
+    head = (first_key + key).to(tl.int64)
+    _store_cached(k_cache, k_scales, k, slot, head, is_key, half, rest, k_strides, scale_strides,
+                  HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT)  # fmt: skip
+    _store_cached(v_cache, v_scales, v, slot, head, is_key, half, rest, v_strides, scale_strides,
+                  HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT)  # fmt: skip
 
 
 def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight) -> None:
@@ -243,7 +275,11 @@ def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_
     check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, like=qkv)
     check_tensor("q_out", q_out, (None, None, k_cache.shape[3]), FLOATS, like=qkv)
     token_count, query_heads, head_dim = q_out.shape
-    check_tensor("qkv", qkv, (token_count, (query_heads + 2 * k_cache.shape[1]) * head_dim), q_out.dtype)
+    width = (query_heads + 2 * k_cache.shape[1]) * head_dim
+    if qkv.dim() == 3:
+        check_tensor("qkv", qkv, (None, token_count, width), FLOATS)
+    else:
+        check_tensor("qkv", qkv, (token_count, width), q_out.dtype)
     check_tensor("slot_mapping", slot_mapping, (token_count,), torch.int64, like=qkv)
     check_tensor("positions", positions, (token_count,), (torch.int32, torch.int64), like=qkv)
     check_tensor("rope_table", rope_table, (None, None), torch.float32, like=qkv)
@@ -274,8 +310,11 @@ def qk_norm_rope_store(
     eps: float = 1e-6,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    one_plan: bool = False,
 ) -> None:
     """Norm and rotate q and k, write q to `q_out` and store K and V at `slot_mapping`. Shapes: the module's table.
+
+    `one_plan` launches as for one token, so that a token's bits do not depend on how many there are.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
@@ -285,14 +324,19 @@ def qk_norm_rope_store(
     kv_heads, block_size = k_cache.shape[1:3]
     if token_count == 0:
         return
-    plan = launch_plan(token_count, query_heads, kv_heads, head_dim)
+    plan = launch_plan(1 if one_plan else token_count, query_heads, kv_heads, head_dim)
     has_norm = q_weight is not None
-    _qk_norm_rope_store_kernel[plan.grid](
+    half = rope_table.shape[1] // 2
+    split = half or head_dim // 2
+    _qk_norm_rope_store_kernel[(token_count, plan.grid[1])](
         qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table,
         q_weight if has_norm else qkv, k_weight if has_norm else qkv, k_scales, v_scales,
-        qkv.stride(0), q_out.stride(0), k_cache.stride()[:3], v_cache.stride()[:3],
+        qkv.stride(0), qkv.stride(-2), q_out.stride(0), k_cache.stride()[:3], v_cache.stride()[:3],
         (0, 0, 0) if k_scales is None else k_scales.stride(), eps,
-        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=rope_table.shape[1] // 2,
-        BLOCK_SIZE=block_size, HEADS=plan.heads_per_program, BLOCK_DIM=plan.block_dim, HAS_NORM=has_norm,
-        FORMAT=cache_format(k_cache.dtype), num_warps=plan.num_warps, **launch_options(qkv),
+        QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, BLOCK_SIZE=block_size,
+        GROUP_QUERIES=plan.query_heads, GROUP_KEYS=plan.kv_heads,
+        BLOCK_QUERIES=triton.next_power_of_2(plan.query_heads), BLOCK_KEYS=triton.next_power_of_2(plan.kv_heads),
+        BLOCK_HALF=triton.next_power_of_2(split), BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * split, 1)),
+        HAS_NORM=has_norm, PARTS=qkv.shape[0] if qkv.dim() == 3 else 1, FORMAT=cache_format(k_cache.dtype),
+        num_warps=plan.num_warps, **launch_options(qkv),
     )  # fmt: skip

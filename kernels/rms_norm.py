@@ -1,6 +1,7 @@
 """RMSNorm over rows, with the residual addition before it in the same launch.
 
     residual' = residual + x                                     (only with a residual; rounded to its dtype, in place)
+    residual' = residual + sum over s of x[s]                    x in S parts, as a product with split K leaves them
     out       = z / sqrt(mean(z^2) + eps) * weight               z = residual' or x; float32 inside
 
 Sources: 1. B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019.
@@ -8,9 +9,10 @@ Sources: 1. B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019.
 | tensor   | axes     | dtype                        | strides          | notes                              |
 |----------|----------|------------------------------|------------------|------------------------------------|
 | x        | [T, H]   | bfloat16, float16 or float32 | last axis 1      | not written                        |
-| residual | [T, H]   | as x                         | last axis 1      | read and overwritten by the sum    |
+|          | [S, T, H] | any of the three            | last axis 1      | parts; only with a residual        |
+| residual | [T, H]   | as x; any beside parts       | last axis 1      | read and overwritten by the sum    |
 | weight   | [H]      | any of the three             | 1                |                                    |
-| out      | [T, H]   | as x                         | last axis 1      | may be x                           |
+| out      | [T, H]   | as x; as the residual beside parts | last axis 1 | may be x                          |
 
 Every row is independent, so padding rows hold anything, NaN included. H is at most 65,536. T may be 0.
 
@@ -28,16 +30,18 @@ from kernels.checks import FLOATS, check_tensor
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 
 MAX_HIDDEN = 65_536
+FEW_ROWS = 512  # up to here the time is that of one program, and more warps shorten it
 
 
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`(out, new residual)` computed in float32; the sum is rounded to x's dtype as the kernel stores it."""
-    summed = None if residual is None else (residual.float() + x.float()).to(x.dtype)
+    """`(out, new residual)` computed in float32; the sum is rounded to the residual's dtype as the kernel stores it."""
+    added = x.float().sum(0) if x.dim() == 3 else x.float()
+    summed = None if residual is None else (residual.float() + added).to(residual.dtype)
     z = (x if summed is None else summed).float()
     scale = torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
-    return (z * scale * weight.float()).to(x.dtype), summed
+    return (z * scale * weight.float()).to(x.dtype if residual is None else residual.dtype), summed
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class RmsNormPlan:
 def launch_plan(row_count: int, hidden: int) -> RmsNormPlan:
     """The grid and tile for `row_count` rows of `hidden` elements."""
     block = max(triton.next_power_of_2(hidden), 16)
-    return RmsNormPlan((row_count,), block, num_warps=min(max(block // 512, 1), 16))
+    elements = 128 if row_count <= FEW_ROWS else 512  # a warp's
+    return RmsNormPlan((row_count,), block, num_warps=min(max(block // elements, 1), 16))
 
 
 def bytes_moved(row_count: int, hidden: int, element_bytes: int, with_residual: bool) -> int:
@@ -62,8 +67,8 @@ def bytes_moved(row_count: int, hidden: int, element_bytes: int, with_residual: 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, residual, out, x_stride, residual_stride, out_stride, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x, weight, residual, out, part_stride, x_stride, residual_stride, out_stride, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -75,7 +80,11 @@ def _rms_norm_kernel(
     if HAS_RESIDUAL:
         residual_row = residual + row * residual_stride + column
         before = tl.load(residual_row, mask=inside, other=0.0)
-        z = (z.to(tl.float32) + before.to(tl.float32)).to(z.dtype)
+        z = z.to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            place = x + part * part_stride + row * x_stride + column
+            z += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        z = (z + before.to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(residual_row, z, mask=inside)
     z = z.to(tl.float32)
     z = z * tl.rsqrt(tl.sum(z * z, axis=0) / HIDDEN + eps)
@@ -85,16 +94,21 @@ def _rms_norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, residual: torch.Tensor | None = None
 ) -> None:
-    """Write RMSNorm(x) to `out`, or add x into `residual` and write RMSNorm(residual). Shapes: the module's table.
+    """Write RMSNorm(x) to `out`, or add x or its parts into `residual` and write RMSNorm(residual). Shapes: the
+    module's table.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
-    check_tensor("x", x, (None, None), FLOATS)
-    row_count, hidden = x.shape
+    parts = x.shape[0] if x.dim() == 3 else 1
+    check_tensor("x", x, (None, None, None) if x.dim() == 3 else (None, None), FLOATS)
+    row_count, hidden = x.shape[-2:]
     check_tensor("weight", weight, (hidden,), FLOATS, like=x)
-    check_tensor("out", out, (row_count, hidden), x.dtype, like=x)
+    if x.dim() == 3 and residual is None:
+        raise ValueError("residual: wanted one beside an x in parts, got None")
+    dtype = x.dtype if residual is None or x.dim() == 2 else residual.dtype
+    check_tensor("out", out, (row_count, hidden), dtype, like=x)
     if residual is not None:
-        check_tensor("residual", residual, (row_count, hidden), x.dtype, like=x)
+        check_tensor("residual", residual, (row_count, hidden), dtype, like=x)
     if hidden > MAX_HIDDEN:
         raise ValueError(f"x: wanted at most {MAX_HIDDEN} columns, got {hidden}")
     if row_count == 0:
@@ -102,7 +116,7 @@ def rms_norm(
     plan = launch_plan(row_count, hidden)
     added = x if residual is None else residual
     _rms_norm_kernel[plan.grid](
-        x, weight, added, out, x.stride(0), added.stride(0), out.stride(0), eps,
-        HIDDEN=hidden, BLOCK=plan.block_hidden, HAS_RESIDUAL=residual is not None,
+        x, weight, added, out, x.stride(0), x.stride(-2), added.stride(-2), out.stride(0), eps,
+        HIDDEN=hidden, BLOCK=plan.block_hidden, PARTS=parts, HAS_RESIDUAL=residual is not None,
         num_warps=plan.num_warps, **launch_options(x),
     )  # fmt: skip

@@ -22,9 +22,10 @@ How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread ov
 needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum and each chunk its mass; from these
 `_choose_kernel` finds a bound below which no kept id can lie, gathers the candidates above it, and finds the exact
 thresholds among them by comparing each with each or, if they are many, by a search over the ordered bits of the
-floats. Mass is summed in 64-bit integers, so the result does not depend on the order of the candidates. When there is
-no bound, or there are too many candidates, the search runs over the whole row: slower, and as exact. The last program
-of a row to finish makes the choice.
+floats. Mass is summed in 64-bit integers, so the result does not depend on the order of the candidates. For top-p it is
+also counted by intervals of value while gathering, and only the values of one interval are searched. When there are too
+many candidates, the row takes their place; when there is no bound either, or the interval holds too many values, the
+search runs over all: slower, and as exact. The last program of a row to finish makes the choice.
 
 | tensor        | axes   | dtype          | notes                                                              |
 |---------------|--------|----------------|--------------------------------------------------------------------|
@@ -57,6 +58,7 @@ from kernels.sampling_state import (
     BANNED_COUNT,
     BANNED_UNTIL,
     BIAS_COUNT,
+    BINS,
     CHUNK,
     COUNT_ROW,
     FAILED_ID,
@@ -65,6 +67,7 @@ from kernels.sampling_state import (
     GATHER_PROGRAMS,
     MIN_P,
     NO_SAMPLE_ID,
+    PASS_TILE,
     PIECE,
     PRESENCE,
     REPETITION,
@@ -82,12 +85,14 @@ from kernels.truncation import (
     at_temperature,
     gather,
     has_adjustments,
+    is_binned,
     is_truncated,
     noisy_scores,
     pivot_of,
     truncated_choice,
 )
 
+SCAN_WARPS = 8
 SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
 
 
@@ -189,7 +194,11 @@ def _scan_kernel(
     token_id = chunk * CHUNK + lane
     inside = token_id < VOCABULARY  # the vocabulary's end, or ids that the tokenizer lacks
     wait_for_inputs(PDL)
-    x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    place = logits + row * logits_stride + token_id
+    if chunk * CHUNK + CHUNK <= VOCABULARY:
+        x = tl.load(place).to(tl.float32)  # without a mask these are wide loads, whatever the vocabulary is
+    else:
+        x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot >= 0) & (tl.load(sample_rows + row) >= 0):
         known = tl.load(known_lengths + slot)
@@ -209,7 +218,8 @@ def _scan_kernel(
         else:
             # 4. Otherwise the chunk's best score, and the lowest id that has it.
             x = noisy_scores(x, token_id, slot, known, settings)
-            top, best = tl.max(x, axis=0, return_indices=True, return_indices_tie_break_left=True)
+            top = tl.max(x, axis=0)
+            best = tl.min(tl.where(x == top, lane, CHUNK), axis=0)
             tl.store(work[0] + at, top)
             tl.store(work[1] + at, chunk * CHUNK + best)
 
@@ -272,7 +282,8 @@ def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
-    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate the row; one without a sample is done.
     let_next_start(PDL)
@@ -302,15 +313,19 @@ def _choose_kernel(
                 row_mass = tl.sum(sums * tl.exp(scores - top), axis=0)
                 pivot = pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY, PIECE)
                 if pivot > float("-inf"):
-                    gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                           CHUNKS, CHUNK, PIECE, CANDIDATES)  # fmt: skip
+                    gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+                           CHUNKS, CHUNK, PIECE, CANDIDATES, BINS)  # fmt: skip
                 tl.debug_barrier()
                 mine = tl.atomic_add(work[8] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
                     count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
                     chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
-                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, CANDIDATES)  # fmt: skip
+                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE, CANDIDATES,
+                                              BINS, INTERVAL)  # fmt: skip
                     tl.debug_barrier()
+                    if is_binned(pivot, slot, settings, VOCABULARY):
+                        empty = tl.zeros((BINS,), tl.int64)
+                        tl.store(work[9] + row * BINS + tl.arange(0, BINS), empty)
                     tl.store(work[8] + row * 2, 0)
                     tl.store(work[8] + row * 2 + 1, 0)
             elif mine:
@@ -396,10 +411,13 @@ def sample(
     workspace: SamplingWorkspace,
     out: SampledTokens,
     vocabulary: int,
+    *,
+    fixed_order: bool = False,
 ) -> None:
     """Choose a token for every row that yields one, write it to `out` and to its slot. Shapes: the module's table.
 
-    `vocabulary` is the number of ids that can be chosen, the first of the logits' columns.
+    `vocabulary` is the number of ids that can be chosen, the first of the logits' columns. `fixed_order` lets one
+    program gather all candidates of a row: top-p then adds their probabilities up in the same order each time.
     Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace of another size.
     """
     outputs = (out.ids, out.logprobs, out.ranks, out.top_ids, out.top_logprobs)
@@ -408,15 +426,17 @@ def sample(
     if rows == 0:
         return
     plan = launch_plan(rows, vocabulary)
+    choose_grid = (rows, 1) if fixed_order else plan.choose_grid
     settings = state.arguments(slot_token_ids)
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
-        num_warps=8, maxnreg=SCAN_REGISTERS, **common,
+        num_warps=SCAN_WARPS, maxnreg=SCAN_REGISTERS, **common,
     )  # fmt: skip
-    _choose_kernel[plan.choose_grid](
+    _choose_kernel[choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
         settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
-        FEW=FEW, TILE=TILE, CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
+        FEW=FEW, TILE=TILE, PASS_TILE=PASS_TILE, BINS=BINS, INTERVAL=workspace.interval.shape[1],
+        CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
     )  # fmt: skip

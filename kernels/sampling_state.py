@@ -13,8 +13,11 @@ CHUNK = 4096  # logits a program scans
 CANDIDATES = 16_384  # the most that are gathered for a row
 FEW = 128  # candidates that are compared each with each
 TILE = 2048  # candidates, or logits, that the search looks at together
+PASS_TILE = 4096  # the same for what goes over them once
 PIECE = 256  # logits that share a maximum
-GATHER_PROGRAMS = 512  # programs over which a launch spreads the gathering
+BINS = 2048  # intervals of value in which the candidates' mass is counted
+INTERVAL = 2048  # values of one interval that are searched
+GATHER_PROGRAMS = 128  # programs over which a launch spreads the gathering; each finds the row's bound by itself
 
 FAILED_ID = -1
 NO_SAMPLE_ID = -2
@@ -94,7 +97,7 @@ def fill_counts(counts_row: torch.Tensor, token_ids: torch.Tensor, prompt_length
 
 @dataclass(frozen=True)
 class SamplingWorkspace:
-    """What the first launch leaves for the second; `tickets` is zero between steps."""
+    """What the first launch leaves for the second; `tickets` and `bins` are zero between steps."""
 
     best_scores: torch.Tensor
     best_ids: torch.Tensor
@@ -105,6 +108,8 @@ class SamplingWorkspace:
     candidates: torch.Tensor
     candidate_ids: torch.Tensor
     tickets: torch.Tensor
+    bins: torch.Tensor
+    interval: torch.Tensor
 
     @classmethod
     def allocate(cls, max_rows: int, vocabulary: int, device: torch.device | str) -> "SamplingWorkspace":
@@ -122,9 +127,12 @@ class SamplingWorkspace:
             candidates=torch.empty(max_rows, CANDIDATES, device=device),
             candidate_ids=torch.empty(max_rows, CANDIDATES, **integers),
             tickets=torch.zeros(max_rows, 2, **integers),
+            bins=torch.zeros(max_rows, BINS, dtype=torch.int64, device=device),
+            interval=torch.empty(max_rows, INTERVAL, device=device),
         )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """In the order that the kernels take them."""
         return (self.best_scores, self.best_ids, self.piece_maxima, self.chunk_sums, self.raw_piece_maxima,
-                self.raw_chunk_sums, self.candidates, self.candidate_ids, self.tickets)  # fmt: skip
+                self.raw_chunk_sums, self.candidates, self.candidate_ids, self.tickets, self.bins,
+                self.interval)  # fmt: skip

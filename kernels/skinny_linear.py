@@ -1,4 +1,4 @@
-"""Matrix products for decode, y = x W^T with 1 to 64 rows of x, with the neighbouring elementwise work inside.
+"""Matrix products for decode, y = x W^T with 1 to 256 rows of x, with the neighbouring elementwise work inside.
 
     z         = x / sqrt(mean(x^2) + eps) * norm_weight          with a norm weight; else z = x; float32
     y[m, n]   = sum_k z[m, k] * weight[n, k]                     accumulated in float32
@@ -8,9 +8,9 @@
 
 At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it.
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
-row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Which one,
-and with what tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster
-goes there.
+row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. For more
+rows Hopper has a third, `skinny_linear_hopper.py`. Which one, and with what tile, comes from a table measured on the
+card (`kernels/tuning`); a shape that the library does faster goes there.
 
 | tensor      | axes                           | dtype     | strides     |
 |-------------|--------------------------------|-----------|-------------|
@@ -21,7 +21,7 @@ goes there.
 | out         | [M, N], or [M, N/2] (silu_mul) | any float | last axis 1 |
 
 "Any float" is bfloat16, float16 or float32. Every row is independent, so padding rows hold anything. M may be 0; above
-64 rows the library is called.
+256 rows the library is called.
 
 Measured on an H200 at commit a3503ac by `python -m benchmarks.kernels.bench_skinny_linear`: the four products of
 Qwen3-0.6B's 28 layers in a row take 337 us with one row (2.6 TB/s, 58 % of the read limit of that run), 484 with 2,
@@ -39,9 +39,9 @@ from kernels.checks import FLOATS, check_tensor
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
-from kernels.tuning import LinearPlan, find_plan
+from kernels.tuning import LIBRARY, LinearPlan, find_plan, measured_plan, operation_key
 
-MAX_ROWS = 64
+MAX_ROWS = 256
 MAX_SPLITS = 16
 COUNTERS = 8192  # one for each output tile of a split product
 
@@ -91,10 +91,10 @@ class Workspace:
     def allocate(
         cls, max_rows: int, max_inputs: int, max_outputs: int, dtype: torch.dtype, device: torch.device
     ) -> "Workspace":
-        """Buffers for up to `max_rows` rows, of which at most 64 go through the split kernel."""
+        """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K."""
         skinny = min(max_rows, MAX_ROWS)
         return cls(
-            partials=torch.empty(MAX_SPLITS * skinny * min(max_outputs, 8192), dtype=torch.float32, device=device),
+            partials=torch.empty(MAX_SPLITS * skinny * min(max_outputs, 2048), dtype=torch.float32, device=device),
             counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
             normed=torch.empty(max_rows * max_inputs, dtype=dtype, device=device),
             wide=torch.empty(max_rows * max_outputs, dtype=dtype, device=device),
@@ -208,8 +208,8 @@ def _small_m_kernel(
     x, weight, norm_weight, residual, out, partials, counters, upcoming, upcoming_lines,
     M, N, x_stride, weight_stride, residual_stride, out_stride, eps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, HELD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SILU_MUL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, HELD: tl.constexpr, LEAVE: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: BLOCK_N outputs, and this program's share of K.
     let_next_start(PDL)
@@ -253,9 +253,13 @@ def _small_m_kernel(
             if SILU_MUL:
                 up = _weight_tile(up_rows, n, step * BLOCK_K, N, weight_stride, K, BLOCK_K, BLOCK_K)
                 total_up = tl.dot(z, up.T, total_up, input_precision="ieee")
-    # 3. Splits leave their parts in the workspace; the last to finish adds them up in the order of the splits.
+    # 3. Splits leave their parts in the workspace; the last to finish adds them up in the order of the splits, or
+    # whoever reads them next does.
     last = True
-    if SPLIT_K > 1:
+    if LEAVE:
+        last = False
+        tl.store(partials + (split * M + m[:, None]) * N + n[None, :], total, mask=edge)
+    elif SPLIT_K > 1:
         PART: tl.constexpr = BLOCK_M * BLOCK_N
         PARTS: tl.constexpr = 2 if SILU_MUL else 1
         STRIDE: tl.constexpr = PART * PARTS + BLOCK_M
@@ -307,6 +311,8 @@ def _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         torch.addmm(residual, x, weight.T, out=out)
     elif out.dtype == x.dtype:
         torch.mm(x, weight.T, out=out)
+    elif out.dtype == torch.float32 and x.is_cuda:
+        torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
     else:
         wide = workspace.rows("wide", rows, weight.shape[0])
         torch.mm(x, weight.T, out=wide)
@@ -337,6 +343,9 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
     if plan.kernel == "library":
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
+    if plan.kernel == "resident":
+        _by_hopper(plan, x, weight, out if silu_mul else out[None], silu_mul)
+        return
     outputs = out.shape[1]
     added = out if residual is None else residual
     gain = weight if norm_weight is None else norm_weight
@@ -359,8 +368,54 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
             raise ValueError(f"workspace: wanted {needed} partial sums, got {workspace.partials.numel()}")
     _small_m_kernel[(tiles, plan.split_k)](
         x, weight, gain, added, out, workspace.partials, workspace.counters, *ahead, rows, outputs, *strides, eps,
-        BLOCK_M=block_m, SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, **options,
+        BLOCK_M=block_m, SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=False, **options,
     )  # fmt: skip
+
+
+def _by_hopper(plan, x, weight, out, silu_mul) -> None:
+    from kernels import skinny_linear_hopper  # needs a Triton that older installations lack
+
+    skinny_linear_hopper.launch(plan, x, weight, out, silu_mul, launch_options(x)["PDL"])
+
+
+def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace) -> torch.Tensor:
+    """`linear_parts` with one given plan, for the tuner."""
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    if plan.kernel == "library":
+        wide = workspace.rows("wide", rows, outputs)
+        torch.mm(x, weight.T, out=wide)
+        return wide[None]
+    parts = workspace.rows("partials", plan.split_k * rows, outputs).view(plan.split_k, rows, outputs)
+    if plan.kernel == "resident":
+        _by_hopper(plan, x, weight, parts, silu_mul=False)
+        return parts
+    strides = (x.stride(0), weight.stride(0), 0, 0)
+    _small_m_kernel[(triton.cdiv(outputs, plan.block_n), plan.split_k)](
+        x, weight, weight, parts, parts, parts, workspace.counters, weight, 0, rows, outputs, *strides, 0.0,
+        K=inputs, BLOCK_M=max(triton.next_power_of_2(rows), 16), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=True, HAS_NORM=False, HAS_RESIDUAL=False,
+        SILU_MUL=False, PREFETCH=0, num_warps=plan.num_warps, **launch_options(x),
+    )  # fmt: skip
+    return parts
+
+
+def parts_plan(rows: int, weight: torch.Tensor) -> LinearPlan | None:
+    """The measured plan for leaving the product of `rows` rows in parts; None where this card has none."""
+    return measured_plan(weight.device, weight.dtype, rows, operation_key(*weight.shape, False, False, in_parts=True))
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """y = x W^T as parts [S, M, N] that the reader adds up; they stay until the workspace's next use.
+
+    Raises ValueError for a shape, dtype, stride or device that differs from the module's table, or a small workspace.
+    """
+    check_tensor("x", x, (None, None), FLOATS)
+    check_tensor("weight", weight, (None, x.shape[1]), x.dtype, like=x)
+    key = (x.shape[0], *weight.shape)
+    plan = workspace.plans.get(key)
+    if plan is None:
+        plan = workspace.plans[key] = parts_plan(x.shape[0], weight) or LIBRARY
+    return run_parts_plan(plan, x, weight, workspace)
 
 
 def skinny_linear(

@@ -2,7 +2,9 @@
 
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
 each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
-gathered above a bound, or at the whole row; few candidates are compared each with each instead. Called inside the
+gathered above a bound, or at the whole row; few candidates are compared each with each instead. Where top-p has more
+candidates than fit, gathering also adds up their mass by intervals of value; the interval in which the threshold lies
+then holds few enough to be searched, after one more pass over the row. Called inside the
 kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work`
 is `SamplingWorkspace.tensors`, both in the order given there.
 """
@@ -10,7 +12,10 @@ is `SamplingWorkspace.tensors`, both in the order given there.
 import triton
 import triton.language as tl
 
-from kernels.noise import gumbel, noise_bits, noise_keys
+from kernels.noise import HAS_PTX, gumbel, noise_bits, noise_keys
+
+USES_INTERVALS = tl.constexpr(True)
+"""Whether top-p's threshold is looked for in one interval of values first; without, among all candidates."""
 
 
 @triton.jit
@@ -69,7 +74,15 @@ def at_temperature(x, slot, settings):
     """Logits over the temperature; unchanged at 0."""
     temperature = tl.load(settings[0] + slot * 8)
     if temperature > 0:
-        x = x / temperature
+        # A division for each logit would cost more than its noise. The product is rounded here, and never becomes part
+        # of a fused multiply-add: a value must be the same number wherever it is looked at.
+        inverse = 1.0 / temperature
+        if HAS_PTX:
+            x = tl.inline_asm_elementwise(
+                "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, inverse], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            x = x * inverse
     return x
 
 
@@ -209,6 +222,85 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
 
 
 @triton.jit
+def is_binned(pivot, slot, settings, VOCABULARY):
+    """Whether the mass of a row's candidates is added up by intervals: for top-p with a bound, but without top-k."""
+    top_k = tl.load(settings[1] + slot * 16)
+    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf")) & USES_INTERVALS
+
+
+@triton.jit
+def _bin_of(x, top, pivot, BINS: tl.constexpr):
+    """The interval of values from `pivot` up: 0 holds the largest. Rounding keeps the order, so intervals are exact."""
+    scale = BINS / tl.maximum(top - pivot, 1e-30)
+    return tl.minimum((top - x) * scale, BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def _interval_values(wanted, gathered, count, row, logits, logits_stride, work, slot, known, settings, top, pivot,
+                     PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr,
+                     INTERVAL: tl.constexpr):  # fmt: skip
+    """Store the values of one interval, if no more than INTERVAL; returns their number, the least and the largest."""
+    held_count = 0
+    least = top
+    largest = float("-inf")
+    for tile in range(0, tl.cdiv(count, PASS_TILE)):
+        x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                           PASS_TILE, CANDIDATES)  # fmt: skip
+        held = (x >= pivot) & (_bin_of(x, top, pivot, BINS) == wanted)
+        here = tl.sum(held.to(tl.int32), axis=0)
+        if here > 0:
+            least = tl.minimum(least, tl.min(tl.where(held, x, top), axis=0))
+            largest = tl.maximum(largest, tl.max(tl.where(held, x, float("-inf")), axis=0))
+            place = held_count + tl.cumsum(held.to(tl.int32), axis=0) - 1
+            tl.store(work[10] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
+            held_count += here
+    tl.debug_barrier()
+    return held_count, least, largest
+
+
+@triton.jit
+def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot,
+                    row_mass, FEW: tl.constexpr, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+                    BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
+    """`(order key, found)`: as `_kept_from` for top-p, from the intervals' mass; not found if one holds too many."""
+    place = tl.arange(0, BINS)
+    masses = tl.load(work[9] + row * BINS + place, cache_modifier=".cg")
+    total = _fixed(row_mass)
+    if tl.load(settings[0] + slot * 8 + 2) > 0:
+        total = tl.sum(masses, axis=0)  # what min-p left
+    target = tl.maximum((total.to(tl.float64) * tl.load(settings[0] + slot * 8 + 1)).to(tl.int64), 1)
+    wanted = tl.sum((tl.cumsum(masses, axis=0) < target).to(tl.int32), axis=0)
+    above = tl.sum(tl.where(place < wanted, masses, 0), axis=0)
+    low = _order_key(pivot)  # where the target lies beyond the last interval, all candidates are kept
+    found = wanted == BINS
+    if wanted < BINS:
+        held_count, least, largest = _interval_values(
+            wanted, gathered, count, row, logits, logits_stride, work, slot, known, settings, top, pivot,
+            PASS_TILE, CANDIDATES, BINS, INTERVAL,
+        )  # fmt: skip
+        low = _order_key(least)
+        found = (held_count > 0) & ((held_count <= INTERVAL) | (least == largest))
+        if found & (held_count <= FEW):
+            few = tl.arange(0, FEW)
+            x = tl.load(work[10] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
+            mass = tl.sum(tl.where(x[None, :] >= x[:, None], _mass_of(x, top)[None, :], 0), axis=1)
+            reached = (above + mass >= target) & (few < held_count)
+            low = tl.maximum(low, tl.max(tl.where(reached, _order_key(x), low), axis=0))
+        elif found & (least < largest):
+            high = _order_key(largest) + 1
+            inner = tl.arange(0, 8) + 1
+            lane = tl.arange(0, INTERVAL)
+            x = tl.load(work[10] + row * INTERVAL + lane, mask=lane < held_count, other=float("-inf"))
+            while high - low > 1:
+                threshold = low + (high - low) * inner // 9
+                sums = tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
+                mass = above + tl.sum(sums, axis=1)
+                low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
+    return low, found
+
+
+@triton.jit
 def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW: tl.constexpr,
                    CANDIDATES: tl.constexpr):  # fmt: skip
     """The chosen id among at most FEW candidates, each compared with each: no rounds."""
@@ -235,7 +327,8 @@ def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row
 
 @triton.jit
 def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
-                     FEW: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+                     FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+                     BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
     """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
     gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
     best_id = 0x7FFFFFFF
@@ -243,26 +336,44 @@ def truncated_choice(count, row, logits, logits_stride, work, slot, known, setti
         best_id = _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW, CANDIDATES)
     else:
         count = tl.where(gathered, count, VOCABULARY)
-        low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                         top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
-        best = float("-inf")
-        for tile in range(0, tl.cdiv(count, TILE)):
-            x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                      TILE, CANDIDATES)  # fmt: skip
-            x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
-            tile_best = tl.max(x, axis=0)
-            tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
-            better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
-            best_id = tl.where(better, tile_id, best_id)
-            best = tl.maximum(best, tile_best)
+        low = _order_key(pivot)
+        found = False
+        if is_binned(pivot, slot, settings, VOCABULARY):
+            low, found = _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                         VOCABULARY, top, pivot, row_mass, FEW, PASS_TILE, CANDIDATES, BINS,
+                                         INTERVAL)  # fmt: skip
+        if found == 0:
+            low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+                             top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
+        best_id = _best_from(low, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                             PASS_TILE, CANDIDATES)  # fmt: skip
     return best_id
 
 
 @triton.jit
-def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-           CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
-    """Copy this program's share of the values from `pivot` up into the row's candidates, in any order."""
+def _best_from(low, gathered, count, row, logits, logits_stride, work, slot, known, settings, TILE: tl.constexpr,
+               CANDIDATES: tl.constexpr):  # fmt: skip
+    """The id with the best noisy score among the values whose order key is at least `low`."""
+    best_id = 0x7FFFFFFF
+    best = float("-inf")
+    for tile in range(0, tl.cdiv(count, TILE)):
+        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                  TILE, CANDIDATES)  # fmt: skip
+        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+        tile_best = tl.max(x, axis=0)
+        tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
+        better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
+        best_id = tl.where(better, tile_id, best_id)
+        best = tl.maximum(best, tile_best)
+    return best_id
+
+
+@triton.jit
+def gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY, CHUNKS: tl.constexpr,
+           CHUNK: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+    """Copy this program's share of the values from `pivot` up into the row's candidates, in any order; count mass."""
     PIECES: tl.constexpr = CHUNK // PIECE
+    binned = is_binned(pivot, slot, settings, VOCABULARY)
     piece = tl.arange(0, PIECES)
     for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
         holds = tl.load(work[2] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
@@ -278,6 +389,9 @@ def gather(row, pivot, logits, logits_stride, work, slot, known, settings, VOCAB
             fits = (kept > 0) & (place < CANDIDATES)
             tl.store(work[6] + row * CANDIDATES + place, x, mask=fits)
             tl.store(work[7] + row * CANDIDATES + place, token_id, mask=fits)
+            if binned:
+                bins = work[9] + row * BINS + _bin_of(x, top, pivot, BINS)
+                tl.atomic_add(bins, _mass_of(x, top), mask=kept > 0, sem="relaxed")
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from common.processes import open_standard_files
 from launcher import serve
 from launcher.supervisor import ProcessLost
 
-VERBS = ("serve", "status", "stop", "chat", "bench")
+VERBS = ("serve", "status", "stop", "chat", "bench", "keys")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -30,6 +30,10 @@ def run(argv: Sequence[str]) -> int:
             return serve.serve(serve.parse(arguments))
         if verb == "bench":
             return subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], check=False).returncode
+        if verb == "keys":
+            from launcher import keys
+
+            return keys.run(arguments)
         if verb in VERBS:
             from frontend import terminal
 

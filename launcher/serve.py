@@ -69,13 +69,18 @@ def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Names
     """Say that the engine serves, and where: one line for people, a file for programs."""
     seconds = seconds_since_start()
     config = supervisor.config
-    where = [supervisor.http and f"HTTP on {supervisor.http}/v1", f"client socket {config.server.client_endpoint}"]
+    keyed = " (with keys)" if config.server.client_keys else ""
+    where = [
+        supervisor.http and f"HTTP on {supervisor.http}/v1",
+        f"client socket {config.server.client_endpoint}{keyed}",
+    ]
     line = f"ready in {seconds:.1f} s: {config.model_name()}, {', '.join(filter(None, where))}"
     ready = {
         "pid": os.getpid(),
         "model": config.model_name(),
         "http": supervisor.http,
         "client_endpoint": config.server.client_endpoint,
+        "local_endpoint": config.local_client_endpoint(),
         "ready_at_s": time.time(),
     }
     text = json.dumps(ready)
@@ -99,7 +104,7 @@ class _Answer(threading.Thread):
     def run(self) -> None:
         """Ask, print, and wake the supervisor."""
         try:
-            from frontend.terminal import answer_once
+            from frontend.terminal_chat import answer_once
 
             answer_once(self._endpoint, self._prompt)
         except Exception as error:
@@ -109,7 +114,7 @@ class _Answer(threading.Thread):
 
 
 def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
-    answer = _Answer(supervisor.config.server.client_endpoint, prompt, wakeup)
+    answer = _Answer(supervisor.config.local_client_endpoint(), prompt, wakeup)
     answer.start()
     supervisor.run_until(lambda: answer.done)
     supervisor.stop(0.0)
@@ -123,7 +128,7 @@ def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = OptionParser(
         prog="launch.py",
-        description="Serve a language model. Verbs: serve (the default), status, stop, chat, bench.",
+        description="Serve a language model. Verbs: serve (the default), status, stop, chat, bench, keys.",
         usage="%(prog)s [serve] [MODEL] [options]",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model")

@@ -155,7 +155,7 @@ class Admission:
 
     def _holder(self, sequence: Sequence, draft: Draft) -> Sequence | None:
         """Another sample of the request that has blocks, one that has computed the prompt if there is one."""
-        if sequence.status is Status.SWAPPED or sequence.prompt_logprobs is not None:
+        if sequence.status is Status.SWAPPED or sequence.needs_all_computed:
             return None
         holders = [s for s in sequence.request.sequences if s.blocks and s is not sequence]
         return next((s for s in holders if _has_prompt(s, draft)), holders[0] if holders else None)
@@ -165,7 +165,7 @@ class Admission:
         self._looked_up += len(sequence.tokens)
         if sequence.status is Status.SWAPPED:
             return self._whole_blocks(sequence)
-        if sequence.prompt_logprobs is not None:  # every prompt position must be computed to have its logits
+        if sequence.needs_all_computed:
             sequence.chain.rewind()
             return NO_MATCH
         match = self._state.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens) - 1)
@@ -195,7 +195,7 @@ class Admission:
             or matched == len(sequence.tokens) - 1  # all is there but what must be computed anyway
             or self._state.limits.prefix_cache == "off"
             or sequence.status is Status.SWAPPED
-            or sequence.prompt_logprobs is not None
+            or sequence.needs_all_computed
         ):
             return None
         others = [(row.sequence, row.first) for row in draft.chunks]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from common.errors import TriremeError
 from common.messages import NOT_A_TOKEN, SampleFinish, StepResult, TokenLogprobs, TokensOut
+from common.wire import INT32_MAX
 from scheduler_proc.grammar import Grammar, GrammarError
 from scheduler_proc.sequence import Sequence, Status
 from scheduler_proc.state import Flight, State
@@ -51,8 +52,8 @@ class Collector:
         self._state = state
         self._block_size = state.limits.block_size
 
-    def apply(self, result: StepResult) -> TokensOut | None:
-        """Take in the oldest plan's result; None when nobody has to hear of it.
+    def apply(self, result: StepResult, now_s: float) -> TokensOut | None:
+        """Take in the oldest plan's result, which came at `now_s`; None when nobody has to hear of it.
 
         Raises:
             ResultError: it is not that plan's, or its counts do not fit it.
@@ -66,7 +67,7 @@ class Collector:
             self._apply_any(rows, flight, result)
         else:
             self._apply_single(rows, flight.sampled, result.token_ids)
-        return self._message(rows, flight, result, several) if rows.sequences else None
+        return self._message(rows, flight, result, several, now_s) if rows.sequences else None
 
     def _take_flight(self, result: StepResult) -> Flight:
         state = self._state
@@ -168,9 +169,10 @@ class Collector:
 
     # ---- the message
 
-    def _message(self, rows: Rows, flight: Flight, result: StepResult, several: bool) -> TokensOut:
+    def _message(self, rows: Rows, flight: Flight, result: StepResult, several: bool, now_s: float) -> TokensOut:
         sequences = rows.sequences
-        self._state.counters.output_tokens += len(rows.token_ids)
+        embeddings = _embeddings(sequences, flight, result) if result.embeddings else ()
+        self._state.counters.output_tokens += len(rows.token_ids) - len(embeddings)
         has_first_tokens = len(flight.sampled) > flight.decode_count
         return TokensOut(
             request_ids=array("i", [s.request_id for s in sequences]),
@@ -178,10 +180,22 @@ class Collector:
             sample_indices=array("B", [s.sample_index for s in sequences] if several else ()),
             token_counts=array("B", () if rows.token_counts.count(1) == len(rows.token_counts) else rows.token_counts),
             prompt_logprobs=_first_prompt_logprobs(sequences) if has_first_tokens else (),
+            prefill_us=_first_prefill_us(sequences, now_s) if has_first_tokens else array("i"),
+            preemption_counts=_preemption_counts(flight, sequences) if has_first_tokens else array("B"),
             cached_counts=_first_cached_counts(sequences) if has_first_tokens else array("i"),
             finishes=tuple(rows.finishes),
             logprobs=_moved_logprobs(rows.sources, result.logprobs),
+            embeddings=embeddings,
         )
+
+
+def _embeddings(
+    sequences: list[Sequence], flight: Flight, result: StepResult
+) -> "tuple[tuple[int, array[float]], ...]":
+    """By row instead of by slot; those of sequences that are over by now are dropped."""
+    rows = {id(sequence): row_index for row_index, sequence in enumerate(sequences)}
+    found = [(rows.get(id(flight.chunk_sequences.get(slot)), -1), vector) for slot, vector in result.embeddings]
+    return tuple((row_index, vector) for row_index, vector in found if row_index >= 0)
 
 
 def _keep_prompt_logprobs(flight: Flight, result: StepResult) -> None:
@@ -198,6 +212,18 @@ def _first_prompt_logprobs(sequences: list[Sequence]) -> tuple[tuple[int, tuple[
             by_position, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             found.append((row_index, tuple(by_position[position] for position in sorted(by_position))))
     return tuple(found)
+
+
+def _first_prefill_us(sequences: list[Sequence], now_s: float) -> "array[int]":
+    """How long the prompts took whose first token this is, as `cached_count` still tells."""
+    times = [-1 if s.cached_count < 0 else min(int((now_s - s.started_at_s) * 1e6), INT32_MAX) for s in sequences]
+    return array("i", () if times.count(-1) == len(times) else times)
+
+
+def _preemption_counts(flight: Flight, sequences: list[Sequence]) -> "array[int]":
+    """Those of the samples that run again after a preemption."""
+    resumed = {s for s in flight.sampled[flight.decode_count :] if s.preemption_count}
+    return array("B", [min(s.preemption_count, 255) if s in resumed else 0 for s in sequences] if resumed else ())
 
 
 def _first_cached_counts(sequences: list[Sequence]) -> "array[int]":

@@ -200,7 +200,10 @@ class SchedulerCore:
             return None
         plan = self._planner.plan_step()
         if plan is not None:
-            self.state.in_flight[-1].planned_at_s = self._monotonic()
+            flight = self.state.in_flight[-1]
+            flight.planned_at_s = self._monotonic()
+            for entry in plan.new_slots:
+                flight.chunk_sequences[entry.slot].note_start(flight.planned_at_s)
         return plan
 
     def handle_result(self, result: StepResult) -> list[ForFrontend]:
@@ -211,7 +214,7 @@ class SchedulerCore:
         """
         now_s = self._monotonic()
         flight = self.state.in_flight[0] if self.state.in_flight else None
-        out = self._collector.apply(result)
+        out = self._collector.apply(result, now_s)
         if flight is not None:
             self.state.step_time.note(now_s - max(flight.planned_at_s, self._result_at_s), flight.chunk_tokens)
         self._result_at_s = now_s
@@ -242,7 +245,7 @@ class SchedulerCore:
         return self.state.is_idle
 
     def stats(self) -> EngineStats:
-        """Where the engine stands; without `parts_us`, which the process measures."""
+        """Where the engine stands; without `parts_us` and `step_sizes`, which the process measures."""
         state, counters = self.state, self.state.counters
         swapped_count = sum(sequence.status is Status.SWAPPED for sequence in state.preempted)
         return EngineStats(
@@ -261,6 +264,8 @@ class SchedulerCore:
             output_tokens=counters.output_tokens,
             last_decode_rows=counters.last_decode_rows,
             last_chunk_tokens=counters.last_chunk_tokens,
+            decode_tokens=counters.decode_tokens,
+            chunk_tokens=counters.chunk_tokens,
         )
 
     def check(self) -> None:

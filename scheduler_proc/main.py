@@ -22,6 +22,7 @@ from common.config import EngineConfig, step_limits
 from common.messages import (
     AddRequest,
     EngineReady,
+    EngineStats,
     ForFrontend,
     PeerFailed,
     RequestFailed,
@@ -40,6 +41,8 @@ STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
 COMPILATION_INTERVAL_S = 0.001
 """How often a request that waits for its grammar is looked after."""
+SIZE_CLASSES = 20
+"""Of steps by their tokens: up to 1, 2, 4, ... 524,288."""
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +147,7 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         policy=options.policy,
         preemption=options.preemption,
         block_bytes=ready.block_bytes,
+        link_bytes_per_s=ready.link_bytes_per_s or Limits.link_bytes_per_s,
         namespace=config.model_dir,
     )
 
@@ -159,29 +163,35 @@ def engine_ready(limits: Limits, ready: WorkerReady) -> EngineReady:
     )
 
 
-class PartTimes:
-    """Mean times of the parts of the steps since the last report, in microseconds."""
+class StepFigures:
+    """The steps since the last report: the mean times of their parts, in microseconds, and their sizes."""
 
     def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
         self._sums = [0] * 6
         self._steps = 0
+        self._sizes = array("i", [0] * SIZE_CLASSES)
 
-    def add_plan(self, plan_us: int, wire_us: int) -> None:
-        """What planning and sending one step took here."""
+    def add_plan(self, token_count: int, plan_us: int, wire_us: int) -> None:
+        """How many tokens one step computes, and what planning and sending it took here."""
         self._sums[0] += plan_us
         self._sums[1] += wire_us
         self._steps += 1
+        self._sizes[min(max(token_count - 1, 0).bit_length(), SIZE_CLASSES - 1)] += 1
 
     def add_result(self, parts_us: "array[int]") -> None:
         """What the worker says its parts took."""
         for index, part_us in enumerate(parts_us[:4]):
             self._sums[2 + index] += part_us
 
-    def take(self) -> "array[int]":
-        """The means, in the order of STEP_PARTS; starts anew."""
+    def add_to(self, stats: EngineStats) -> EngineStats:
+        """The figures with these; starts anew."""
         means = array("i", [min(total // max(self._steps, 1), 2**31 - 1) for total in self._sums])
-        self._sums, self._steps = [0] * 6, 0
-        return means
+        complete = replace(stats, parts_us=means, step_sizes=self._sizes)
+        self._clear()
+        return complete
 
 
 class Loop:
@@ -211,7 +221,7 @@ class Loop:
         self._link = link
         self._clocks = clocks
         self._traces = traces
-        self._parts = PartTimes()
+        self._figures = StepFigures()
         self._outbox: list[ForFrontend] = []
         self._changed = False
         self._stats_due_s = 0.0
@@ -265,7 +275,7 @@ class Loop:
         for message in self._transport.results():
             if isinstance(message, StepResult):
                 self._changed = True
-                self._parts.add_result(message.parts_us)
+                self._figures.add_result(message.parts_us)
                 self._outbox += self._core.handle_result(message)
 
     def _take_requests(self) -> None:
@@ -289,7 +299,8 @@ class Loop:
             planned_ns = time.perf_counter_ns()
             self._transport.send_plan(plan)
             sent_ns = time.perf_counter_ns()
-            self._parts.add_plan((planned_ns - started_ns) // 1000, (sent_ns - planned_ns) // 1000)
+            plan_us, wire_us = (planned_ns - started_ns) // 1000, (sent_ns - planned_ns) // 1000
+            self._figures.add_plan(plan.token_count, plan_us, wire_us)
             self._link.progress += 1
             self._changed = True
             self._traces.step()
@@ -301,7 +312,7 @@ class Loop:
             self._check_idle()
         self._stats_due_s = self._clocks.monotonic() + STATS_INTERVAL_S
         self._changed = False
-        self._transport.send_out(replace(self._core.stats(), parts_us=self._parts.take()))
+        self._transport.send_out(self._figures.add_to(self._core.stats()))
 
     def _check_idle(self) -> None:
         """A leak is an error of ours, but no reason to take the engine down."""

@@ -116,7 +116,12 @@ class Planner:
             self._state.preempt(victim)
 
     def _swaps(self, victim: Sequence) -> bool:
-        """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it."""
+        """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it.
+
+        A mean of hidden states starts anew with the slot, so for one everything is computed again.
+        """
+        if victim.request.message.pooling == "mean":
+            return False
         limits, host_pool = self._state.limits, self._state.host_pool
         if limits.preemption == "recompute" or host_pool is None or host_pool.available_count < len(victim.blocks):
             return False
@@ -177,6 +182,8 @@ class Planner:
         counters.steps += 1
         counters.last_decode_rows = flight.decode_count
         counters.last_chunk_tokens = flight.chunk_tokens = sum(row.count for row in draft.chunks)
+        counters.decode_tokens += flight.decode_count
+        counters.chunk_tokens += flight.chunk_tokens
         return plan
 
     def _commit_chunks(self, draft: Draft, flight: Flight) -> None:

@@ -82,14 +82,16 @@ class Sequence:
         next_event_len: the known length at which a block of output can be indexed, or the sequence ends; with a grammar
             the next length.
         grammar: what its next token may be; None for anything.
+        started_at_s: when the first plan was made that computed some of its prompt; below 0 before.
+        preemption_count: how often it lost its slot before its end.
         prompt_logprobs: by position, collected until the first token is reported; None when not wanted (any more).
     """
 
     __slots__ = (
         "blocks", "cached_count", "capacity", "chain", "computed_count", "end_token_ids", "grammar", "host_blocks",
-        "last_step", "leader", "max_len", "next_event_len", "planned_len", "prompt_count", "prompt_logprobs", "rank",
-        "request",
-        "request_id", "retry_step", "sample_index", "slot", "status", "swapped_count", "tokens", "uncached_count",
+        "last_step", "leader", "max_len", "next_event_len", "planned_len", "preemption_count", "prompt_count",
+        "prompt_logprobs", "rank", "request", "request_id", "retry_step", "sample_index", "slot", "started_at_s",
+        "status", "swapped_count", "tokens", "uncached_count",
     )  # fmt: skip
 
     def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
@@ -117,9 +119,17 @@ class Sequence:
         self.cached_count = 0
         self.rank: Rank = (0.0, 0)
         self.next_event_len = 0
+        self.started_at_s = -1.0
+        self.preemption_count = 0
         self.grammar: Grammar | None = None
         wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0
         self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_logprobs else None
+
+    @property
+    def needs_all_computed(self) -> bool:
+        """Whether every prompt token has to be computed for it, whatever the cache holds: each one's logits or hidden
+        state is reported, or is part of a mean."""
+        return self.prompt_logprobs is not None or self.request.message.pooling == "mean"
 
     @property
     def is_plannable(self) -> bool:
@@ -130,6 +140,11 @@ class Sequence:
     def unplanned_count(self) -> int:
         """Known tokens whose K/V is not planned: 0 or 1 while decoding, more before."""
         return self.planned_len - self.computed_count
+
+    def note_start(self, now_s: float) -> None:
+        """A plan computes some of its prompt; only the first one counts."""
+        if self.started_at_s < 0:
+            self.started_at_s = now_s
 
     def add_blocks(self, blocks: list[int], block_size: int) -> None:
         """Append to the block table."""
@@ -167,4 +182,5 @@ def slot_sampling(sequence: Sequence) -> SlotSampling:
         allowed_token_ids=array("i", params.allowed_token_ids or ()),
         bad_token_ids=message.bad_token_ids,
         masked=sequence.grammar is not None,
+        pooling=message.pooling,
     )

@@ -30,7 +30,8 @@ class Limits:
         max_queued_tokens: their prompt tokens that may wait; 0 sets no limit.
         target_itl_s: time between tokens to aim for by limiting what a step holds; 0 does not.
         prefix_cache, policy, preemption: as the options of these names.
-        block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way. For preemption `auto`.
+        block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way: what the worker measured, or
+            what a simulation assumes. For preemption `auto`.
         namespace: model and adapter: prefixes are shared within one namespace.
     """
 
@@ -88,6 +89,8 @@ class Counters:
     output_tokens: int = 0
     last_decode_rows: int = 0
     last_chunk_tokens: int = 0
+    decode_tokens: int = 0
+    chunk_tokens: int = 0
 
 
 class State:
@@ -148,7 +151,7 @@ class State:
         sequence.status = Status.PREEMPTED
         sequence.computed_count = 0
         insert_by_rank(self.preempted, sequence)
-        self.counters.preemptions += 1
+        self._count_preemption(sequence)
 
     def swap_out(self, sequence: Sequence, step_id: int) -> tuple[list[int], list[int]]:
         """Take a running sequence's slot and move its K/V to the host with the step being planned.
@@ -166,8 +169,12 @@ class State:
         sequence.last_step = step_id
         self.pending_count += len(blocks)
         insert_by_rank(self.preempted, sequence)
-        self.counters.preemptions += 1
+        self._count_preemption(sequence)
         return blocks, sequence.host_blocks
+
+    def _count_preemption(self, sequence: Sequence) -> None:
+        self.counters.preemptions += 1
+        sequence.preemption_count += 1
 
     def end(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """The sequence is over, wherever it stands; its request goes with its last one.

@@ -9,6 +9,7 @@ import torch
 
 from kernels.kv_format import dequantise, quantise
 from worker_proc.cpu_attention import cpu_attention
+from worker_proc.fixed_order_attention import fixed_order_attention
 from worker_proc.forward_context import ForwardContext
 
 KERNEL_HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -40,6 +41,10 @@ def attention(
         [T, head_count * head_dim]; rows of padding tokens hold zeros.
     """
     if query.device.type == "cpu":
+        if context.fixed_order:
+            return fixed_order_attention(
+                query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window
+            )
         return cpu_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
     if context.device_decode_row_count is not None and query.shape[-1] in KERNEL_HEAD_DIMS:
         from worker_proc.cuda.attention import cuda_attention  # brings Triton, which a CPU worker does without

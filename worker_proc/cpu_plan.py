@@ -109,7 +109,7 @@ class Planner:
 
     def plan(self) -> StepPlan:
         """The whole plan."""
-        rows = self._rows()
+        rows = self.rows()
         store_indices, stored_tokens = self._store()
         decode_rows = [row for row in rows if row.query_count == 1]
         return StepPlan(
@@ -119,7 +119,11 @@ class Planner:
             [self._chunk_row(row) for row in rows if row.query_count > 1],
         )
 
-    def _rows(self) -> list[Row]:
+    def store_plan(self) -> StepPlan:
+        """Only where the step's K and V go."""
+        return StepPlan(*self._store(), [], [])
+
+    def rows(self) -> list[Row]:
         """The rows that are not padding."""
         starts = self.context.query_starts.tolist()
         lengths = self.context.context_lengths.tolist()

@@ -18,14 +18,19 @@ SHARED_WORK = 20_000_000
 
 
 class StepThreads:
-    """Chooses between one thread and all that torch was given when this object was made."""
+    """Chooses between one thread and all that torch was given when this object was made.
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.thread_count = torch.get_num_threads()
+    Args:
+        step_tokens: tokens that every step counts as; None: its own.
+    """
+
+    def __init__(self, config: ModelConfig, step_tokens: int | None = None) -> None:
+        self.thread_count, self._step_tokens = torch.get_num_threads(), step_tokens
         self.layer_parameters = layer_parameters(config)
 
     def count_for(self, token_count: int) -> int:
         """Threads for a step of that many tokens."""
+        token_count = self._step_tokens or token_count
         return self.thread_count if token_count * self.layer_parameters >= SHARED_WORK else 1
 
     @contextmanager

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,9 @@ import torch
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
 from common.messages import StepPlan
+from worker_proc.fixed_order_model import aligned_threads
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
+from worker_proc.link import Swap, measured_link_bytes_per_s
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
 from worker_proc.pending import PendingStep
@@ -36,16 +38,20 @@ class StepRunner(Protocol):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, on a GPU as far as issuing it."""
 
+    def prepare_next(self) -> bool:
+        """Make something ready that steps may need later; whether there is more."""
+
 
 @dataclass(frozen=True)
 class Engine:
-    """A worker that can run steps."""
+    """A worker that can run steps; `link_bytes_per_s` is how fast it swaps blocks, 0 where it has nowhere to."""
 
     runner: StepRunner
     size: CacheSize
     vocab_size: int
     device_name: str
     dtype_name: str
+    link_bytes_per_s: int = 0
 
 
 def load_engine(config: EngineConfig) -> Engine:
@@ -64,6 +70,8 @@ def load_engine(config: EngineConfig) -> Engine:
             Path(config.model_dir), device=device, dtype=dtype, load_format=config.model.load_format,
             seed=config.model.seed,
         )  # fmt: skip
+    if config.worker.deterministic and device.type == "cpu":
+        torch.set_num_threads(aligned_threads(model_config, torch.get_num_threads()))
     specs = cache_specs(model_config, dtype, config.cache.kv_cache_dtype)
     limits = step_limits(config.scheduler, name)
     if device.type == "cuda":
@@ -71,17 +79,29 @@ def load_engine(config: EngineConfig) -> Engine:
 
         with timed("prepared the GPU"):
             gpu_runner, size = cuda_runner(config, limits, model, specs, sampled_ids)
-        return Engine(gpu_runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
+        return _engine(gpu_runner, size, model_config, name, dtype, gpu_runner.swap, torch.cuda.synchronize)
     size = choose_size(config, limits, specs, model_config.context_limit, config.cache.cpu_kv_cache_bytes)
     with timed("allocated the KV cache"):
         cache = KVCache(
             specs, block_size=config.cache.block_size, block_count=size.block_count,
             host_block_count=size.host_block_count, device=device,
         )  # fmt: skip
-        runner = CpuRunner(model, cache, limits, size.max_model_len, sampled_ids)
+        runner = CpuRunner(
+            model, cache, limits, size.max_model_len, sampled_ids, deterministic=config.worker.deterministic
+        )
     with timed("ran a first forward pass"):
         runner.warm_up()
-    return Engine(runner, size, model_config.vocab_size, name, str(dtype).removeprefix("torch."))
+    return _engine(runner, size, model_config, name, dtype, cache, lambda: None)
+
+
+def _engine(
+    runner: StepRunner, size: CacheSize, model: ModelConfig, device_name: str, dtype: torch.dtype, swap: Swap,
+    wait: Callable[[], None],
+) -> Engine:  # fmt: skip
+    link = measured_link_bytes_per_s(swap, size.block_count, size.host_block_count, size.block_bytes, wait)
+    if link:
+        logger.info("blocks move to and from the host at %.1f GB/s", link / 1e9)
+    return Engine(runner, size, model.vocab_size, device_name, str(dtype).removeprefix("torch."), link)
 
 
 def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[ModelConfig, torch.dtype, int]:
@@ -102,13 +122,8 @@ def check_options(config: EngineConfig, device: torch.device) -> None:
     """Refuse what no model can be served with, before one is loaded.
 
     Raises:
-        ConfigError: --deterministic, or on a GPU blocks or batches larger than the kernels take.
+        ConfigError: on a GPU blocks or batches larger than the kernels take.
     """
-    if config.worker.deterministic:
-        raise ConfigError(
-            "--deterministic is not supported: matrix products of more rows add up in another order, on a CPU and on "
-            "a GPU, so what runs beside a request can change its last bits; leave the option out"
-        )
     if device.type == "cpu":
         return
     block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs

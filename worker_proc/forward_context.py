@@ -29,6 +29,7 @@ class ForwardContext:
     | prompt_lengths | int32 [R] or None | prompt tokens of each row; only `rotary.length_dependent` models use it |
 
     decode_row_count: how many of the first rows hold exactly one query token, padding rows of a decode bucket included.
+    fixed_order: a query's bits may depend on its own request alone (`--deterministic` on the CPU).
     device_decode_row_count: the same as int32 [1] on a GPU, where kernels read it; the host's number is not used there.
     """
 
@@ -45,6 +46,7 @@ class ForwardContext:
     key_scales: list[torch.Tensor | None] | None = None
     value_scales: list[torch.Tensor | None] | None = None
     device_decode_row_count: torch.Tensor | None = None
+    fixed_order: bool = False
     plans: dict[Any, Any] = field(default_factory=dict)
     """What an attention backend works out once per step and shares between layers. A context is used for one step."""
 

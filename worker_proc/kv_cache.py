@@ -10,6 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -161,28 +162,27 @@ class KVCache:
             ):
                 caches.append(_zeros((*shape, dim), spec.dtype, device))
                 scales.append(_zeros(shape, SCALE_DTYPE, device) if spec.scale_bytes else None)
+        self.host_block_count = host_block_count
         self._device = [_movable(tensor) for tensor in self.tensors()]
-        self._host: list[torch.Tensor] = []
-        if host_block_count:
-            for cache in self._device:
-                shape = (host_block_count, *cache.shape[1:])
-                pinned = device.type == "cuda"
-                host = torch.zeros(shape, dtype=cache.dtype, pin_memory=True) if pinned else _zeros(shape, cache.dtype)
-                self._host.append(host)
 
     def tensors(self) -> list[torch.Tensor]:
         """All device tensors: K of every layer, then V, then the scales that there are."""
         scales = [tensor for tensor in (*self.key_scales, *self.value_scales) if tensor is not None]
         return [*self.key_caches, *self.value_caches, *scales]
 
+    @cached_property
+    def _host(self) -> list[torch.Tensor]:
+        """The host's blocks of each device tensor; on a GPU `cuda.block_swap` has its own."""
+        return [_zeros((self.host_block_count, *cache.shape[1:]), cache.dtype) for cache in self._device]
+
     def move_blocks(self, plan: StepPlan) -> None:
         """The plan's swap-outs, copies and swap-ins, in this order."""
         if plan.swap_out_block_ids:
-            self.swap_out(_pairs(plan.swap_out_block_ids))
+            self.swap_out(block_pairs(plan.swap_out_block_ids))
         if plan.copy_block_ids:
-            self.copy_blocks(_pairs(plan.copy_block_ids))
+            self.copy_blocks(block_pairs(plan.copy_block_ids))
         if plan.swap_in_block_ids:
-            self.swap_in(_pairs(plan.swap_in_block_ids))
+            self.swap_in(block_pairs(plan.swap_in_block_ids))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to device blocks, all reads before all writes; pairs are (source, destination)."""
@@ -191,44 +191,19 @@ class KVCache:
             cache.index_copy_(0, destinations, cache[sources])
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device blocks to host blocks, in stream order; pairs are (device block, host block).
-
-        The blocks are gathered on the device, so that a run of host blocks is one copy, whatever blocks it comes from.
-        """
-        blocks = self._device_blocks([device for device, _ in pairs])
-        runs = block_runs([host for _, host in pairs])
+        """Copy blocks to the host's blocks, at once; pairs are (block, host block). For a cache on the CPU."""
+        blocks, host_blocks = torch.tensor(pairs).T
         for cache, host in zip(self._device, self._host, strict=True):
-            gathered = cache[blocks]
-            for first, start, count in runs:
-                host[start : start + count].copy_(gathered[first : first + count], non_blocking=True)
+            host[host_blocks] = cache[blocks]
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy host blocks to device blocks, in stream order; pairs are (host block, device block)."""
-        blocks = self._device_blocks([device for _, device in pairs])
-        runs = block_runs([host for host, _ in pairs])
+        """Copy the host's blocks to blocks, at once; pairs are (host block, block). For a cache on the CPU."""
+        host_blocks, blocks = torch.tensor(pairs).T
         for cache, host in zip(self._device, self._host, strict=True):
-            gathered = cache.new_empty((len(pairs), *cache.shape[1:]))
-            for first, start, count in runs:
-                gathered[first : first + count].copy_(host[start : start + count], non_blocking=True)
-            cache.index_copy_(0, blocks, gathered)
-
-    def _device_blocks(self, blocks: list[int]) -> torch.Tensor:
-        return to_device(np.array(blocks, dtype=np.int64), self.key_caches[0].device)
+            cache[blocks] = host[host_blocks]
 
 
-def block_runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs of consecutive numbers: index of the first, its number, how many."""
-    runs: list[tuple[int, int, int]] = []
-    for index, block in enumerate(blocks):
-        if runs and block == runs[-1][1] + runs[-1][2]:
-            first, start, count = runs[-1]
-            runs[-1] = (first, start, count + 1)
-        else:
-            runs.append((index, block, 1))
-    return runs
-
-
-def _pairs(ids: "array[int]") -> list[tuple[int, int]]:
+def block_pairs(ids: "array[int]") -> list[tuple[int, int]]:
     """Flat pairs as tuples."""
     return list(zip(ids[::2], ids[1::2], strict=True))
 

@@ -86,10 +86,16 @@ def _top(values: np.ndarray, count: int) -> np.ndarray:
     return candidates[order[:count]]
 
 
-def logprob_tensors(logits: torch.Tensor, token_ids: torch.Tensor, top_count: int) -> tuple[torch.Tensor, ...]:
-    """The four columns of a LogprobTable as tensors on the device of `logits` [n, vocab]; token_ids: int32 [n]."""
+def logprob_tensors(
+    logits: torch.Tensor, token_ids: torch.Tensor, top_count: int, *, row_by_row: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The four columns of a LogprobTable as tensors on the device of `logits` [n, vocab]; token_ids: int32 [n].
+
+    `row_by_row`: the sums of a row are taken by themselves, since their order depends on the number of rows.
+    """
     finite = torch.where(torch.isfinite(logits), logits, -torch.inf)
-    normaliser = finite.logsumexp(-1, keepdim=True)
+    parts = finite.split(1) if row_by_row else (finite,)
+    normaliser = torch.cat([part.logsumexp(-1, keepdim=True) for part in parts])
     chosen = finite.gather(1, token_ids.clamp(min=0).long()[:, None])
     chosen = torch.where(token_ids[:, None] < 0, -torch.inf, chosen)
     ranks = 1 + (finite > chosen).sum(-1, dtype=torch.int32)

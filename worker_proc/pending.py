@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from common.messages import StepResult, TokenLogprobs
 from worker_proc.logprobs import LogprobTable
+from worker_proc.pooling import Embeddings
 from worker_proc.step_inputs import PromptRows
 
 PROMPT_LOGPROB_ROWS = 64
@@ -47,6 +48,14 @@ def entries_by_slot(pieces: Sequence[PromptPiece]) -> tuple[tuple[int, tuple[Tok
     return tuple((slot, tuple(entries)) for slot, entries in prompts.items())
 
 
+def vectors_by_slot(embeddings: Embeddings | None) -> "tuple[tuple[int, array[float]], ...]":
+    """Pairs of slot and embedding as a StepResult carries them."""
+    if embeddings is None:
+        return ()
+    pairs = zip(embeddings.slots, embeddings.vectors, strict=True)
+    return tuple((slot, array("f", vector.tobytes())) for slot, vector in pairs)
+
+
 def sampled_entries(table: LogprobTable | None, rows: Sequence[tuple[int, int, int]]) -> tuple[TokenLogprobs, ...]:
     """Log probabilities of sampled tokens as they travel; the arguments are as in `PendingStep`."""
     return () if table is None else tuple(table.entry(row, index, top_count) for row, index, top_count in rows)
@@ -72,6 +81,7 @@ class PendingStep:
             likeliest tokens it wants.
         logprobs: of the step's rows, if one asked.
         prompt_pieces: in the order of positions, slot by slot.
+        embeddings: of prompts that end with this step, if one asked.
     """
 
     step_id: int
@@ -79,6 +89,7 @@ class PendingStep:
     logprob_rows: Sequence[tuple[int, int, int]] = ()
     logprobs: LogprobTable | None = None
     prompt_pieces: Sequence[PromptPiece] = ()
+    embeddings: Embeddings | None = None
 
     def result(self, report_us: int = 0) -> StepResult:
         """Wait for the step and make its result; `report_us` is how long the report before this one took."""
@@ -88,5 +99,6 @@ class PendingStep:
             token_ids=arrived.token_ids,
             logprobs=sampled_entries(self.logprobs, self.logprob_rows),
             prompt_logprobs=entries_by_slot(self.prompt_pieces),
+            embeddings=vectors_by_slot(self.embeddings),
             parts_us=array("i", [arrived.input_us, arrived.forward_us, arrived.sampling_us, report_us]),
         )

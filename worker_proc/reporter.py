@@ -32,6 +32,11 @@ class InlineReporter:
             self._send(result.to_wire())
         self._report_us = (time.perf_counter_ns() - start) // 1000
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every step handed over has been sent."""
+        return True
+
     def check(self) -> None:
         """Nothing fails behind the caller's back."""
 
@@ -51,6 +56,7 @@ class ThreadReporter:
         self._inner = InlineReporter(send)
         self._wake = wake
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        self._handed_count = self._sent_count = 0
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
         self._thread.start()
@@ -58,7 +64,13 @@ class ThreadReporter:
     def report(self, step: PendingStep) -> None:
         """Hand a step over; raises what an earlier one failed with."""
         self.check()
+        self._handed_count += 1
         self._steps.put(step)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every step handed over has been sent."""
+        return self._sent_count == self._handed_count
 
     def check(self) -> None:
         """Raise what a step failed with, if one did."""
@@ -74,6 +86,7 @@ class ThreadReporter:
         try:
             while (step := self._steps.get()) is not None:
                 self._inner.report(step)
+                self._sent_count += 1
         except Exception as error:
             self._error = error
             self._wake(f"{type(error).__name__}: {error}")

@@ -16,11 +16,13 @@ from common.config import StepLimits
 from common.messages import SlotInit, SlotSampling, StepPlan
 from kernels.step_layout import StepInputs
 from worker_proc.cpu_threads import StepThreads
+from worker_proc.fixed_order_model import GROUP_TOKENS, FixedOrderModel
 from worker_proc.forward_context import ForwardContext
 from worker_proc.kv_cache import KVCache
 from worker_proc.logprobs import logprob_table
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.pending import Arrived, PendingStep, PromptPiece, prompt_parts
+from worker_proc.pooling import Pooler
 from worker_proc.sampler import Sampled, Sampler
 from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
 from worker_proc.spans import span
@@ -36,6 +38,7 @@ class CpuRunner:
         model: in its final form.
         max_model_len: tokens that a slot has room for.
         tokenizer_vocab_size: ids from here on are never sampled.
+        deterministic: a request's bits may not depend on the others; slower.
     """
 
     def __init__(
@@ -45,15 +48,20 @@ class CpuRunner:
         limits: StepLimits,
         max_model_len: int,
         tokenizer_vocab_size: int,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.memory = SlotMemory(limits.max_num_seqs, max_model_len, cache.block_size, torch.device("cpu"))
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
-        self._model, self._cache, self._limits = model, cache, limits
+        self._model = FixedOrderModel(model) if deterministic else model
+        self._cache, self._limits = cache, limits
         self._vocab_size = tokenizer_vocab_size
         self._stager = StepStager(self.memory, self.mirror)
         self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, self.memory.device)
         self._sampler = Sampler(self.memory, self.mirror, tokenizer_vocab_size)
-        self._threads = StepThreads(model.config)
+        self._threads = StepThreads(model.config, GROUP_TOKENS if deterministic else None)
+        self._hidden = torch.empty(0)  # of the last step
+        self._pooler = Pooler(lambda first, count: self._hidden[first : first + count])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -64,13 +72,18 @@ class CpuRunner:
         prepared = time.perf_counter_ns()
         with span("forward"), self._threads.step(staged.token_count):
             logits, pieces = self._compute(inputs, staged)
+            embeddings = self._pooler.pool(staged.pooled_rows)
         computed = time.perf_counter_ns()
         with span("sampling"):
             sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, staged)
         marks = (start, prepared, computed, time.perf_counter_ns())
         parts_us = [(end - begin) // 1000 for begin, end in itertools.pairwise(marks)]
         arrived = Arrived(array("i", sampled.token_ids.tobytes()), *parts_us)
-        return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces)
+        return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces, embeddings)
+
+    def prepare_next(self) -> bool:
+        """Nothing is prepared ahead on a CPU."""
+        return False
 
     def warm_up(self) -> None:
         """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""
@@ -99,6 +112,7 @@ class CpuRunner:
             self.mirror.start(init)
             writes.add_slot(init)
             self._sampler.start(init)
+            self._pooler.start(init)
         staged = self._stager.stage(plan, writes)
         count, limit = staged.token_count, self._limits.max_num_batched_tokens
         assert count <= limit, f"step {plan.step_id} computes {count} tokens, more than {limit}"
@@ -109,6 +123,7 @@ class CpuRunner:
         if not staged.token_count:
             return None, []
         hidden = self._model(inputs.token_ids, inputs.positions, self._context(inputs, staged.decode_row_count))
+        self._hidden = hidden
         pieces = [piece for rows in staged.prompt_rows for piece in self._prompt_pieces(hidden, rows)]
         if not len(staged.sampled_rows):
             return None, pieces

@@ -30,6 +30,20 @@ class PromptRows:
 
 
 @dataclass(frozen=True)
+class PooledRows:
+    """A chunk's tokens, of a slot that asked for an embedding.
+
+    first_token: index of the first one in the step; is_last: whether the prompt ends with them; pooling: of POOLINGS.
+    """
+
+    slot: int
+    first_token: int
+    count: int
+    is_last: bool
+    pooling: str
+
+
+@dataclass(frozen=True)
 class StagedStep:
     """A plan, checked and packed.
 
@@ -39,6 +53,7 @@ class StagedStep:
         sampled_slots: int32 [S]: their slots.
         sampled_positions: int32 [S]: where each sampled token goes in its request.
         prompt_rows: for slots that asked for prompt log probabilities.
+        pooled_rows: for slots that asked for an embedding.
         masks: slot -> the token ids that it may sample, as in `StepPlan.masks`.
     """
 
@@ -52,6 +67,7 @@ class StagedStep:
     sampled_slots: IntArray
     sampled_positions: IntArray
     prompt_rows: tuple[PromptRows, ...]
+    pooled_rows: tuple[PooledRows, ...]
     masks: dict[int, bytes]
 
     @property
@@ -111,6 +127,7 @@ class StepStager:
             sampled_slots=sampled_slots,
             sampled_positions=positions,
             prompt_rows=prompt_rows,
+            pooled_rows=self._pooled_rows(plan, starts),
             masks=dict(zip(plan.mask_slots, plan.masks, strict=True)),
         )
 
@@ -156,6 +173,18 @@ class StepStager:
             predicting = min(count, int(self._mirror.prompt_lengths[slot]) - 1 - position)
             if predicting > 0:
                 found.append(PromptRows(slot, start, position, predicting))
+        return tuple(found)
+
+    def _pooled_rows(self, plan: StepPlan, starts: IntArray) -> tuple[PooledRows, ...]:
+        """Among the chunk rows."""
+        found = []
+        firsts = starts[len(plan.decode_slots) :].tolist()
+        for slot, count, samples, first in zip(
+            plan.chunk_slots, plan.chunk_token_counts, plan.chunk_samples, firsts, strict=False
+        ):
+            sampling = self._mirror.sampling[slot]
+            if sampling is not None and sampling.pooling:
+                found.append(PooledRows(slot, first, count, bool(samples), sampling.pooling))
         return tuple(found)
 
 

@@ -20,9 +20,12 @@ from common.messages import PROTOCOL_VERSION, PeerFailed, Profile, StepPlan, Wor
 from common.profiling import StepTraces
 from common.recording import Link, receiving, recorder_for, sending
 from common.sockets import bind_pull, connect_push, new_context
-from worker_proc.engine import Engine, load_engine
+from worker_proc.engine import Engine, StepRunner, load_engine
 from worker_proc.reporter import InlineReporter, ThreadReporter
 from worker_proc.tracing import TorchTracer
+
+QUIET_MS = 20
+"""Without a plan and with no step in flight for this long, no request is running."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ def ready_message(config: EngineConfig, engine: Engine, rank: int) -> WorkerRead
         block_bytes=size.block_bytes,
         vocab_size=engine.vocab_size,
         device_name=engine.device_name,
+        link_bytes_per_s=engine.link_bytes_per_s,
     )
 
 
@@ -99,7 +103,7 @@ class Worker:
     def _serve(self, engine: Engine, reporter: Reporter) -> None:
         try:
             traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)
-            while (plan := self._next_plan()) is not None:
+            while (plan := self._next_plan(engine.runner, reporter)) is not None:
                 reporter.report(engine.runner.execute(plan))
                 self._link.progress += 1
                 traces.step()
@@ -108,10 +112,11 @@ class Worker:
         finally:
             reporter.close()
 
-    def _next_plan(self) -> StepPlan | None:
-        """The next plan, waiting for it; None once the supervisor wants the end."""
+    def _next_plan(self, runner: StepRunner, reporter: Reporter) -> StepPlan | None:
+        """The next plan; None once the supervisor wants the end. While nothing is to be done, the runner prepares."""
+        quiet_ms: int | None = QUIET_MS
         while True:
-            ready = dict(self._poller.poll())
+            ready = dict(self._poller.poll(quiet_ms))
             if self._link.wake_fd in ready and self._stop_ordered():
                 return None
             if self._plans in ready:
@@ -119,6 +124,8 @@ class Worker:
                     return decode_for_worker(self._receive_plan())
                 except WireError as error:  # the requests of a plan that is left out would wait for ever
                     raise WireError(f"a message of the scheduler cannot be read: {error}") from None
+            if not ready and reporter.is_idle and not runner.prepare_next():
+                quiet_ms = None
 
     def _stop_ordered(self) -> bool:
         """Carry out orders; whether one of them means the end, as all but those to trace do."""

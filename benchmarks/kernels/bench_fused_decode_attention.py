@@ -1,5 +1,5 @@
-"""What lies between the q/k/v product and the output product of decoding rows, in a chain of layers, in three ways:
-one launch for few rows, one launch of equal pieces, two launches. Microseconds a layer and bytes of K/V a second.
+"""What lies between the q/k/v product and the output product of decoding rows, in a chain of layers, in two ways:
+one launch for few rows, or two launches. Microseconds a layer and bytes of K/V a second.
 
 python -m benchmarks.kernels.bench_fused_decode_attention --output benchmarks/results/fused_decode_attention.jsonl
 """
@@ -15,7 +15,6 @@ from kernels import interpreter
 
 WAYS = {
     "few_rows": decode_chain.few_rows,
-    "equal_pieces": decode_chain.equal_pieces,
     "two_launches": decode_chain.two_launches,
 }
 

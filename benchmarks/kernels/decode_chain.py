@@ -167,18 +167,6 @@ def two_launches(chain: DecodeChain, index: int) -> None:
     )  # fmt: skip
 
 
-def equal_pieces(chain: DecodeChain, index: int) -> None:
-    """One launch of the kernel that shares all rows' tiles out equally."""
-    from kernels.decode_attention import decode_attention
-
-    (keys, key_scales), (values, value_scales) = chain.caches[index]
-    decode_attention(
-        chain.attended, chain.qkv, keys, values, chain.tables, chain.slots, chain.context_lengths, chain.partials,
-        chain.counters, _line_plan(chain), scale=chain.scale, decode_row_count=chain.row_count,
-        key_scales=key_scales, value_scales=value_scales, new=chain.new, pdl=True,
-    )  # fmt: skip
-
-
 def few_rows(chain: DecodeChain, index: int) -> None:
     """One launch of the kernel for few rows."""
     from kernels.fused_decode_attention import fused_decode_attention, launch_plan

@@ -1,13 +1,20 @@
 """The linear layers of the benchmarked models, as `kernels.skinny_linear` sees them: for tuner and benchmark."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One fused product: W is [outputs, inputs], `fusion` any of norm, silu, residual; `float32_out` for logits."""
+    """One fused product: W is [outputs, inputs], `fusion` any of norm, silu, residual; `float32_out` for logits.
+
+    With "parts" it leaves parts, and what reads them counts as its own: "rope" the store of q, k and v, or "add_norm".
+    """
 
     name: str
     outputs: int
@@ -34,14 +41,30 @@ def layer_shapes(hidden: int, qkv: int, attention: int, intermediate: int) -> tu
     )
 
 
+def layer_shapes_in_parts(hidden: int, qkv: int, attention: int, intermediate: int) -> tuple[LinearShape, ...]:
+    """The same for batches of more rows, where products that need a norm behind them leave parts."""
+    return (
+        LinearShape("qkv", qkv, hidden, ("parts", "rope")),
+        LinearShape("o", hidden, attention, ("parts", "add_norm")),
+        LinearShape("gate_up", 2 * intermediate, hidden, ("silu",)),
+        LinearShape("down", hidden, intermediate, ("parts", "add_norm")),
+    )
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's linear layers and how many layers it has."""
+    """A model's linear layers and how many layers it has; the same layers for batches of more rows."""
 
     name: str
     layer_count: int
     layer: tuple[LinearShape, ...]
     lm_head: LinearShape
+    in_parts: tuple[LinearShape, ...]
+
+    @property
+    def alone(self) -> LinearShape:
+        """The q/k/v product with nothing beside it: what the fused decode attention reads."""
+        return LinearShape("qkv", self.layer[0].outputs, self.layer[0].inputs)
 
 
 MODELS = {
@@ -52,18 +75,21 @@ MODELS = {
             28,
             layer_shapes(1024, 4096, 2048, 3072),
             LinearShape("lm_head", 151_936, 1024, ("norm",), float32_out=True),
+            layer_shapes_in_parts(1024, 4096, 2048, 3072),
         ),
         ModelShape(
             "llama-3.1-8b",
             32,
             layer_shapes(4096, 6144, 4096, 14_336),
             LinearShape("lm_head", 128_256, 4096, ("norm",), float32_out=True),
+            layer_shapes_in_parts(4096, 6144, 4096, 14_336),
         ),
         ModelShape(
             "smollm2-135m",
             30,
             layer_shapes(576, 960, 576, 1536),
             LinearShape("lm_head", 49_152, 576, ("norm",), float32_out=True),
+            layer_shapes_in_parts(576, 960, 576, 1536),
         ),
     )
 }
@@ -84,3 +110,26 @@ def make_arguments(shape: LinearShape, rows: int, dtype: torch.dtype, device: st
         "residual": torch.randn_like(out) if "residual" in shape.fusion else None,
         "silu_mul": "silu" in shape.fusion,
     }
+
+
+def make_reader(shape: LinearShape, rows: int, dtype: torch.dtype, device: str) -> Callable[[torch.Tensor], Any]:
+    """A call that reads the shape's parts, on tensors of its own; q heads of 128 are twice the k heads."""
+    from kernels.qk_norm_rope_store import qk_norm_rope_store
+    from kernels.rms_norm import rms_norm
+
+    if "add_norm" in shape.fusion:
+        residual, normed = (torch.randn(rows, shape.outputs, dtype=dtype, device=device) for _ in range(2))
+        gain = torch.rand(shape.outputs, dtype=dtype, device=device)
+        return lambda parts: rms_norm(parts, gain, 1e-6, normed, residual)
+    head_dim = 128 if shape.outputs % 512 == 0 else 64
+    heads = shape.outputs // head_dim
+    kv_heads = heads // 4 if heads % 4 == 0 else heads // 5
+    query_heads = heads - 2 * kv_heads
+    blocks = rows // BLOCK_SIZE + 1
+    caches = [torch.zeros(blocks, kv_heads, BLOCK_SIZE, head_dim, dtype=dtype, device=device) for _ in range(2)]
+    q_out = torch.empty(rows, query_heads, head_dim, dtype=dtype, device=device)
+    slots = torch.randperm(blocks * BLOCK_SIZE, device=device)[:rows]
+    positions = torch.randint(4096, (rows,), dtype=torch.int32, device=device)
+    table = torch.randn(4096, head_dim, device=device)
+    gains = [torch.rand(head_dim, dtype=dtype, device=device) for _ in range(2)]
+    return lambda parts: qk_norm_rope_store(parts, q_out, *caches, slots, positions, table, *gains)

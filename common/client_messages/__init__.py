@@ -12,6 +12,7 @@ down for clients in other languages.
     64    Detokenize       to engine   answered by DetokenizeReply or ErrorReply
     65    GetStatus        to engine   answered by StatusReply
     66    Ping             to engine   answered by Pong
+    67    Embed            to engine   answered by EmbedReply or ErrorReply
     80    Welcome          to client   answer to Hello
     81    Deltas           to client   new output of one or more of the client's requests
     82    Final            to client   the end of a request, with its whole output
@@ -20,6 +21,7 @@ down for clients in other languages.
     85    DetokenizeReply  to client
     86    StatusReply      to client
     87    Pong             to client
+    88    EmbedReply       to client
 
 Request ids are the client's own strings; they need to be unique among its own live requests only. Bytes that are not a
 message cost that one message and are answered by an ErrorReply.
@@ -35,6 +37,7 @@ from common.client_messages.replies import (
     PARAM_LIMIT,
     Deltas,
     DetokenizeReply,
+    EmbedReply,
     ErrorReply,
     Final,
     Pong,
@@ -47,6 +50,7 @@ from common.client_messages.requests import (
     ID_LIMIT,
     Abort,
     Detokenize,
+    Embed,
     Generate,
     GetStatus,
     Hello,
@@ -66,6 +70,8 @@ __all__ = [
     "Deltas",
     "Detokenize",
     "DetokenizeReply",
+    "Embed",
+    "EmbedReply",
     "ErrorReply",
     "Final",
     "Generate",
@@ -86,20 +92,22 @@ __all__ = [
     "request_id_of",
 ]
 
-FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping
-ToClient = Welcome | Deltas | Final | ErrorReply | TokenizeReply | DetokenizeReply | StatusReply | Pong
+FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping | Embed
+ToClient = Welcome | Deltas | Final | ErrorReply | TokenizeReply | DetokenizeReply | StatusReply | Pong | EmbedReply
 
 _FROM_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in FromClient.__args__}
 _TO_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in ToClient.__args__}
 
 
+ITEM_LIMIT = 1 << 20
+"""Items in all arrays and maps of a client's message at most."""
 _START_BYTES = 4 * ID_LIMIT + 64
 """Of a message, as many bytes as hold its type code and request id."""
 
 
 def decode_from_client(data: bytes) -> FromClient:
     """A message from a client; raises WireError."""
-    return _decode(data, _FROM_CLIENT, "client -> engine")  # type: ignore[no-any-return]
+    return _decode(data, _FROM_CLIENT, "client -> engine", ITEM_LIMIT)  # type: ignore[no-any-return]
 
 
 def decode_to_client(data: bytes) -> ToClient:
@@ -124,8 +132,8 @@ def request_id_of(data: bytes) -> str:
     return request_id if readable else ""
 
 
-def _decode(data: bytes, kinds: Mapping[int, Any], link: str) -> Any:
-    code, fields = unpack(data)
+def _decode(data: bytes, kinds: Mapping[int, Any], link: str, item_limit: int | None = None) -> Any:
+    code, fields = unpack(data, item_limit=item_limit)
     if code not in kinds:
         raise WireError(f"type code {code} is not carried by the link {link}")
     return kinds[code].from_fields(fields)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from common.client_messages.output import Delta, SampleResult, TokenLogprob, optional_entries
 from common.client_messages.requests import ID_LIMIT
-from common.errors import WireError
+from common.errors import WireError, shown
 from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack
 
 PARAM_LIMIT = 256
@@ -284,6 +284,39 @@ class StatusReply:
 
 
 @dataclass(frozen=True)
+class EmbedReply:
+    """A prompt's embedding.
+
+    Attributes:
+        embedding: float32 [hidden size], of length 1.
+        prompt_tokens, cached_tokens: counts.
+    """
+
+    CODE: ClassVar[int] = 88
+    request_id: str
+    embedding: "array[float]"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.request_id, array_bytes(self.embedding), self.prompt_tokens, self.cached_tokens])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "EmbedReply":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("EmbedReply", fields)
+        message = cls(
+            read.text("request_id", ID_LIMIT),
+            read.numbers("embedding", "f"),
+            read.integer("prompt_tokens"),
+            read.integer("cached_tokens"),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
 class Pong:
     """Answer to Ping."""
 
@@ -311,5 +344,5 @@ def _delta(value: Any) -> tuple[str, Delta]:
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 4096:
-        raise WireError(f"wanted a name, got {repr(value)[:80]}")
+        raise WireError(f"wanted a name, got {shown(value)}")
     return value

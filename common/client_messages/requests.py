@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from common.errors import RequestError, WireError
+from common.errors import RequestError, WireError, shown
 from common.wire import INT32_MAX, FieldReader, array_bytes, pack
 
 CLIENT_PROTOCOL_VERSION = 1
@@ -189,6 +189,59 @@ class Detokenize:
         return message
 
 
+@dataclass(frozen=True, kw_only=True)
+class Embed:
+    """A prompt whose embedding is wanted.
+
+    Attributes:
+        pooling: `last` or `mean`; empty for what the engine was started with.
+        request_id, prompt, priority, cache_salt, timeout_ms, add_special_tokens, chat: as in Generate.
+    """
+
+    CODE: ClassVar[int] = 67
+    request_id: str
+    prompt: Prompt
+    pooling: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_ms: int | None = None
+    add_special_tokens: bool | None = None
+    chat: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack(
+            [
+                self.CODE,
+                self.request_id,
+                _prompt_to_wire(self.prompt),
+                self.pooling,
+                self.priority,
+                self.cache_salt,
+                self.timeout_ms,
+                self.add_special_tokens,
+                dict(self.chat),
+            ]
+        )
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Embed":
+        """Build from raw fields; raises WireError. The values in `chat` are the caller's to check."""
+        read = FieldReader("Embed", fields)
+        message = cls(
+            request_id=read.text("request_id", ID_LIMIT),
+            prompt=_prompt_from_wire(read.anything("prompt")),
+            pooling=read.text("pooling", 64),
+            priority=read.integer("priority", -INT32_MAX),
+            cache_salt=read.text("cache_salt", 1024),
+            timeout_ms=read.optional_integer("timeout_ms", 1),
+            add_special_tokens=_optional_flag(read.anything("add_special_tokens")),
+            chat=read.mapping("chat"),
+        )
+        read.done()
+        return message
+
+
 @dataclass(frozen=True)
 class GetStatus:
     """How the engine is."""
@@ -271,5 +324,5 @@ def _prompt_from_wire(value: Any) -> Prompt:
 
 def _optional_flag(value: Any) -> bool | None:
     if value is not None and type(value) is not bool:
-        raise WireError(f"wanted a boolean or nil, got {repr(value)[:80]}")
+        raise WireError(f"wanted a boolean or nil, got {shown(value)}")
     return value

@@ -29,7 +29,7 @@ samples is one AddRequest; what comes back is addressed by request id and sample
 
 from common.errors import WireError
 from common.messages.control import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop
-from common.messages.fields import STEP_PARTS, WORKER_PARTS, TokenLogprobs
+from common.messages.fields import POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
     AbortRequests,
@@ -55,6 +55,7 @@ from common.wire import unpack
 __all__ = [
     "FINISH_REASONS",
     "NOT_A_TOKEN",
+    "POOLINGS",
     "PROTOCOL_VERSION",
     "STEP_PARTS",
     "WORKER_PARTS",

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import WireError
+from common.errors import WireError, shown
 from common.wire import INT32_MAX, FieldReader, array_bytes
 
 STEP_PARTS = ("plan", "wire", "input", "forward", "sampling", "report")
@@ -15,6 +15,12 @@ WORKER_PARTS = STEP_PARTS[2:]
 
 SHORT_IDS_LIMIT = 1024
 """Token ids in a short array at most, such as those of one of a request's bad words."""
+
+POOLINGS = ("", "mean", "last")
+"""What is wanted of a prompt's hidden states: nothing, or as an embedding their mean, or the last one."""
+
+EMBEDDING_LIMIT = 1 << 16
+"""Numbers of an embedding at most."""
 
 TOKEN_MASK_LIMIT_BYTES = 1 << 20
 """A bit for each of eight million token ids."""
@@ -72,10 +78,23 @@ def logprobs_to_lists(entries: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]
     return [[row_index, [entry.to_list() for entry in row]] for row_index, row in entries]
 
 
+def embedding_by_row(value: Any) -> "tuple[int, array[float]]":
+    """A pair of row index (or slot) and an embedding; raises WireError."""
+    read = FieldReader("embeddings", value)
+    entry = (read.integer("row_index"), read.numbers("embedding", "f", EMBEDDING_LIMIT))
+    read.done()
+    return entry
+
+
+def embeddings_to_lists(entries: "tuple[tuple[int, array[float]], ...]") -> list[Any]:
+    """The way back of `embedding_by_row`."""
+    return [[row_index, array_bytes(numbers)] for row_index, numbers in entries]
+
+
 def token_id(value: Any) -> int:
     """A token id; raises WireError."""
     if type(value) is not int or not 0 <= value <= INT32_MAX:
-        raise WireError(f"wanted a token id, got {repr(value)[:80]}")
+        raise WireError(f"wanted a token id, got {shown(value)}")
     return value
 
 
@@ -89,7 +108,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 def token_mask(value: Any) -> bytes:
     """A bit per token id, in whole words of 32; raises WireError."""
     if type(value) is not bytes or len(value) % 4 or not 0 < len(value) <= TOKEN_MASK_LIMIT_BYTES:
-        raise WireError(f"wanted a mask of token ids in words of 4 bytes, got {repr(value)[:80]}")
+        raise WireError(f"wanted a mask of token ids in words of 4 bytes, got {shown(value)}")
     return value
 
 

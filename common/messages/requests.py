@@ -4,9 +4,12 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from common.errors import RequestError, WireError
+from common.errors import RequestError, WireError, shown
 from common.messages.fields import (
+    POOLINGS,
     TokenLogprobs,
+    embedding_by_row,
+    embeddings_to_lists,
     empty_i32,
     empty_u8,
     logprobs_by_row,
@@ -36,6 +39,8 @@ class AddRequest:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         deadline_s: wall clock time after which the request is ended with an error; None for never.
         arrived_at_s: wall clock time of arrival at the frontend.
+        pooling: one of POOLINGS; with one, the request asks for an embedding of its prompt: `params` has one sample of
+            one token, which nobody reads.
     """
 
     CODE: ClassVar[int] = 1
@@ -49,6 +54,7 @@ class AddRequest:
     cache_salt: str = ""
     deadline_s: float | None = None
     arrived_at_s: float = 0.0
+    pooling: str = ""
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -65,6 +71,7 @@ class AddRequest:
                 self.cache_salt,
                 self.deadline_s,
                 self.arrived_at_s,
+                POOLINGS.index(self.pooling),
             ]
         )
 
@@ -83,8 +90,11 @@ class AddRequest:
             cache_salt=read.text("cache_salt", 1024),
             deadline_s=read.optional_number("deadline_s"),
             arrived_at_s=read.number("arrived_at_s"),
+            pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
         )
         read.done()
+        if message.pooling and (message.params.n, message.params.max_tokens) != (1, 1):
+            raise WireError("AddRequest: an embedding goes with one sample of one token")
         return message
 
 
@@ -193,10 +203,15 @@ class TokensOut:
         token_ids: int32, the rows' tokens one after another.
         cached_counts: int32, one per row: prompt tokens that came from the cache, on a sample's first row (-1 on
             others); empty when no row is a first one.
+        prefill_us: int32, one per row: microseconds from the first plan that computed a sample's prompt to its first
+            token, on the sample's first row (-1 on others); empty when no row is a first one.
+        preemption_counts: uint8, one per row: how often the sample has been preempted so far, on its first row since
+            it runs again (0 on others); empty when there is no such row.
         finishes: samples that end with this message.
         logprobs: for the tokens that want them; `row_index` counts along `token_ids`.
         prompt_logprobs: pairs of row index and one entry per prompt token from the second on (`row_index` is the
             token's position in the prompt).
+        embeddings: pairs of row index and float32 [hidden size], of length 1, for requests that ask for one.
     """
 
     CODE: ClassVar[int] = 11
@@ -205,9 +220,12 @@ class TokensOut:
     sample_indices: "array[int]" = field(default_factory=empty_u8)
     token_counts: "array[int]" = field(default_factory=empty_u8)
     cached_counts: "array[int]" = field(default_factory=empty_i32)
+    prefill_us: "array[int]" = field(default_factory=empty_i32)
+    preemption_counts: "array[int]" = field(default_factory=empty_u8)
     finishes: tuple[SampleFinish, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+    embeddings: "tuple[tuple[int, array[float]], ...]" = ()
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -219,9 +237,12 @@ class TokensOut:
                 array_bytes(self.sample_indices),
                 array_bytes(self.token_counts),
                 array_bytes(self.cached_counts),
+                array_bytes(self.prefill_us),
+                array_bytes(self.preemption_counts),
                 [entry.to_list() for entry in self.finishes],
                 [entry.to_list() for entry in self.logprobs],
                 logprobs_to_lists(self.prompt_logprobs),
+                embeddings_to_lists(self.embeddings),
             ]
         )
 
@@ -235,13 +256,19 @@ class TokensOut:
             sample_indices=read.numbers("sample_indices", "B"),
             token_counts=read.numbers("token_counts", "B"),
             cached_counts=read.numbers("cached_counts", "i"),
+            prefill_us=read.numbers("prefill_us", "i"),
+            preemption_counts=read.numbers("preemption_counts", "B"),
             finishes=read.entries("finishes", SampleFinish.from_list),
             logprobs=read.entries("logprobs", TokenLogprobs.from_list),
             prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
+            embeddings=read.entries("embeddings", embedding_by_row),
         )
         read.done()
         rows = len(message.request_ids)
-        aligned = (message.sample_indices, message.token_counts, message.cached_counts)
+        aligned = (
+            message.sample_indices, message.token_counts, message.cached_counts, message.prefill_us,
+            message.preemption_counts,
+        )  # fmt: skip
         if any(len(numbers) not in (0, rows) for numbers in aligned):
             raise WireError(f"TokensOut: per-row arrays must be empty or hold {rows} entries")
         token_count = sum(message.token_counts) if message.token_counts else rows
@@ -291,15 +318,18 @@ class EngineStats:
     Attributes:
         *_count: requests or blocks right now.
         steps to output_tokens: counters since start; *_tokens in tokens.
-        last_decode_rows, last_chunk_tokens: the composition of the last step.
+        last_decode_rows, last_chunk_tokens: the composition of the last step; decode_tokens, chunk_tokens: that of all
+            steps together.
         parts_us: int32 [6], mean microseconds of each of STEP_PARTS over the steps since the last EngineStats.
+        step_sizes: int32, the same steps by their number of tokens: entry k counts those with more than 2^(k-1) and at
+            most 2^k.
     """
 
     CODE: ClassVar[int] = 13
     GAUGES: ClassVar[tuple[str, ...]] = (
         "running_count", "waiting_count", "swapped_count", "total_block_count", "free_block_count",
         "cached_block_count", "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens",
-        "prompt_tokens", "output_tokens", "last_decode_rows", "last_chunk_tokens",
+        "prompt_tokens", "output_tokens", "last_decode_rows", "last_chunk_tokens", "decode_tokens", "chunk_tokens",
     )  # fmt: skip
     running_count: int = 0
     waiting_count: int = 0
@@ -316,11 +346,15 @@ class EngineStats:
     output_tokens: int = 0
     last_decode_rows: int = 0
     last_chunk_tokens: int = 0
+    decode_tokens: int = 0
+    chunk_tokens: int = 0
     parts_us: "array[int]" = field(default_factory=empty_i32)
+    step_sizes: "array[int]" = field(default_factory=empty_i32)
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
-        return pack([self.CODE, [getattr(self, name) for name in self.GAUGES], array_bytes(self.parts_us)])
+        gauges = [getattr(self, name) for name in self.GAUGES]
+        return pack([self.CODE, gauges, array_bytes(self.parts_us), array_bytes(self.step_sizes)])
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EngineStats":
@@ -328,10 +362,11 @@ class EngineStats:
         read = FieldReader("EngineStats", fields)
         numbers = read.entries("gauges", _counter, 64)
         parts_us = read.numbers("parts_us", "i", 64)
+        step_sizes = read.numbers("step_sizes", "i", 64)
         read.done()
         if len(numbers) != len(cls.GAUGES):
             raise WireError(f"EngineStats.gauges: wanted {len(cls.GAUGES)} numbers, got {len(numbers)}")
-        return cls(**dict(zip(cls.GAUGES, numbers, strict=True)), parts_us=parts_us)
+        return cls(**dict(zip(cls.GAUGES, numbers, strict=True)), parts_us=parts_us, step_sizes=step_sizes)
 
 
 def _params(values: dict[str, Any]) -> SamplingParams:
@@ -343,5 +378,5 @@ def _params(values: dict[str, Any]) -> SamplingParams:
 
 def _counter(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= 2**63:
-        raise WireError(f"wanted a counter, got {repr(value)[:80]}")
+        raise WireError(f"wanted a counter, got {shown(value)}")
     return value

@@ -6,8 +6,11 @@ from typing import Any, ClassVar
 
 from common.errors import WireError
 from common.messages.fields import (
+    POOLINGS,
     WORKER_PARTS,
     TokenLogprobs,
+    embedding_by_row,
+    embeddings_to_lists,
     empty_i32,
     empty_u8,
     empty_u16,
@@ -19,7 +22,7 @@ from common.messages.fields import (
 )
 from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NOT_A_TOKEN = -1
 """Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 
@@ -36,6 +39,8 @@ class SlotSampling:
         allowed_token_ids: int32; empty allows all.
         bad_token_ids: sequences whose last token cannot be sampled after the others.
         masked: every step that samples for the slot brings a mask of the token ids that it allows.
+        pooling: one of POOLINGS: the embedding to report with the first sampled token. The mean is of all tokens
+            that were computed since the slot started, so that none may have come from the cache.
     """
 
     temperature: float = 1.0
@@ -55,6 +60,7 @@ class SlotSampling:
     allowed_token_ids: "array[int]" = field(default_factory=empty_i32)
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     masked: bool = False
+    pooling: str = ""
 
     def to_list(self) -> list[Any]:
         """The nested array that stands in a SlotInit."""
@@ -76,6 +82,7 @@ class SlotSampling:
             array_bytes(self.allowed_token_ids),
             [list(ids) for ids in self.bad_token_ids],
             self.masked,
+            POOLINGS.index(self.pooling),
         ]
 
     @classmethod
@@ -100,6 +107,7 @@ class SlotSampling:
             allowed_token_ids=read.numbers("allowed_token_ids", "i"),
             bad_token_ids=read.entries("bad_token_ids", token_ids),
             masked=read.flag("masked"),
+            pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
         )
         read.done()
         return entry
@@ -285,6 +293,7 @@ class WorkerReady:
         max_model_len: tokens a request may hold: the model's limit, the option's, or what fits, whichever is least.
         block_count: KV blocks on the device; host_block_count: in the swap pool.
         block_bytes: bytes of one block over all layers.
+        link_bytes_per_s: how fast blocks move to the swap pool and back, measured; 0: there is no pool.
     """
 
     CODE: ClassVar[int] = 20
@@ -297,6 +306,7 @@ class WorkerReady:
     block_bytes: int
     vocab_size: int
     device_name: str
+    link_bytes_per_s: int = 0
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -312,6 +322,7 @@ class WorkerReady:
                 self.block_bytes,
                 self.vocab_size,
                 self.device_name,
+                self.link_bytes_per_s,
             ]
         )
 
@@ -332,6 +343,7 @@ class WorkerReady:
             block_bytes=read.integer("block_bytes", 1, 2**53),
             vocab_size=read.integer("vocab_size", 1),
             device_name=read.text("device_name", 256),
+            link_bytes_per_s=read.integer("link_bytes_per_s", 0, 2**53),
         )
         read.done()
         return message
@@ -350,6 +362,7 @@ class StepResult:
         prompt_logprobs: pairs of slot and entries for the prompt positions whose logits this step computed;
             `row_index` is the position in the prompt of the token that was predicted.
         parts_us: int32, microseconds of WORKER_PARTS (input, forward, sampling, report); may be empty.
+        embeddings: pairs of slot and float32 [hidden size], of length 1, for slots that asked and sampled.
     """
 
     CODE: ClassVar[int] = 21
@@ -359,6 +372,7 @@ class StepResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
     parts_us: "array[int]" = field(default_factory=empty_i32)
+    embeddings: "tuple[tuple[int, array[float]], ...]" = ()
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -371,6 +385,7 @@ class StepResult:
                 [entry.to_list() for entry in self.logprobs],
                 logprobs_to_lists(self.prompt_logprobs),
                 array_bytes(self.parts_us),
+                embeddings_to_lists(self.embeddings),
             ]
         )
 
@@ -385,6 +400,7 @@ class StepResult:
             logprobs=read.entries("logprobs", TokenLogprobs.from_list),
             prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
             parts_us=read.numbers("parts_us", "i", 64),
+            embeddings=read.entries("embeddings", embedding_by_row),
         )
         read.done()
         if len(message.parts_us) not in (0, len(WORKER_PARTS)):

@@ -8,5 +8,7 @@ streams.py      server-sent events, disconnects
 middleware.py   request ids, API keys, the body limit
 errors.py       the one form of every error
 metrics.py      Prometheus figures
+endpoints.py    the table of all endpoints
+openapi.py, docs_page.py        the description of them, for programs and for people
 app.py, server.py   all of it put together, and served
 """

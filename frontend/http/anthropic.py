@@ -38,7 +38,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
 
 async def messages(request: Request) -> Response:
-    """The endpoint."""
+    """Answer a chat in Anthropic's form."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), MessagesRequest)
     if body.max_tokens is None:

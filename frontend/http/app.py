@@ -8,40 +8,17 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from common.config import ServerOptions
 from common.errors import RequestError
 from frontend.engine import Engine
-from frontend.http import utilities
-from frontend.http.anthropic import count_tokens, messages
-from frontend.http.chat import chat_completions
-from frontend.http.completions import completions
+from frontend.http.endpoints import ENDPOINTS
 from frontend.http.errors import error_response
-from frontend.http.metrics import CONTENT_TYPE, Metrics
+from frontend.http.history import History
+from frontend.http.metrics import Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
-from frontend.http.profiling import start_profile, stop_profile
-from frontend.http.responses import responses
-
-ROUTES = [
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/responses", responses, methods=["POST"]),
-    Route("/v1/messages", messages, methods=["POST"]),
-    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-    Route("/v1/models", utilities.models),
-    Route("/v1/models/{model_id:path}", utilities.model),
-    Route("/health", utilities.health),
-    Route("/ready", utilities.health),
-    Route("/ping", utilities.health, methods=["GET", "POST"]),
-    Route("/version", utilities.version),
-    Route("/tokenize", utilities.tokenize, methods=["POST"]),
-    Route("/detokenize", utilities.detokenize, methods=["POST"]),
-    Route("/start_profile", start_profile, methods=["POST"]),
-    Route("/stop_profile", stop_profile, methods=["POST"]),
-    Route("/flush_cache", utilities.flush_cache, methods=["POST"]),
-]
+from frontend.http.openapi import document
 
 
 def build_app(engine: Engine, options: ServerOptions) -> Starlette:
@@ -49,13 +26,8 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
 
     Args:
         engine: what serves the requests.
-        options: API keys, CORS origins.
+        options: API keys, CORS origins, the prefix of the metrics.
     """
-    figures = Metrics(engine)
-
-    async def metrics(_: Request) -> Response:
-        return Response(figures.render(), media_type=CONTENT_TYPE)
-
     middleware = [Middleware(RequestId)]
     if options.allowed_origins:
         middleware.append(Middleware(_cors(options.allowed_origins)))
@@ -63,11 +35,14 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
         middleware.append(Middleware(ApiKey, keys=options.api_key))
     middleware.append(Middleware(BodyLimit))
     app = Starlette(
-        routes=[*ROUTES, Route("/metrics", metrics)],
+        routes=[endpoint.route() for endpoint in ENDPOINTS],
         middleware=middleware,
         exception_handlers={RequestError: _on_refused, HTTPException: _on_http_error},
     )
     app.state.engine = engine
+    app.state.history = History(engine)
+    app.state.metrics = Metrics(engine, options.metrics_prefix)
+    app.state.openapi = document(ENDPOINTS, root_path=options.root_path, has_keys=bool(options.api_key))
     return app
 
 

@@ -1,14 +1,16 @@
 """`/v1/chat/completions`: a chat in, the assistant's message out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from frontend.chat.answer import AnswerParser
 from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
 from frontend.http.chat_start import StartedChat, start_chat
+from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
 from frontend.http.replies import ChatReply, finals_usage, usage_dict
 from frontend.http.requests import ChatRequest, decode
@@ -16,7 +18,7 @@ from frontend.http.streams import EventStream, answer_or_abort
 
 
 async def chat_completions(request: Request) -> Response:
-    """The endpoint."""
+    """Answer a chat."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), ChatRequest)
     chat = await start_chat(engine, request, body)
@@ -25,21 +27,25 @@ async def chat_completions(request: Request) -> Response:
         logprob_count=chat.params.logprobs, token_ids=bool(body.return_token_ids),
     )  # fmt: skip
     if body.stream:
-        return EventStream(_events(reply, chat, body), chat.stream.abort)
+        writer = DirectWriter(request.scope)
+        return EventStream(_events(reply, chat, body, writer), chat.stream.abort, writer)
     [final] = await answer_or_abort(request.receive, generation.finals([chat.stream]), chat.stream.abort)
     choices = [reply.choice(sample, chat.form) for sample in final.samples]
     return JsonResponse(reply.whole(choices, finals_usage([final])))
 
 
-async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest) -> AsyncIterator[bytes]:
+async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest, writer: DirectWriter) -> AsyncIterator[bytes]:
     with_usage, with_running_usage = generation.wants_usage(body)
     n = chat.params.n
     parsers = [] if chat.form.is_plain else [chat.form.parser() for _ in range(n)]
     begun = False
+
     async for _, event in generation.follow([chat.stream]):
         if not begun:
             begun = True
             yield b"".join(reply.role_chunk(index) for index in range(n))
+            if reply.is_bare and not with_running_usage:
+                chat.stream.direct = [_direct(reply, index, writer, parsers) for index in range(n)]
         if isinstance(event, Final):
             if with_usage:
                 yield reply.event(None, finals_usage([event]))
@@ -52,3 +58,12 @@ async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest) -> Asy
             chunk = reply.chunk(index, event, usage)
         if chunk:
             yield chunk
+
+
+def _direct(
+    reply: ChatReply, index: int, writer: DirectWriter, parsers: Sequence[AnswerParser]
+) -> Callable[[str], bool]:
+    """What takes the tokens of choice `index`."""
+    if not parsers:
+        return writer.of_texts(*reply.plain_parts(index))
+    return lambda text: writer.write(reply.answer_text(index, text, parsers[index]))

@@ -15,12 +15,13 @@ from frontend.chat.answer import AnswerForm, opens_reasoning
 from frontend.chat.reasoning import OPEN
 from frontend.chat.tool_formats import ToolFormat, call_grammar, format_of
 from frontend.chat.tools import Tools
-from frontend.engine import ChatPrompt, Engine, RequestStream
+from frontend.engine import Engine, RequestStream
 from frontend.http import generation
 from frontend.http.errors import not_supported
 from frontend.http.output_form import structured_outputs
 from frontend.http.prompts import chat_prompt
 from frontend.http.requests import ChatRequest, sampling_values
+from frontend.prompt import ChatPrompt
 from frontend.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 16

@@ -7,19 +7,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError
-from frontend.engine import Engine, Prompt, RequestStream
+from frontend.engine import Engine, RequestStream
 from frontend.events import Final, TokenLogprob
 from frontend.http import generation
+from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, not_supported
 from frontend.http.output_form import structured_outputs
 from frontend.http.prompts import completion_prompts
 from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, usage_dict
 from frontend.http.requests import CompletionRequest, decode, sampling_values
 from frontend.http.streams import EventStream, answer_or_abort
+from frontend.prompt import Prompt
 
 
 async def completions(request: Request) -> Response:
-    """The endpoint."""
+    """Continue one or several texts."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), CompletionRequest)
     model = generation.check_model(engine, body.model)
@@ -37,7 +39,8 @@ async def completions(request: Request) -> Response:
         generation.abort_all(streams)
 
     if body.stream:
-        return EventStream(_events(engine, reply, prompts, streams, body), abort)
+        writer = DirectWriter(request.scope)
+        return EventStream(_events(engine, reply, prompts, streams, body, writer), abort, writer)
     finals = await answer_or_abort(request.receive, generation.finals(streams), abort)
     wanted = body.max_tokens != 0
     choices: list[dict[str, Any]] = []
@@ -54,9 +57,11 @@ async def _events(
     prompts: Sequence[Prompt],
     streams: Sequence[RequestStream],
     body: CompletionRequest,
+    writer: DirectWriter,
 ) -> AsyncIterator[bytes]:
     with_usage, with_running_usage = generation.wants_usage(body)
     n = body.n or 1
+    is_direct = len(streams) == 1 and reply.is_bare and not with_running_usage and body.max_tokens != 0
     echoed = set()
     finals = []
     async for at, event in generation.follow(streams):
@@ -65,6 +70,8 @@ async def _events(
             echoed.add(at)
             echo = _echo(engine, prompts[at], request.prompt_token_ids, request.prompt_logprobs)
             yield b"".join(reply.echo_chunk(at * n + index, echo) for index in range(n))
+        if is_direct and not streams[0].direct:
+            streams[0].direct = [writer.of_texts(*reply.plain_parts(index)) for index in range(n)]
         if isinstance(event, Final):
             finals.append(event)
             continue

@@ -22,6 +22,28 @@ ERROR_TYPES = {
 }
 
 
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """What went wrong.
+
+    Attributes:
+        message: what was wanted, what came, what to do.
+        type: a kind of error, as OpenAI names them.
+        param: the field at fault.
+        code: a short stable name.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
 class JsonResponse(Response):
     """A body encoded by msgspec; numbers that JSON lacks become null."""
 
@@ -32,10 +54,10 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
+def error_body(error: RequestError) -> ErrorBody:
     """The body that tells a client of an error."""
     kind = ERROR_TYPES.get(error.status, "internal_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return ErrorBody(ErrorDetail(message=str(error), type=kind, param=error.param, code=error.code))
 
 
 def error_response(error: RequestError) -> JsonResponse:

@@ -8,9 +8,10 @@ from starlette.requests import Request
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
-from frontend.engine import Engine, Prompt, RequestStream
+from frontend.engine import Engine, RequestStream
 from frontend.events import Delta, Final
-from frontend.http.requests import GenerationRequest
+from frontend.http.requests import GenerationRequest, QueueFields
+from frontend.prompt import Prompt
 
 _SALT_LIMIT = 1024
 _ID_LIMIT = 128
@@ -31,7 +32,7 @@ def check_model(engine: Engine, model: str | None) -> str:
     )  # fmt: skip
 
 
-def check_generation(body: GenerationRequest) -> None:
+def check_queueing(body: QueueFields) -> None:
     """Refuse what does not fit the messages to the scheduler; raises RequestError."""
     if body.priority is not None and abs(body.priority) > INT32_MAX:
         raise RequestError(f"priority: wanted an integer from {-INT32_MAX} to {INT32_MAX}", param="priority")
@@ -39,6 +40,11 @@ def check_generation(body: GenerationRequest) -> None:
         raise RequestError(f"cache_salt: wanted 1 to {_SALT_LIMIT} characters", param="cache_salt")
     if body.request_id is not None and not 0 < len(body.request_id) <= _ID_LIMIT:
         raise RequestError(f"request_id: wanted 1 to {_ID_LIMIT} characters", param="request_id")
+
+
+def check_generation(body: GenerationRequest) -> None:
+    """The same, and what does not go together; raises RequestError."""
+    check_queueing(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options only go with stream: true", param="stream_options")
 
@@ -46,11 +52,12 @@ def check_generation(body: GenerationRequest) -> None:
 async def start(
     engine: Engine,
     request: Request,
-    body: GenerationRequest,
+    body: QueueFields,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
     deltas: bool,
+    pooling: str = "",
 ) -> list[RequestStream]:
     """Start one engine request per prompt; if one is refused, none goes on.
 
@@ -71,6 +78,7 @@ async def start(
                 name=request.scope.get("request_id", ""),
                 exact_max_tokens=True,
                 add_special_tokens=body.add_special_tokens,
+                pooling=pooling,
             )
             streams.append(stream)
     except BaseException:
@@ -154,6 +162,6 @@ def reply_id(prefix: str, request: Request, body: GenerationRequest) -> str:
     return f"{prefix}-{body.request_id or request.scope.get('request_id', '')}"
 
 
-def _client_key(request: Request, body: GenerationRequest) -> str:
+def _client_key(request: Request, body: QueueFields) -> str:
     peer = request.client.host if request.client else ""
     return (body.user or peer)[:256]

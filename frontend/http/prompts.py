@@ -6,7 +6,7 @@ from typing import Any
 from common.errors import RequestError
 from frontend.chat.tool_formats import knows_tools
 from frontend.chat.tools import as_text, with_decoded_arguments
-from frontend.engine import ChatPrompt, Prompt
+from frontend.prompt import ChatPrompt, Prompt
 
 PROMPT_LIMIT = 1024
 """Prompts in one completion request."""
@@ -14,8 +14,12 @@ MESSAGE_LIMIT = 4096
 _ROLES = {"developer": "system"}  # roles that no template knows -> the one that means the same
 
 
-def completion_prompts(prompt: str | list[Any]) -> list[Prompt]:
+def completion_prompts(prompt: str | list[Any], name: str = "prompt", limit: int = PROMPT_LIMIT) -> list[Prompt]:
     """The prompts of a completion: one from a string or token ids, several from a list of either.
+
+    Args:
+        name: of the field.
+        limit: how many there may be.
 
     Raises:
         RequestError: anything else, or too many.
@@ -23,17 +27,17 @@ def completion_prompts(prompt: str | list[Any]) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt: wanted a string, token ids, or a list of either; got an empty list", param="prompt")
+        raise RequestError(f"{name}: wanted a string, token ids, or a list of either; got an empty list", param=name)
     if all(type(entry) is int for entry in prompt):
         return [prompt]
-    if len(prompt) > PROMPT_LIMIT:
-        raise RequestError(f"prompt: {len(prompt)} prompts, at most {PROMPT_LIMIT} are allowed", param="prompt")
+    if len(prompt) > limit:
+        raise RequestError(f"{name}: {len(prompt)} prompts, at most {limit} are allowed", param=name)
     for entry in prompt:
         ids = isinstance(entry, list) and all(type(token_id) is int for token_id in entry)
         if not ids and not isinstance(entry, str):
             raise RequestError(
-                "prompt: wanted a string, token ids, or a list of either; got a list that mixes or nests them",
-                param="prompt",
+                f"{name}: wanted a string, token ids, or a list of either; got a list that mixes or nests them",
+                param=name,
             )
     return prompt
 

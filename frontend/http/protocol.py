@@ -14,6 +14,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import RequestError
+from frontend.http.direct import CYCLE_KEY
 from frontend.http.errors import error_body
 
 HEAD_LIMIT_BYTES = 64 << 10
@@ -81,6 +82,7 @@ class Protocol(HttpToolsProtocol):
             return  # the parser ends here, see `_go_on_without_upgrade`
         self._stop_head_timer()
         super().on_headers_complete()
+        self.scope[CYCLE_KEY] = self.cycle  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         """The parser has seen the end of a request."""

@@ -67,16 +67,25 @@ class Reply(ABC):
         self.token_ids = token_ids
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
         self._start = b"data: " + _encoder.encode({**self._head, "object": self.chunk_kind})[:-1] + b',"choices":['
-        self._plain: dict[int, bytes] = {}
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a reply that is not streamed."""
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether text is all that a token shows."""
+        return self.logprob_count is None and not self.token_ids
+
+    def text(self, index: int, text: str) -> bytes:
+        """More text of choice `index`, and nothing else, as an event; empty if there is none."""
+        return self._plain_chunk(index, text) if text else b""
+
     def chunk(self, index: int, delta: Delta, usage: dict[str, Any] | None = None) -> bytes:
         """A delta of choice `index` as an event; empty if there is nothing to show yet."""
-        if not delta.finish_reason and self.logprob_count is None and not self.token_ids and usage is None:
-            return self._plain_chunk(index, delta.text) if delta.text else b""
+        if not delta.finish_reason and self.is_bare and usage is None:
+            return self.text(index, delta.text)
         return self.event(self.delta_choice(index, delta), usage)
 
     def event(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> bytes:
@@ -91,8 +100,18 @@ class Reply(ABC):
         """The choice of a chunk."""
 
     @abstractmethod
+    def _make_plain_parts(self, index: int) -> tuple[bytes, bytes]:
+        """See `plain_parts`."""
+
+    def plain_parts(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in an event of choice `index` that holds nothing else."""
+        if index not in self._plain:
+            self._plain[index] = self._make_plain_parts(index)
+        return self._plain[index]
+
     def _plain_chunk(self, index: int, text: str) -> bytes:
-        """A chunk that holds text alone."""
+        start, end = self.plain_parts(index)
+        return start + _encoder.encode(text) + end
 
 
 class ChatReply(Reply):
@@ -120,6 +139,10 @@ class ChatReply(Reply):
         delta = {"role": "assistant", "content": ""}
         return self.event({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
+    def answer_text(self, index: int, text: str, parser: AnswerParser) -> bytes:
+        """More text of an answer that may hold more than content, as `answer_chunks` has it."""
+        return self.answer_chunks(index, Delta(index, text, array("i")), parser)
+
     def answer_chunks(
         self, index: int, delta: Delta, parser: AnswerParser, usage: dict[str, Any] | None = None
     ) -> bytes:
@@ -128,7 +151,7 @@ class ChatReply(Reply):
         Log probabilities and token ids go with the first of them.
         """
         parts = parser.feed(delta.text) + (parser.finish() if delta.finish_reason else [])
-        is_bare = self.logprob_count is None and not self.token_ids and usage is None
+        is_bare = self.is_bare and usage is None
         chunks, rest = [], delta
         for part in parts:
             if is_bare and isinstance(part, Content):
@@ -158,11 +181,9 @@ class ChatReply(Reply):
             choice["stop_reason"] = delta.stop_reason
         return choice | ({"token_ids": list(delta.token_ids)} if self.token_ids else {})
 
-    def _plain_chunk(self, index: int, text: str) -> bytes:
-        start = self._plain.get(index)
-        if start is None:
-            start = self._plain[index] = self._start + b'{"index":%d,"delta":{"content":' % index
-        return start + _encoder.encode(text) + b'},"logprobs":null,"finish_reason":null}]}\n\n'
+    def _make_plain_parts(self, index: int) -> tuple[bytes, bytes]:
+        start = self._start + b'{"index":%d,"delta":{"content":' % index
+        return start, b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if self.logprob_count is None or entries is None:
@@ -220,11 +241,8 @@ class CompletionReply(Reply):
             choice["stop_reason"] = delta.stop_reason
         return choice | ({"token_ids": list(delta.token_ids)} if self.token_ids else {})
 
-    def _plain_chunk(self, index: int, text: str) -> bytes:
-        start = self._plain.get(index)
-        if start is None:
-            start = self._plain[index] = self._start + b'{"index":%d,"text":' % index
-        return start + _encoder.encode(text) + b',"logprobs":null,"finish_reason":null}]}\n\n'
+    def _make_plain_parts(self, index: int) -> tuple[bytes, bytes]:
+        return self._start + b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}]}\n\n'
 
     def _logprobs(self, index: int, tokens: list[tuple[str, TokenLogprob | None]]) -> dict[str, Any] | None:
         if self.logprob_count is None:

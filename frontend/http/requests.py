@@ -6,7 +6,7 @@ are accepted, and each is logged once. The ranges of sampling parameters are `Sa
 
 import logging
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -14,9 +14,56 @@ from common.errors import RequestError
 
 _FIELD_PATH = re.compile(r"\$\.(\w+)")
 _REPORT_LIMIT = 1000
+_STRING = {"type": "string"}
 
 logger = logging.getLogger(__name__)
 _reported: set[str] = set()
+
+
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "null"},
+        {"type": "array", "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": _STRING}}},
+    ]
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    msgspec.Meta(
+        extra_json_schema={
+            "items": {
+                "type": "object",
+                "properties": {
+                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "content": _CONTENT,
+                    "tool_calls": {"type": "array", "items": {"type": "object"}},
+                    "tool_call_id": _STRING,
+                },
+                "required": ["role"],
+            }
+        }
+    ),
+]
+"""Chat messages; what they hold is checked where they are used, and only described here. So with tools."""
+Tools = Annotated[
+    list[dict[str, Any]],
+    msgspec.Meta(
+        extra_json_schema={
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "properties": {"name": _STRING, "description": _STRING, "parameters": {"type": "object"}},
+                        "required": ["name"],
+                    },
+                },
+                "required": ["type", "function"],
+            }
+        }
+    ),
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -33,7 +80,29 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: dict[str, Any] | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class QueueFields(msgspec.Struct, kw_only=True):
+    """What every request to the model may say that is not about its output.
+
+    Attributes:
+        model: the name of a model that is served here.
+        user: who asks, for fair sharing; the address if it is missing.
+        priority: lower goes first; 0 is usual.
+        cache_salt: cached prefixes are shared only under the same salt.
+        request_id: a name for the request, part of the reply's id.
+        timeout: seconds after which the request ends with an error.
+        add_special_tokens: put BOS before the prompt as the tokenizer does; by default for texts, not for chats.
+    """
+
+    model: str | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    timeout: float | None = None
+    add_special_tokens: bool | None = None
+
+
+class SamplingFields(QueueFields, kw_only=True):
     """The sampling parameters that a body may name, under SamplingParams' names."""
 
     n: int | None = None
@@ -59,9 +128,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class GenerationRequest(SamplingFields, kw_only=True):
-    """What chat and text completions have in common."""
+    """What chat and text completions have in common.
 
-    model: str | None = None
+    Attributes:
+        stream: answer with server-sent events.
+        response_format: the form of the output, as OpenAI has it; structured_outputs, and guided_*, as vLLM has it.
+        echo: put the prompt before the output.
+        return_token_ids: show token ids beside the text.
+    """
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -70,12 +145,6 @@ class GenerationRequest(SamplingFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    user: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    timeout: float | None = None
-    add_special_tokens: bool | None = None
     echo: bool | None = None
     return_token_ids: bool | None = None
 
@@ -92,18 +161,35 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 class ChatRequest(GenerationRequest, kw_only=True):
     """`/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
+
+
+class EmbeddingsRequest(QueueFields, kw_only=True):
+    """`/v1/embeddings`.
+
+    Attributes:
+        input: a text, token ids, or a list of either.
+        encoding_format: base64 is that of the little-endian float32 numbers.
+        dimensions: keep so many numbers of each embedding, and make it of length 1 again.
+        pooling: `last` for the last token's hidden state, `mean` for the mean of all; by default as the engine was
+            started.
+    """
+
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -111,8 +197,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -126,6 +212,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]
 
+
+_SAMPLING_NAMES = [name for name in SamplingFields.__struct_fields__ if name not in QueueFields.__struct_fields__]
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -153,7 +241,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 def sampling_values(request: SamplingFields) -> dict[str, Any]:
     """The sampling parameters that a body names."""
-    named = {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+    named = {name: getattr(request, name) for name in _SAMPLING_NAMES}
     return {name: value for name, value in named.items() if value is not None}
 
 

@@ -56,7 +56,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 async def responses(request: Request) -> Response:
-    """The endpoint."""
+    """Answer a chat in the form of OpenAI's Responses."""
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), ResponsesRequest)
     given = as_chat(body)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
+from frontend.http.direct import DirectWriter
 from frontend.http.errors import error_body, error_response
 
 KEEP_ALIVE_S = 15.0
@@ -32,11 +33,16 @@ class EventStream(Response):
     Args:
         events: whole events (`data: ...` and the blank line), ready to send; raises RequestError if the request fails.
         abort: called if the client goes away; makes `events` end.
+        writer: writes events past this class, once the stream has started.
         keep_alive_s: seconds of silence after which a comment is sent, so that proxies keep the connection.
     """
 
     def __init__(
-        self, events: AsyncIterator[bytes], abort: Callable[[], None], keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        events: AsyncIterator[bytes],
+        abort: Callable[[], None],
+        writer: DirectWriter | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self.background = None
         self.status_code = 200
@@ -45,7 +51,7 @@ class EventStream(Response):
         self._abort = abort
         self._keep_alive_s = keep_alive_s
         self._started = False
-        self._silent = True
+        self._writer = writer or DirectWriter({})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or nobody wants them."""
@@ -63,13 +69,14 @@ class EventStream(Response):
         try:
             async for event in self._events:
                 await self._start(send)
-                self._silent = False
+                self._writer.silent = False
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except RequestError as refused:
             error = refused
         except Exception:
             logger.exception("a stream failed")
             error = RequestError("the server failed on this request", code="internal_error", status=500)
+        self._writer.close()
         if error is not None and not self._started:
             alive.cancel()
             return await error_response(error)(scope, receive, send)
@@ -81,14 +88,15 @@ class EventStream(Response):
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._writer.open()
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
             await asyncio.sleep(self._keep_alive_s)
-            if self._silent:
+            if self._writer.silent:
                 await self._start(send)
                 await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
-            self._silent = True
+            self._writer.silent = True
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from frontend.chat.tools import Tools
 from frontend.engine import Engine
 from frontend.http.errors import JsonResponse
 from frontend.http.generation import check_model
+from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.prompts import chat_prompt
 from frontend.http.requests import DetokenizeRequest, TokenizeRequest, decode
 
@@ -28,6 +29,12 @@ async def health(request: Request) -> Response:
 async def version(_: Request) -> Response:
     """The engine's version."""
     return JsonResponse({"version": own_version()})
+
+
+async def metrics(request: Request) -> Response:
+    """The engine's figures in Prometheus' text format."""
+    figures: Metrics = request.app.state.metrics
+    return Response(figures.render(), media_type=CONTENT_TYPE)
 
 
 async def flush_cache(request: Request) -> Response:
@@ -97,5 +104,5 @@ async def detokenize(request: Request) -> Response:
             raise RequestError(
                 f"tokens holds {token_id}; this model's ids are 0 to {engine.tokenizer.vocab_size - 1}", param="tokens"
             )
-    text = await engine.in_thread(lambda: engine.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await engine.decode(body.tokens)
     return JsonResponse({"prompt": text})

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 
 TABLE_PATH = Path(__file__).with_name("skinny_linear.json")
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: "matvec", "small_m" or "library", and the tile for all but the last.
+    """How one product is launched: "matvec", "small_m", "resident" or "library", and the tile for all but the last.
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
-    launch.
+    launch. block_m, weight_stages: of "resident", rows of a program, and steps of W in shared memory (0: all of them).
     """
 
     kernel: str
@@ -32,14 +32,17 @@ class LinearPlan:
     split_k: int = 1
     held: bool = False
     norm_apart: bool = False
+    block_m: int = 0
+    weight_stages: int = 0
 
 
 LIBRARY = LinearPlan("library")
 
 
-def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool) -> str:
+def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool, in_parts: bool = False) -> str:
     """The name of an operation in the table, such as `n4096_k1024_norm`."""
-    return f"n{outputs}_k{inputs}" + ("_norm" if has_norm else "") + ("_silu" if silu_mul else "")
+    fusion = ("_norm" if has_norm else "") + ("_silu" if silu_mul else "") + ("_parts" if in_parts else "")
+    return f"n{outputs}_k{inputs}{fusion}"
 
 
 @functools.cache
@@ -52,11 +55,6 @@ def _card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def row_bucket(rows: int) -> int:
-    """The smallest measured number of rows that is not below `rows`."""
-    return next(bucket for bucket in ROW_BUCKETS if bucket >= rows)
-
-
 def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool) -> LinearPlan:
     """A plan by rule, for a shape or a card that was not measured: one row by matvec, the rest by the library."""
     halves = 2 if silu_mul else 1
@@ -66,12 +64,19 @@ def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool) -> Linear
     return LinearPlan("matvec", block_n=block_n, block_k=1024, num_warps=4)
 
 
+def measured_plan(device: torch.device, dtype: torch.dtype, rows: int, operation: str) -> LinearPlan | None:
+    """The fastest plan of this card for the next measured number of rows; None where none is measured."""
+    operations = _table().get(_card(device), {}).get(str(dtype).removeprefix("torch."), {})
+    measured = operations.get(operation, {})
+    bucket = next((str(bucket) for bucket in ROW_BUCKETS if bucket >= rows and str(bucket) in measured), None)
+    return None if bucket is None else LinearPlan(**measured[bucket]["plan"])
+
+
 def find_plan(
     device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, silu_mul: bool, has_norm: bool
 ) -> LinearPlan:
     """The measured plan of this card for the bucket of `rows`, or one by rule. `outputs` counts W's rows."""
-    if rows > ROW_BUCKETS[-1]:
-        return LIBRARY
-    operations = _table().get(_card(device), {}).get(str(dtype).removeprefix("torch."), {})
-    measured = operations.get(operation_key(outputs, inputs, silu_mul, has_norm), {}).get(str(row_bucket(rows)))
-    return default_plan(rows, outputs, inputs, silu_mul) if measured is None else LinearPlan(**measured["plan"])
+    measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, has_norm))
+    if measured is None and not has_norm:  # what is fast with a norm is so without
+        measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, True))
+    return default_plan(rows, outputs, inputs, silu_mul) if measured is None else measured

@@ -25,6 +25,7 @@ def test_every_option_can_be_given_under_each_of_its_names():
             "ssl_keyfile",
             "ssl_certfile",
             "client_endpoint",
+            "client_keys",
         ):
             continue  # values that only go with others
         for flag in flags_of(item):
@@ -71,11 +72,11 @@ def test_prefix_cache_switches_of_other_engines(flag: str):
         (["--shutdown-timeout", "nan"], "wanted a number from 0 up, got 'nan'"),
         (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["--stream-interval", "0"], "--stream-interval is 0; wanted at least 1"),
-        (
-            ["--client-endpoint", "tcp://0.0.0.0:5555"],
-            "--client-endpoint is tcp://0.0.0.0:5555; wanted ipc://PATH or tcp",
-        ),
-        (["--client-endpoint", "tcp://*:5555"], "is not opened to other machines"),
+        (["--client-endpoint", "tcp://0.0.0.0:5555"], "run `launch.py keys DIR` and add --client-keys DIR"),
+        (["--client-endpoint", "tcp://*:5555"], "--client-endpoint is tcp://*:5555, which other machines reach"),
+        (["--client-endpoint", "tcp://[::]:5555"], "--client-endpoint is tcp://[::]:5555, which other machines reach"),
+        (["--client-endpoint", "tcp://5555"], "--client-endpoint is tcp://5555; wanted ipc://PATH or tcp://ADDRESS"),
+        (["--client-keys", "k"], "--client-keys is given, but --client-endpoint is an ipc:// one"),
         (["--model"], "argument --model/--model-path: expected one argument"),
         (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: No such file or directory"),
     ],

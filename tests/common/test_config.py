@@ -69,6 +69,31 @@ def test_contradictions_are_refused_with_their_values(parts, match):
         EngineConfig(**parts)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "keys"),
+    [
+        ("", ""),
+        ("ipc://client.sock", ""),
+        ("tcp://127.0.0.1:5555", ""),
+        ("tcp://127.1.2.3:1", ""),
+        ("tcp://[::1]:5555", ""),
+        ("tcp://127.0.0.1:5555", "keys"),
+        ("tcp://*:5555", "keys"),
+        ("tcp://[::]:5555", "keys"),
+        ("tcp://eth0:5555", "keys"),
+    ],
+)
+def test_client_endpoints_that_are_taken(endpoint, keys):
+    config = EngineConfig(server=ServerOptions(client_endpoint=endpoint, client_keys=keys), run_dir="r")
+    assert config.local_client_endpoint() == ("ipc://r/client.sock" if keys else endpoint)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "0.0.0.0", "*", "eth0", "128.0.0.1", "localhost.example", "[fe80::1]"])
+def test_an_address_that_others_reach_needs_keys(address):
+    with pytest.raises(ConfigError, match="which other machines reach: run `launch.py keys DIR`"):
+        EngineConfig(server=ServerOptions(client_endpoint=f"tcp://{address}:5555"))
+
+
 def test_open_limits_are_chosen_for_the_device_and_never_contradict():
     assert step_limits(SchedulerOptions(), "cpu").max_num_batched_tokens == 512
     assert step_limits(SchedulerOptions(), "NVIDIA H200").max_num_seqs == 256

@@ -19,6 +19,7 @@ SAMPLING = m.SlotSampling(
     bias_token_ids=array("i", [5]),
     bias_values=array("f", [1.5]),
     bad_token_ids=((1, 2),),
+    pooling="last",
 )
 SLOT = m.SlotInit(
     slot=65535,
@@ -38,6 +39,9 @@ EXAMPLES = {
             bad_token_ids=((1,), (2, 3)),
             deadline_s=1.5,
         ),
+        m.AddRequest(
+            request_id=8, prompt_token_ids=array("i", [1]), params=SamplingParams(max_tokens=1), pooling="mean"
+        ),
         m.AbortRequests(array("i", [1, 2])),
         m.FlushCache(),
     ],
@@ -49,12 +53,17 @@ EXAMPLES = {
             sample_indices=array("B", [0, 1]),
             token_counts=array("B", [1, 2]),
             cached_counts=array("i", [16, -1]),
+            prefill_us=array("i", [1200, -1]),
+            preemption_counts=array("B", [0, 2]),
             finishes=(m.SampleFinish(1, "length"),),
             logprobs=(LOGPROBS,),
             prompt_logprobs=((0, (LOGPROBS, LOGPROBS)),),
+            embeddings=((1, array("f", [0.5, -0.25])),),
         ),
         m.RequestFailed(1, "queue_full", "too many", 429, None, 500),
-        m.EngineStats(running_count=3, steps=2**40, parts_us=array("i", [1, 2, 3, 4, 5, 6])),
+        m.EngineStats(
+            running_count=3, steps=2**40, parts_us=array("i", [1, 2, 3, 4, 5, 6]), step_sizes=array("i", [0, 7])
+        ),
     ],
     m.decode_for_worker: [
         m.StepPlan(
@@ -84,9 +93,14 @@ EXAMPLES = {
             block_bytes=2**40,
             vocab_size=100,
             device_name="cpu",
+            link_bytes_per_s=50_000_000_000,
         ),
         m.StepResult(
-            step_id=2**40, token_ids=array("i", [5, -1]), logprobs=(LOGPROBS,), parts_us=array("i", [1, 2, 3, 4])
+            step_id=2**40,
+            token_ids=array("i", [5, -1]),
+            logprobs=(LOGPROBS,),
+            parts_us=array("i", [1, 2, 3, 4]),
+            embeddings=((2, array("f", [1.0])),),
         ),
     ],
     m.decode_for_supervisor: [

@@ -1,9 +1,15 @@
-"""Two engines never serve at one address: the second start is refused in one line."""
+"""Addresses: two engines never serve at one, and those that other machines reach need keys."""
+
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
+from common.errors import AccessError, ConfigError
 from frontend import Client
-from tests.support.server import START_TIMEOUT_S, Server
+from tests.support.server import ROOT, START_TIMEOUT_S, Server
 
 
 def refusal(server: Server) -> str:
@@ -46,3 +52,50 @@ def test_of_two_engines_that_start_on_one_port_one_is_refused(tiny_model_dir):
     finally:
         for server in both:
             server.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch(*arguments, **variables: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, ROOT / "launch.py", *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+def test_other_machines_reach_the_client_socket_with_keys_only(tiny_model_dir, tmp_path):
+    made = launch("keys", tmp_path, "alice")
+    assert made.returncode == 0, made.stderr
+    assert f"--client-keys {tmp_path}" in made.stdout
+    own = {"server_key": tmp_path / "server.key", "client_keys": tmp_path / "alice.key_secret"}
+    port = free_port()
+    options = ("--client-endpoint", f"tcp://0.0.0.0:{port}", "--client-keys", str(tmp_path))
+    with Server(tiny_model_dir, *options) as server:
+        with Client(f"tcp://127.0.0.1:{port}", timeout_s=20, **own) as client:
+            assert client.generate("The sea", {"max_tokens": 2}).completion_tokens == 2
+        with pytest.raises(AccessError, match="it wants keys"):
+            Client(f"tcp://127.0.0.1:{port}", timeout_s=20)
+        assert launch("keys", tmp_path, "--revoke", "alice").returncode == 0
+        with pytest.raises(ConfigError, match="alice"):
+            Client(f"tcp://127.0.0.1:{port}", **own)
+        status = launch("status", XDG_RUNTIME_DIR=str(server.run_dirs))
+        assert status.returncode == 0, status.stdout
+        assert "serving" in status.stdout, "the user's own commands need no keys"
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--client-endpoint", "tcp://0.0.0.0:5555"], "run `launch.py keys DIR` and add --client-keys DIR"),
+        (["--client-endpoint", "tcp://0.0.0.0:5555", "--client-keys", "{}/none"], "run launch.py keys {}/none"),
+    ],
+)
+def test_a_client_socket_for_other_machines_without_keys_is_refused(tiny_model_dir, tmp_path, options, told):
+    run = launch("serve", "--model", tiny_model_dir, "--port", "0", *[text.format(tmp_path) for text in options])
+    assert run.returncode == 2, run.stderr
+    assert told.format(tmp_path) in run.stderr.splitlines()[-1]

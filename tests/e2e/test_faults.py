@@ -174,6 +174,7 @@ def test_c7_aborts_of_what_is_not_there_are_ignored(client):
     final = client.generate(PROMPT, GREEDY)
     for request_id in (final.request_id, final.request_id, "never heard of"):
         client.abort(request_id)
+    assert client.generate(PROMPT, GREEDY).samples == final.samples
 
 
 def test_c12_prompt_logprobs_are_the_same_with_a_warm_cache(client):

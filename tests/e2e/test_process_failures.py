@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import TriremeError
 from frontend import Client, SamplingParams
-from tests.support.server import ROOT, Server, wait_for_exit
+from tests.support.server import ROOT, Server, children_of, wait_for_exit
 
 pytestmark = pytest.mark.timeout(180)
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -78,6 +78,7 @@ def test_killing_the_supervisor_takes_all_processes_along_while_serving(tiny_mod
         server.process.kill()
         for name, pid in pids.items():
             wait_for_exit(pid, name)
+        assert len(pids) == 3
 
 
 def test_killing_the_supervisor_takes_all_processes_along_while_loading(tiny_model_dir):
@@ -161,3 +162,20 @@ def test_contradictory_options_are_refused_in_one_line(options, match):
     code, _, line = refused_start(*options)
     assert code == 2
     assert match in line
+
+
+@pytest.mark.parametrize("name", ["text-0", "frontend", "supervisor"])
+def test_text_processes_end_with_the_others_and_alone_cost_nothing(tiny_model_dir, name):
+    text = "The sea " * 5000
+    with Server(tiny_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+        before = client.tokenize(text)
+        pids = server.children() | children_of(server.children()["frontend"])
+        assert "text-0" in pids
+        stream = start_a_long_answer(client)
+        os.kill(server.process.pid if name == "supervisor" else pids[name], signal.SIGKILL)
+        if name == "text-0":
+            assert client.tokenize(text) == before
+            assert stream.result().completion_tokens == LONG.max_tokens
+            assert server.stop() == 0
+        for other, pid in pids.items():
+            wait_for_exit(pid, other)

@@ -178,16 +178,22 @@ class FakeLink:
 
 
 class RunningFrontend(threading.Thread):
-    """The real frontend in a thread: its own sockets and event loop, a scripted scheduler, orders by hand."""
+    """The real frontend in a thread: its own sockets and event loop, a scripted scheduler, orders by hand.
 
-    def __init__(self, folder, **script) -> None:
+    Args:
+        folder: an empty one.
+        server: server options that differ from the usual.
+        script: what the scheduler does.
+    """
+
+    def __init__(self, folder, server=None, **script) -> None:
         super().__init__(name="frontend", daemon=True)
         model_dir = folder / "model"
         model_dir.mkdir()
         tiny.save_tokenizer(model_dir)
-        server = ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock")
-        self.config = EngineConfig(server=server, run_dir=str(folder), model_dir=str(model_dir))
-        self.endpoint = server.client_endpoint
+        options = ServerOptions(**{"http": False, "client_endpoint": f"ipc://{folder}/client.sock", **(server or {})})
+        self.config = EngineConfig(server=options, run_dir=str(folder), model_dir=str(model_dir))
+        self.endpoint = options.client_endpoint
         self.link = FakeLink()
         self.exit_code: int | None = None
         self.scheduler = FakeScheduler(self.config, **script)
@@ -243,6 +249,12 @@ def shared_frontend(tmp_path_factory):
     running = RunningFrontend(tmp_path_factory.mktemp("f"))
     yield running
     running.close()
+
+
+@pytest.fixture(scope="session")
+def running_frontend():
+    """The class, for fixtures that live longer than a test."""
+    return RunningFrontend
 
 
 @pytest.fixture(scope="session")

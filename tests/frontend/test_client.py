@@ -15,7 +15,7 @@ from common import messages as m
 from common.errors import EngineDeadError, RequestError
 from common.sampling_params import SamplingParams
 from common.wire import pack
-from frontend import AsyncClient, Client, client_state
+from frontend import AsyncClient, Client, client_requests
 from frontend.client_state import ClientState, raise_error
 
 
@@ -75,7 +75,7 @@ class EverySecond(tuple):
 
 def test_a_batch_keeps_within_the_queue_and_sends_again_what_found_it_full(frontend, monkeypatch):
     """`LLM.generate` with more prompts than the queue takes failed as a whole."""
-    monkeypatch.setattr(client_state, "BATCH_SAMPLES", 6)
+    monkeypatch.setattr(client_requests, "BATCH_SAMPLES", 6)
     frontend.scheduler.refusal = EverySecond(("queue_full", "the queue is full", 429))
     with Client(frontend.endpoint) as client:
         submit, live_counts = client.submit, []
@@ -164,6 +164,7 @@ def test_a_client_that_goes_away_loses_its_requests(frontend):
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
     client.close()
     frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 0)
+    assert frontend.scheduler.added and not frontend.scheduler.live_count
 
 
 def test_integer_keys_of_logit_bias_are_taken_in_a_map(frontend):

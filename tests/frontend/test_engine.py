@@ -1,15 +1,14 @@
 """The asyncio side of the engine: prompts of all kinds, streams, slow readers."""
 
 import asyncio
-import re
 
 import pytest
 
-from common.config import LogOptions
 from common.errors import ConfigError, RequestError
 from common.sampling_params import SamplingParams
-from frontend.engine import ChatPrompt, Engine
+from frontend.engine import Engine
 from frontend.events import Delta, Final
+from frontend.prompt import ChatPrompt
 
 
 def run(main):
@@ -111,18 +110,3 @@ def test_unusable_model_defaults_stop_the_start(memory_engine, byte_tokenizer, m
     monkeypatch.setattr(byte_tokenizer, "sampling_defaults", {"temperature": "hot"})
     with pytest.raises(ConfigError, match=r"generation_config\.json.*temperature"):
         Engine(memory_engine.engine.config, byte_tokenizer, lambda data: None)
-
-
-def test_one_log_line_for_each_request(byte_tokenizer, helpers, caplog):
-    running = helpers.MemoryEngine(byte_tokenizer, log=LogOptions(enable_log_requests=True))
-    caplog.set_level("INFO")
-
-    async def main():
-        stream = await running.engine.generate([5, 6], SamplingParams(max_tokens=1), name="mine")
-        running.tokens(0, [40], finish="length")
-        await stream.final()
-
-    run(main)
-    running.engine.close()
-    [line] = caplog.messages
-    assert re.fullmatch(r"length: 2 tokens in \(0 cached\), 1 out, first after \d+ ms, done after \d+ ms", line)

@@ -26,7 +26,9 @@ def test_ids_outside_the_table_give_zeros():
 
 
 def test_no_tokens_is_no_work():
-    embedding(torch.empty(0, dtype=torch.int32, device=DEVICE), random_tensor(4, 8), torch.empty(0, 8, device=DEVICE))
+    room = torch.full((2, 8), float("nan"), device=DEVICE)
+    embedding(torch.empty(0, dtype=torch.int32, device=DEVICE), random_tensor(4, 8), room[:0])
+    assert room.isnan().all()
 
 
 def test_plan_and_bytes():

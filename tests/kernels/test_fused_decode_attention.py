@@ -1,11 +1,9 @@
-"""The decode kernels that make and store the new token themselves, against the float32 reference of the operation:
+"""Both kernels that make and store the new token themselves, against the float32 reference of the operation:
 lengths around tiles and splits, padding, poison, norms, 8-bit caches, graphs."""
 
 import pytest
 import torch
 
-from kernels.decode_attention import decode_attention
-from kernels.decode_attention import launch_plan as line_plan
 from kernels.fused_decode_attention import fused_decode_attention, fused_decode_attention_reference, launch_plan
 from kernels.kv_format import dequantise, quantise
 from kernels.new_token import NewTokens
@@ -14,7 +12,7 @@ from tests.kernels.paged_batches import DEVICES, skip_unless_here
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
 SCALE = 0.2
-KERNELS = ["few rows", "new token apart", "equal pieces"]
+KERNELS = ["few rows", "new token apart"]
 QUANTISED = [torch.int8, torch.float8_e4m3fn]
 
 
@@ -91,39 +89,28 @@ class Case:
         )  # fmt: skip
         return output, caches, scales
 
-    def launch(self, kernel: str, **plan_options: int):
+    def launch(self, kernel: str):
         """A function that calls the kernel; its output, caches, scales and counters. The workspace is poisoned."""
         rows = len(self.slots)
         caches, scales = self.copy()
         output = torch.full((rows, self.query_heads, self.head_dim), float("nan"), device=DEVICE).to(self.qkv.dtype)
-        if kernel != KERNELS[2]:
-            plan = launch_plan(rows, self.kv_heads, self.head_dim, is_apart=kernel == KERNELS[1])
-        else:
-            heads = (self.query_heads, self.kv_heads, self.head_dim)
-            plan = line_plan(rows, *heads, 3 if DEVICE == "cpu" else 132, **plan_options)
+        plan = launch_plan(rows, self.kv_heads, self.head_dim, is_apart=kernel == KERNELS[1])
         partials = torch.full((plan.workspace_floats,), float("nan"), device=DEVICE)
         counters = torch.zeros(rows * self.kv_heads, dtype=torch.int32, device=DEVICE)
 
         new = NewTokens(self.rope, **self.weights)
 
         def call() -> None:
-            shared = (*caches, self.tables, self.slots, self.lengths)
-            if kernel != KERNELS[2]:
-                fused_decode_attention(
-                    output, self.qkv, *shared, partials, counters, plan, new, scale=SCALE,
-                    k_scales=scales[0], v_scales=scales[1], next_caches=tuple(caches),
-                )  # fmt: skip
-            else:
-                decode_attention(
-                    output, self.qkv, *shared, partials, counters, plan, scale=SCALE, key_scales=scales[0],
-                    value_scales=scales[1], new=new, pdl=True,
-                )  # fmt: skip
+            fused_decode_attention(
+                output, self.qkv, *caches, self.tables, self.slots, self.lengths, partials, counters, plan, new,
+                scale=SCALE, k_scales=scales[0], v_scales=scales[1], next_caches=tuple(caches),
+            )  # fmt: skip
 
         return call, output, caches, scales, counters
 
 
-def check(case: Case, kernel: str, **plan_options: int) -> None:
-    call, output, caches, scales, counters = case.launch(kernel, **plan_options)
+def check(case: Case, kernel: str) -> None:
+    call, output, caches, scales, counters = case.launch(kernel)
     call()
     assert not counters.any(), "the counters are not zero"
     want, want_caches, want_scales = case.reference()
@@ -166,41 +153,18 @@ def test_head_dim_of_128(cache_dtype, kernel, dtype):
     check(Case([130, 31], dtype, head_dim=128, cache_dtype=cache_dtype), kernel)
 
 
-@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["plain", "int8"])
-def test_a_head_dim_that_is_no_power_of_two(cache_dtype, dtype):
-    check(Case([70, 5], dtype, head_dim=80, cache_dtype=cache_dtype), KERNELS[2])
-
-
-@pytest.mark.parametrize(
-    "plan_options",
-    [
-        {"tile_tokens": 16},
-        {"tile_tokens": 16, "start_tiles": 3},
-        {"tile_tokens": 128, "min_tiles": 2, "start_tiles": 1},
-    ],
-)
-def test_every_way_to_cut_the_line(plan_options, dtype):
-    check(Case([250, 1, 0, 40], dtype), KERNELS[2], **plan_options)
-
-
-@pytest.mark.parametrize("kernel", KERNELS[:2])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_long_rows_give_a_split_several_tiles(kernel, dtype):
     plan = launch_plan(8, 16, 64)
     assert plan.splits == 2, plan
     check(Case([250, 0, 1, 0, 0, 0, 0, 0], dtype, query_heads=16, kv_heads=16), kernel)
 
 
-def test_new_tokens_and_a_window_are_refused():
+def test_wrong_inputs_are_named():
     case = Case([5], torch.float32)
-    plan = line_plan(1, 4, 2, 64, 3)
-    caches, _ = case.copy()
-    output = torch.empty(1, 4, 64, device=DEVICE)
-    workspace = torch.empty(plan.workspace_floats, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    arguments = (output, case.qkv, *caches, case.tables, case.slots, case.lengths, *workspace, plan)
-    with pytest.raises(ValueError, match="sliding_window: wanted 0"):
-        decode_attention(*arguments, scale=1.0, new=NewTokens(case.rope), sliding_window=4)
+    case.qkv = case.qkv[:, :128]
     with pytest.raises(ValueError, match=r"qkv: wanted shape \[1, 512\], got \[1, 128\]"):
-        decode_attention(output, case.qkv[:, :128], *arguments[2:], scale=1.0, new=NewTokens(case.rope))
+        case.launch(KERNELS[0])[0]()
 
 
 @pytest.mark.gpu

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from kernels.kv_format import dequantise
-from kernels.qk_norm_rope_store import bytes_moved, launch_plan, qk_norm_rope_store, qk_norm_rope_store_reference
+from kernels.qk_norm_rope_store import (
+    QkNormRopeStorePlan,
+    bytes_moved,
+    launch_plan,
+    qk_norm_rope_store,
+    qk_norm_rope_store_reference,
+)
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
 
 MAX_POSITION = 200
@@ -69,6 +75,20 @@ def test_matches_float32(tokens, query_heads, kv_heads, head_dim, rotary_dim, wi
         assert_as_exact(cache.nan_to_num(0), want.nan_to_num(0))
 
 
+def test_rows_in_parts_are_added_up():
+    table = rope_table(64)
+    case = make_case(5, 4, 2, 64, torch.float32)
+    parts = random_tensor(3, *case["qkv"].shape, seed=20)
+    case["qkv"] = parts.sum(0)
+    want_q, want_k, want_v = exact(case, 4, table)
+    case["qkv"] = parts
+    q_out = torch.full((5, 4, 64), float("nan"), device=DEVICE)
+    qk_norm_rope_store(q_out=q_out, rope_table=table, **case)
+    assert_as_exact(q_out, want_q)
+    assert_as_exact(case["k_cache"].nan_to_num(0), want_k.nan_to_num(0))
+    assert_as_exact(case["v_cache"].nan_to_num(0), want_v.nan_to_num(0))
+
+
 QUANTISED = [torch.int8, torch.float8_e4m3fn]
 
 
@@ -125,26 +145,26 @@ def test_slot_minus_one_leaves_quantised_blocks_alone(cache_dtype):
     assert case["k_scales"].isnan().all() and case["v_scales"].isnan().all()
 
 
-def test_several_heads_a_program_quantise_the_same(monkeypatch):
+def test_whole_tokens_quantise_as_groups_of_heads_do(monkeypatch):
     table = rope_table(32)
     case = quantised_case(make_case(3, 4, 2, 32, torch.float32), torch.int8)
     run(case, 4, table)
     names = ("k_cache", "v_cache", "k_scales", "v_scales")
     alone = {name: case[name].view(torch.uint8).clone() for name in names}
     monkeypatch.setattr("kernels.qk_norm_rope_store.PROGRAM_TARGET", 1)
-    assert launch_plan(3, 4, 2, 32).heads_per_program == 2
+    assert launch_plan(3, 4, 2, 32).grid == (3, 1)
     run(case, 4, table)
     for name in names:
         assert (case[name].view(torch.uint8) != alone[name]).float().mean() < 0.01, name
 
 
-def test_several_heads_a_program_equals_one(monkeypatch):
+def test_whole_tokens_equal_groups_of_heads(monkeypatch):
     table = rope_table(32)
     case = make_case(6, 8, 4, 32, torch.float32)
     alone = run(case, 8, table)
     cache = case["k_cache"].clone()
     monkeypatch.setattr("kernels.qk_norm_rope_store.PROGRAM_TARGET", 1)
-    assert launch_plan(6, 8, 4, 32).heads_per_program == 4
+    assert launch_plan(6, 8, 4, 32).query_heads == 8
     assert_as_exact(run(case, 8, table), alone)
     assert_as_exact(case["k_cache"].nan_to_num(0), cache.nan_to_num(0))
 
@@ -155,9 +175,9 @@ def test_no_tokens_is_no_work():
 
 def test_plan_and_bytes():
     plan = launch_plan(1, 16, 8, 128)
-    assert plan.grid == (1, 32) and plan.heads_per_program == 1 and plan.block_dim == 128
-    assert launch_plan(4096, 16, 8, 128).grid == (4096, 4)
-    assert launch_plan(4096, 9, 3, 64).heads_per_program == 1
+    assert plan.grid == (1, 8) and (plan.query_heads, plan.kv_heads, plan.num_warps) == (2, 1, 1)
+    assert launch_plan(4096, 16, 8, 128) == QkNormRopeStorePlan((4096, 1), 16, 8, num_warps=4)
+    assert launch_plan(1, 9, 3, 64).grid == (1, 1)
     assert bytes_moved(2, 2, 1, 8, 2) == 2 * 2 * 4 * 8 * 2
     assert bytes_moved(2, 2, 1, 8, 2, torch.int8) == 2 * (4 * 8 * 2 + 2 * 8 * 2 + 2 * 10)
 

@@ -33,6 +33,21 @@ def test_matches_float32(rows, hidden, with_residual, dtype):
         assert torch.equal(residual, want_sum)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part_count", [1, 2, 5])
+def test_parts_are_added_to_the_residual(part_count, dtype):
+    parts = random_tensor(part_count, 3, 100, seed=1)
+    weight, residual = random_tensor(100, dtype=dtype, seed=2), random_tensor(3, 100, dtype=dtype, seed=3)
+    want_sum = (residual.float() + parts.sum(0)).to(dtype)
+    want, _ = rms_norm_reference(want_sum.float(), weight, EPS)
+    out = torch.full_like(residual, float("nan"))
+    rms_norm(parts, weight, EPS, out, residual)
+    assert_as_exact(out, want)
+    assert_as_exact(residual, want_sum.float())
+    with pytest.raises(ValueError, match="residual: wanted one beside an x in parts"):
+        rms_norm(parts, weight, EPS, out)
+
+
 def test_a_row_of_nan_stays_alone_and_zeros_give_zeros():
     x = random_tensor(3, 32)
     x[0], x[1] = float("nan"), 0.0
@@ -52,8 +67,9 @@ def test_strided_rows_and_in_place_output():
 
 
 def test_no_rows_is_no_work():
-    x = torch.empty(0, 64, device=DEVICE)
-    rms_norm(x, torch.ones(64, device=DEVICE), EPS, torch.empty_like(x))
+    room = torch.full((2, 64), float("nan"), device=DEVICE)
+    rms_norm(torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE), EPS, room[:0])
+    assert room.isnan().all()
 
 
 def test_plan_and_bytes():

@@ -1,13 +1,23 @@
 """Skinny products and the work fused into them, against float32."""
 
 import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from kernels import tuning
 from kernels.launch import prefetch_share
-from kernels.skinny_linear import Workspace, bytes_moved, run_plan, skinny_linear, skinny_linear_reference
-from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, row_bucket
+from kernels.skinny_linear import (
+    Workspace,
+    bytes_moved,
+    linear_parts,
+    run_parts_plan,
+    run_plan,
+    skinny_linear,
+    skinny_linear_reference,
+)
+from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, measured_plan
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
 
 PLANS = [
@@ -95,10 +105,18 @@ def test_wrong_arguments_are_named():
 
 
 def test_table_and_rules():
-    assert [row_bucket(rows) for rows in (1, 3, 33, 64)] == [1, 4, 64, 64]
     assert default_plan(1, 4096, 1024, False).kernel == "matvec" and default_plan(40, 4096, 1024, False) == LIBRARY
-    assert find_plan(torch.device("cpu"), torch.bfloat16, 65, 8, 8, silu_mul=False, has_norm=False) == LIBRARY
+    assert find_plan(torch.device("cpu"), torch.bfloat16, 257, 8, 8, silu_mul=False, has_norm=False) == LIBRARY
     assert bytes_moved(2, 3, 5, 2) == 2 * (15 + 2 * 8)
+
+
+def test_a_plan_serves_down_to_the_measured_size_below(monkeypatch):
+    plans = {rows: LinearPlan("small_m", block_n=rows, block_k=16) for rows in (4, 64)}
+    entries = {str(rows): {"plan": asdict(plan)} for rows, plan in plans.items()}
+    monkeypatch.setattr(tuning, "_table", lambda: {"cpu": {"float16": {"n8_k16_parts": entries}}})
+    found = [measured_plan(torch.device("cpu"), torch.float16, rows, "n8_k16_parts") for rows in (1, 4, 5, 64, 65)]
+    assert found == [plans[4], plans[4], plans[64], plans[64], None]
+    assert measured_plan(torch.device("cpu"), torch.float16, 1, "n8_k17_parts") is None
 
 
 def test_every_plan_of_the_table_is_well_formed():
@@ -107,7 +125,7 @@ def test_every_plan_of_the_table_is_well_formed():
             for operation, buckets in operations.items():
                 for bucket, entry in buckets.items():
                     plan = LinearPlan(**entry["plan"])
-                    assert plan.kernel in ("matvec", "staged", "small_m", "library"), (card, operation, bucket)
+                    assert plan.kernel in ("matvec", "small_m", "resident", "library"), (card, operation, bucket)
                     assert plan.kernel == "library" or (plan.block_n > 0 and plan.block_k > 0)
 
 
@@ -122,17 +140,69 @@ def test_prefetching_the_next_weight_changes_nothing():
     assert prefetch_share(upcoming, 10) == (27 * 1024, 3 * 1024) and prefetch_share(None, 10) == (0, 0)
 
 
+PARTS_PLANS = [
+    LinearPlan("small_m", block_n=16, block_k=16, num_warps=2, num_stages=3, split_k=3),
+    LinearPlan("small_m", block_n=16, block_k=32, num_warps=2, split_k=2, held=True),
+    LinearPlan("small_m", block_n=32, block_k=32, num_warps=4, num_stages=2),
+    LIBRARY,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plan", PARTS_PLANS, ids=lambda plan: f"{plan.kernel}_s{plan.split_k}")
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 96), (19, 34, 100)])
+def test_parts_add_up_to_float32(rows, outputs, inputs, plan, dtype):
+    x, weight, _, _, _, _ = make_case(rows, outputs, inputs, dtype, "plain")
+    workspace = Workspace.allocate(32, 256, 256, dtype, torch.device(DEVICE))
+    workspace.partials.fill_(float("nan"))
+    parts = run_parts_plan(plan, x, weight, workspace)
+    assert parts.shape == (plan.split_k, rows, outputs)
+    want = skinny_linear_reference(x, weight)
+    assert_as_exact(parts.float().sum(0).to(dtype), want, steps=2 if plan == LIBRARY else 1)
+    assert_as_exact(linear_parts(x, weight, workspace).float().sum(0).to(dtype), want, steps=2)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    x, weight, _, _, _, _ = make_case(16, 200, 64, torch.float32, "plain")
+    with pytest.raises(ValueError, match=r"workspace.partials: wanted 32 x 200 elements, got 16"):
+        run_parts_plan(PARTS_PLANS[1], x, weight, Workspace.allocate(1, 2, 1, torch.float32, torch.device(DEVICE)))
+
+
+RESIDENT_PLANS = [
+    LinearPlan("resident", 32, 128, 4, 2, 1, block_m=64),
+    LinearPlan("resident", 16, 64, 4, 3, 2, block_m=64, weight_stages=3),
+    LinearPlan("resident", 64, 128, 8, 2, 2, block_m=128, weight_stages=2),
+    LinearPlan("resident", 64, 64, 8, 2, 1, block_m=256, weight_stages=2),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("fusion", FUSIONS)
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 80, 1024), (3, 34, 3072)])
-def test_staged_kernel_matches_float32(rows, outputs, inputs, fusion):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", RESIDENT_PLANS, ids=lambda plan: f"{plan.block_m}x{plan.block_n}s{plan.split_k}")
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(9, 80, 1024), (64, 4096, 512), (200, 96, 2048)])
+def test_hopper_kernel_matches_float32(rows, outputs, inputs, plan, dtype):
     if torch.cuda.get_device_capability()[0] < 9:
-        pytest.skip("the staged kernel is for Hopper")
-    plan = LinearPlan("staged", block_n=8, block_k=512, num_warps=4)
-    x, weight, out, norm_weight, residual, silu = make_case(rows, outputs, inputs, torch.bfloat16, fusion)
-    want = skinny_linear_reference(x, weight, norm_weight=norm_weight, residual=residual, silu_mul=silu)
-    run_plan(plan, x, weight, out, norm_weight, 1e-6, residual, silu, workspace_for(torch.bfloat16))
-    assert_as_exact(out, want)
+        pytest.skip("the kernel is for Hopper")
+    x, weight, out, _, _, _ = make_case(rows, outputs, inputs, dtype, "silu")
+    workspace = Workspace.allocate(256, 2048, 4096, dtype, torch.device(DEVICE))
+    for _ in range(3):  # rings that are filled too early would give another result now and then
+        workspace.partials.fill_(float("nan"))
+        parts = run_parts_plan(plan, x, weight, workspace)
+        assert parts.shape == (plan.split_k, rows, outputs)
+        assert_as_exact(parts.sum(0).to(dtype), skinny_linear_reference(x, weight))
+    from kernels.skinny_linear_hopper import fits
+
+    if plan.split_k == 1 and fits(plan, inputs, True):
+        run_plan(plan, x, weight, out, None, 1e-6, None, True, workspace)
+        assert_as_exact(out, skinny_linear_reference(x, weight, silu_mul=True))
+
+
+def test_rings_and_boxes_that_do_not_fit():
+    hopper = pytest.importorskip("kernels.skinny_linear_hopper")
+    assert hopper.fits(RESIDENT_PLANS[0], 1024, False) and hopper.shared_bytes(RESIDENT_PLANS[0], 1024, False) == 98_304
+    assert not hopper.fits(RESIDENT_PLANS[0], 1024 + 64, False)  # K in whole steps
+    assert not hopper.fits(RESIDENT_PLANS[0], 3072, False)  # 48 panels of W are no box
+    assert not hopper.fits(replace(RESIDENT_PLANS[0], block_n=128), 1024, True)  # 512 KiB of W
 
 
 @pytest.mark.gpu

@@ -132,3 +132,52 @@ def test_logprobs_follow_their_tokens_when_others_are_dropped():
         found = [(entry.logprob, list(entry.top_token_ids)) for entry in run.logprobs[request_id, 0]]
         assert found == [(entry.logprob, list(entry.top_token_ids)) for entry in alone[request_id]]
     assert len(run.logprobs[1, 0]) == len(run.outputs[1, 0]) == 4
+
+
+class Timed(SimulatedEngine):
+    """A simulation in which every step takes a second from its plan to its result.
+
+    Attributes:
+        prefills: (request id, sample) -> microseconds; resumed: -> times that it was preempted.
+    """
+
+    def __init__(self, **limits):
+        self.now_s = 10.0
+        self.prefills, self.resumed = {}, {}
+        super().__init__(replace(engine(run_ahead=0).core.limits, **limits), lambda: self.now_s)
+
+    def deliver(self, *arguments):
+        self.now_s += 1
+        return super().deliver(*arguments)
+
+    def _hear_tokens(self, out):
+        super()._hear_tokens(out)
+        samples = out.sample_indices or array("B", bytes(len(out.request_ids)))
+        for key, prefill_us in zip(zip(out.request_ids, samples, strict=True), out.prefill_us, strict=False):
+            if prefill_us >= 0:
+                assert key not in self.prefills, f"{key} is told twice how long its prompt took"
+                self.prefills[key] = prefill_us
+        for key, count in zip(zip(out.request_ids, samples, strict=True), out.preemption_counts, strict=False):
+            if count:
+                self.resumed[key] = count
+
+
+def test_a_prompts_time_counts_from_its_first_chunk_and_not_from_its_arrival():
+    run = Timed(max_num_batched_tokens=8, max_num_seqs=1)
+    run.send(simple_request(1, range(20), max_tokens=3))  # three chunks
+    run.send(simple_request(2, range(50, 55), max_tokens=2, n=2))
+    run.run()
+    assert run.prefills == {(1, 0): 3_000_000, (2, 0): 1_000_000, (2, 1): 1_000_000}
+    assert run.resumed == {}
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_every_preemption_is_told_when_the_sample_runs_again(preemption):
+    run = Timed(block_count=8, host_block_count=16, preemption=preemption, run_ahead=2)
+    messages = [simple_request(i, range(i, i + 7), max_tokens=18) for i in range(4)]
+    for message in messages:
+        run.send(message)
+    run.run()
+    assert run.outputs == expected_outputs(messages)
+    assert sum(run.resumed.values()) == run.core.stats().preemptions > 0
+    assert len(run.prefills) == 4

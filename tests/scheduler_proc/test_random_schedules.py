@@ -168,20 +168,28 @@ class Schedule:
             assert positions == list(range(1, len(message.prompt_token_ids)))
 
 
-def replay(seed: int) -> None:
-    """Run one schedule; a failure says how to run it again."""
+def replay(seed: int) -> Schedule:
+    """Run one schedule, which checks itself all along; a failure says how to run it again."""
     schedule = Schedule(seed)
     try:
         schedule.run()
     except Exception as error:
         error.add_note(f"replay with test_random_schedules.replay({seed}); limits {schedule.limits}")
         raise
+    return schedule
+
+
+def assert_nothing_is_left(schedule: Schedule) -> None:
+    """All requests have ended, and every block is free or held by the prefix cache alone."""
+    stats = schedule.engine.core.stats()
+    assert schedule.engine.core.is_idle, stats
+    assert stats.free_block_count + stats.cached_block_count == stats.total_block_count, stats
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_random_schedules(seed):
-    replay(seed)
+    assert_nothing_is_left(replay(seed))
 
 
 @settings(max_examples=30, deadline=None)
@@ -190,4 +198,4 @@ def test_colliding_hashes_are_not_mistaken(seed):
     bad_hashes = [lambda content, seed: 42, lambda content, seed: content[0]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_cache, "hash_block", bad_hashes[seed % 2])
-        replay(seed)
+        assert_nothing_is_left(replay(seed))

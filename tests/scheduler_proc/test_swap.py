@@ -4,7 +4,9 @@ from array import array
 
 import pytest
 
-from common.messages import AbortRequests
+from common.config import EngineConfig
+from common.messages import PROTOCOL_VERSION, AbortRequests, WorkerReady
+from scheduler_proc.main import limits_of
 from scheduler_proc.sequence import Status
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
@@ -123,6 +125,15 @@ def test_a_step_may_only_swap():
     assert (False, True) in kinds
     run.run()
     assert run.outputs == expected_outputs(messages)
+
+
+@pytest.mark.parametrize(("measured", "expected"), [(7_000_000_000, 7e9), (0, Limits.link_bytes_per_s)])
+def test_the_worker_measures_the_link(measured, expected):
+    ready = WorkerReady(
+        protocol_version=PROTOCOL_VERSION, rank=0, max_model_len=200, block_size=4, block_count=8, host_block_count=8,
+        block_bytes=1, vocab_size=997, device_name="cpu", link_bytes_per_s=measured,
+    )  # fmt: skip
+    assert limits_of(EngineConfig(), ready).link_bytes_per_s == expected
 
 
 @pytest.mark.parametrize(("block_bytes", "swaps"), [(1 << 10, True), (1 << 40, False)])

@@ -60,12 +60,7 @@ class Server:
 
     def children(self) -> dict[str, int]:
         """Process ids of the engine's processes by name, as an operator sees them (`frontend`, `worker-0`, ...)."""
-        found = {}
-        for pid in _children_of(self.process.pid):
-            title = _read(Path(f"/proc/{pid}/cmdline")).split("\0")[0]
-            if title.startswith("trireme-"):
-                found[title.removeprefix("trireme-")] = pid
-        return found
+        return children_of(self.process.pid)
 
     def stop(self) -> int:
         """Ask the engine to stop, as Ctrl-C does; its exit code."""
@@ -96,6 +91,16 @@ class Server:
         for name, pid in pids.items():
             wait_for_exit(pid, name)
         assert list(self.run_dirs.rglob("*.sock")) == []
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """Process ids of the engine's processes that a process has started, by name."""
+    found = {}
+    for child in _children_of(pid):
+        title = _read(Path(f"/proc/{child}/cmdline")).split("\0")[0]
+        if title.startswith("trireme-"):
+            found[title.removeprefix("trireme-")] = child
+    return found
 
 
 def wait_for_exit(pid: int, name: str = "process", timeout_s: float = 10) -> None:

@@ -70,6 +70,7 @@ class DrivenRequest:
     blocks: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    embedding: "array[float] | None" = None
     started: bool = False
 
     @property
@@ -112,8 +113,8 @@ class PlanDriver:
     def plan(self, rows: list[tuple[DrivenRequest, int]]) -> StepPlan:
         """One step in which each request computes that many tokens."""
         decodes = [
-            request for request, count in rows if request.started and request.computed + 1 == len(request.tokens)
-        ]
+            r for r, _ in rows if r.started and r.computed + 1 == len(r.tokens) and not r.sampling.pooling
+        ]  # fmt: skip
         chunks = [(request, count) for request, count in rows if request not in decodes]
         decode_blocks = [self._append(request, 1) for request in decodes]
         chunk_blocks = [self._append(request, count) for request, count in chunks]
@@ -153,6 +154,9 @@ class PlanDriver:
         slots = {request.slot: request for request, _ in rows}
         for slot, entries in result.prompt_logprobs:
             slots[slot].prompt_logprobs.extend(entries)
+        for slot, embedding in result.embeddings:
+            assert slots[slot].embedding is None, "a second embedding"
+            slots[slot].embedding = embedding
         return result
 
     def run(self, requests: list[DrivenRequest], token_count: int, chunk: int = 1 << 20) -> None:
@@ -222,18 +226,18 @@ def make_driver():
 
     def make(
         folder, *, slot_count=8, block_count=96, block_size=4, vocab=131, max_model_len=200, token_limit=256,
-        kernels=False, kv_cache_dtype="auto",
+        kernels=False, kv_cache_dtype="auto", deterministic=False, dtype=torch.float32,
     ):  # fmt: skip
         device = torch.device("cuda" if kernels and torch.cuda.is_available() else "cpu")
-        model = load_model(folder, device=device, dtype=torch.float32) if isinstance(folder, Path) else folder
-        specs = cache_specs(model.config, torch.float32, kv_cache_dtype)
+        model = load_model(folder, device=device, dtype=dtype) if isinstance(folder, Path) else folder
+        specs = cache_specs(model.config, dtype, kv_cache_dtype)
         cache = KVCache(specs, block_size=block_size, block_count=block_count, host_block_count=4, device=device)
         poison(cache)
         limits = StepLimits(slot_count, token_limit)
         if kernels:
             runner = gpu_runner(model, cache, limits, max_model_len, vocab)
         else:
-            runner = CpuRunner(model, cache, limits, max_model_len, vocab)
+            runner = CpuRunner(model, cache, limits, max_model_len, vocab, deterministic=deterministic)
         driver = PlanDriver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
         driver.runner, driver.cache = runner, cache
         return driver
@@ -245,6 +249,18 @@ def make_driver():
 def masked_ids_fixture():
     """The function `masked_ids`."""
     return masked_ids
+
+
+@pytest.fixture
+def reference_embedding():
+    """reference_embedding(transformers model, token ids, pooling) -> float32 [hidden_size], of length 1."""
+
+    def embed(model, ids: list[int], pooling: str) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].float()
+        return torch.nn.functional.normalize(hidden.mean(0) if pooling == "mean" else hidden[-1], dim=0)
+
+    return embed
 
 
 @pytest.fixture

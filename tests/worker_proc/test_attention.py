@@ -1,4 +1,4 @@
-"""The CPU path and the reference agree with attention written out, for any layout, padding and window."""
+"""The CPU paths and the reference agree with attention written out, for any layout, padding and window."""
 
 from random import Random
 
@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.kv_format import dequantise, quantise
 from worker_proc.attention import attention, reference_attention, store_reference
 from worker_proc.cpu_cache import read_blocks
+from worker_proc.fixed_order_attention import fixed_order_attention
 from worker_proc.forward_context import ForwardContext
 
+ALL = [attention, reference_attention, fixed_order_attention]
 QUANTISED = [torch.int8, torch.float8_e4m3fn]
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 16, 4
 
@@ -130,7 +132,7 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize("function", [attention, reference_attention])
+@pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize("window", [None, 1, 5, 64])
 @pytest.mark.parametrize("name", SCENES)
 def test_equals_attention_written_out(name, window, function):
@@ -139,7 +141,7 @@ def test_equals_attention_written_out(name, window, function):
 
 
 @pytest.mark.parametrize("cache_dtype", QUANTISED)
-@pytest.mark.parametrize("function", [attention, reference_attention])
+@pytest.mark.parametrize("function", ALL)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", SCENES)
 def test_quantised_caches_give_attention_on_what_they_hold(name, window, function, cache_dtype):
@@ -156,7 +158,7 @@ def test_quantised_caches_with_bfloat16(name, cache_dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("cache_dtype", QUANTISED)
-@pytest.mark.parametrize("function", [attention, reference_attention])
+@pytest.mark.parametrize("function", ALL)
 def test_quantised_vectors_and_scales_are_stored_where_they_belong_and_nowhere_else(function, cache_dtype):
     scene = Scene(SCENES["mixed"], padding=2, cache_dtype=cache_dtype)
     wanted = Scene(SCENES["mixed"], padding=2, cache_dtype=cache_dtype)
@@ -193,7 +195,7 @@ def test_small_groups_give_the_same(monkeypatch):
     torch.testing.assert_close(scene.run(attention, None), scene.expected(None), atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("function", [attention, reference_attention])
+@pytest.mark.parametrize("function", ALL)
 def test_padding_stores_nothing(function):
     """Fault F1: slot -1 must not be taken as the last slot."""
     scene = Scene([(5, 1)], padding=2)

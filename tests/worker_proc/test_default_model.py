@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 
+from common.messages import SlotSampling
 from tests.support.paged import PagedSequences
 from worker_proc.loader import load_model
 from worker_proc.model_config import read_model_config
@@ -65,6 +66,16 @@ def test_float32_logits_and_greedy_tokens_equal_transformers(default_model_dir, 
     while len(ours) < len(expected):
         ours.append(int(sequences.step({1: ours[-1:]})[1].argmax()))
     assert ours == expected
+
+
+def test_embeddings_equal_transformers(default_model_dir, reference, prompt, make_driver, reference_embedding):
+    driver = make_driver(default_model_dir, vocab=49152, block_size=16)
+    poolings = ("mean", "last")
+    requests = [driver.add(prompt, SlotSampling(temperature=0.0, pooling=pooling)) for pooling in poolings]
+    driver.run(requests, 1, chunk=13)
+    for request, pooling in zip(requests, poolings, strict=True):
+        expected = reference_embedding(reference, prompt, pooling)
+        assert (torch.tensor(request.embedding) - expected).abs().max() < 1e-5 * expected.abs().max(), pooling
 
 
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(default_model_dir, reference, prompt):

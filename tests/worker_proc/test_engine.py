@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions, WorkerOptions
+from common.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from common.errors import ConfigError
 from kernels.decode_attention import MAX_ROWS
 from kernels.paged_kv import MAX_BLOCK_SIZE
@@ -19,13 +19,6 @@ def refusal(config: EngineConfig, device: torch.device) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_determinism_is_refused_with_the_reason(device):
-    text = refusal(EngineConfig(worker=WorkerOptions(deterministic=True)), device)
-    assert text.startswith("--deterministic is not supported: ")
-    assert "another order" in text
-
-
 def test_what_the_kernels_cannot_take_is_refused_on_a_gpu_only():
     large_blocks = EngineConfig(cache=CacheOptions(block_size=256))
     many_rows = EngineConfig(scheduler=SchedulerOptions(max_num_seqs=2000))
@@ -36,11 +29,12 @@ def test_what_the_kernels_cannot_take_is_refused_on_a_gpu_only():
     assert (engine.KERNEL_MAX_BLOCK_SIZE, engine.KERNEL_MAX_ROWS) == (MAX_BLOCK_SIZE, MAX_ROWS)
 
 
-def test_options_are_refused_before_the_model_is_read(tmp_path):
+def test_options_are_refused_before_the_model_is_read(tmp_path, monkeypatch):
     config = EngineConfig(
-        model=ModelOptions(device="cpu"), worker=WorkerOptions(deterministic=True), model_dir=str(tmp_path / "none")
+        model=ModelOptions(device="cuda"), cache=CacheOptions(block_size=256), model_dir=str(tmp_path / "none")
     )
-    with pytest.raises(ConfigError, match="--deterministic"):
+    monkeypatch.setattr(engine, "choose_device", lambda _: GPU)
+    with pytest.raises(ConfigError, match="--block-size is 256"):
         engine.load_engine(config)
 
 

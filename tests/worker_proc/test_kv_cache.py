@@ -15,7 +15,6 @@ from worker_proc.kv_cache import (
     QUANTISED_DTYPES,
     KVCache,
     LayerCacheSpec,
-    block_runs,
     cache_specs,
     check_cache_dtype,
     choose_size,
@@ -127,12 +126,6 @@ def test_swapped_blocks_come_back_from_wherever_they_were(seed):
     for tensor, kept in zip(cache.tensors(), before, strict=True):
         assert torch.equal(tensor[new], kept[old])
         assert torch.equal(tensor[others], kept[others])
-
-
-def test_runs_of_blocks():
-    assert block_runs([]) == []
-    assert block_runs([4, 5, 6, 2, 3, 3, 9]) == [(0, 4, 3), (3, 2, 2), (5, 3, 1), (6, 9, 1)]
-    assert block_runs([3, 2, 1]) == [(0, 3, 1), (1, 2, 1), (2, 1, 1)]
 
 
 MODEL = SimpleNamespace(sliding_windows=[None, 64], kv_head_count=8, head_dim=128)

@@ -11,13 +11,17 @@ DECODE, CHUNK, MIXED = "decode", "chunk", "mixed"
 
 _TINY_BATCHES = (1, 2, 4, 8)
 _ROW_CLASSES = (1, 16, 32, 64, 128)
-_ONE_ROW_TOKENS = 768
+_ONE_ROW_TOKENS = 1536
 """Up to this size a step with one row has a bucket of its own."""
 
 _TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
 GRAPH_TOKENS = _TOKEN_SIZES[-1]
-"""Larger steps run without a graph: the device takes longer for them than the host does to launch them."""
+"""Steps between this and the largest run without a graph: the device takes longer for them than the host does to launch
+them, and there would be many."""
+
+_NEARLY_LARGEST = 0.875
+"""A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which has a graph."""
 
 _LARGE_STEP = 64
 """Tokens of such a step are padded to a multiple of this, so that one compiled kernel serves all."""
@@ -48,7 +52,20 @@ def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: 
     padded_rows = rows if token_count <= _ONE_ROW_TOKENS else max(rows, 2)
     row_size = min(next((size for size in _ROW_CLASSES if size >= padded_rows), max_rows), max_rows)
     tokens = padded_tokens(max(token_count, row_size))
+    if tokens > GRAPH_TOKENS:
+        row_size = _large_step_rows(rows, max_rows)
+        tokens = max_tokens if tokens >= _NEARLY_LARGEST * max_tokens else tokens
     return Bucket(MIXED if decode_rows else CHUNK, min(row_size, max_tokens), min(tokens, max_tokens))
+
+
+def _large_step_rows(rows: int, max_rows: int) -> int:
+    few = min(_ROW_CLASSES[1], max_rows)
+    return few if rows <= few else max_rows
+
+
+def has_graph(bucket: Bucket, max_tokens: int) -> bool:
+    """Whether its steps are worth a graph."""
+    return bucket.tokens <= GRAPH_TOKENS or bucket.tokens == max_tokens
 
 
 def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
@@ -80,10 +97,18 @@ def decode_buckets(max_rows: int) -> list[Bucket]:
 def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """The usual buckets with chunks: one prompt alone, and a few rows of any kind; and the largest of each kind."""
     sizes = sorted({min(size, max_tokens) for size in _TOKEN_SIZES})
-    rows = min(_ROW_CLASSES[1], max_rows)
+    rows = min(_ROW_CLASSES[1], max_rows, max_tokens)
     one = [Bucket(CHUNK, 1, size) for size in sizes if size <= _ONE_ROW_TOKENS]
     few = [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for size in sizes if size >= rows]
-    return [*one, *few, *largest_buckets(max_rows, max_tokens)]
+    full = [Bucket(kind, rows, max_tokens) for kind in (CHUNK, MIXED)] if max_tokens > GRAPH_TOKENS else []
+    return list(dict.fromkeys([*one, *few, *full, *largest_buckets(max_rows, max_tokens)]))
+
+
+def start_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """What is to be ready before the first request: one prompt and its decoding, then every decode batch and the usual
+    steps with chunks."""
+    decodes, chunks = decode_buckets(max_rows), chunk_buckets(max_rows, max_tokens)
+    return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
 
 
 def largest_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:

@@ -10,8 +10,12 @@ import time
 import torch
 
 from common.config import EngineConfig, StepLimits
+from common.errors import ConfigError
+from kernels.compile_ahead import compile_all, launches_left_out
+from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda.buckets import DECODE, Bucket, largest_buckets
+from worker_proc.cuda.buckets import DECODE, Bucket, largest_buckets, start_buckets
+from worker_proc.cuda.fixed_order_forward import FixedOrderForward
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
@@ -26,9 +30,9 @@ logger = logging.getLogger(__name__)
 GRAPH_ALLOWANCE = 128
 """Graphs whose memory is set aside before the cache is sized: those of start-up, and as many that come later."""
 
-START_SECONDS = 10.0
-"""After this long no further bucket is prepared at start. A first start on a machine compiles each kernel, which takes
-about 45 s for all; later ones find them on disk, and all buckets take about 4 s."""
+CAPTURE_SECONDS = 1.0
+"""After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
+first used."""
 
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
@@ -40,10 +44,10 @@ SAFETY_BYTES = 256 << 20
 def cuda_runner(
     config: EngineConfig, limits: StepLimits, model: LlamaForCausalLM, specs: list[LayerCacheSpec], vocabulary: int
 ) -> tuple[CudaRunner, CacheSize]:
-    """A runner that has run every bucket that start-up covers, and the size of its cache.
+    """A runner that is ready for the first requests, and the size of its cache.
 
     Raises:
-        ConfigError: no memory left for the cache.
+        ConfigError: no memory left for the cache, or --deterministic with a model that it does not cover.
     """
     start = time.monotonic()
     prepare_thread()
@@ -52,7 +56,7 @@ def cuda_runner(
     max_len = min(config.model.max_model_len or model_limit, model_limit)
     device = model.model.norm.weight.device
     with torch.inference_mode():
-        forward = _forward(model, limits, max_len)
+        forward = _forward(model, limits, max_len, fixed_order=config.worker.deterministic)
         slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device)
         graph_bytes = _profile(forward, slots, limits, specs, vocabulary)
     available = available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
@@ -62,9 +66,10 @@ def cuda_runner(
         host_block_count=size.host_block_count, device=device,
     )  # fmt: skip
     runner = CudaRunner(forward, cache, slots, limits, vocabulary, eager=config.worker.enforce_eager)
-    prepared = runner.warm_up(START_SECONDS - (time.monotonic() - start))
+    runner.warm_up(CAPTURE_SECONDS)
     torch.cuda.synchronize()
-    logger.info("prepared %s, %.2f s after the weights were loaded", prepared, time.monotonic() - start)
+    logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
+                time.monotonic() - start)  # fmt: skip
     return runner, size
 
 
@@ -74,12 +79,15 @@ def prepare_thread() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int) -> Forward:
+def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int, *, fixed_order: bool = False) -> Forward:
     reason = unsupported_reason(model)
     if reason is not None:
+        if fixed_order:
+            raise ConfigError(f"--deterministic does not cover this model on a GPU ({reason}); leave the option out")
         logger.warning("the fused forward pass does not cover this model (%s): slower, and without CUDA Graphs", reason)
         return PlainForward(model)
-    return FusedForward(
+    kind = FixedOrderForward if fixed_order else FusedForward
+    return kind(
         model,
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
@@ -92,12 +100,14 @@ def _profile(
 ) -> int:
     """Run the largest step over a cache of one block, so that whatever it allocates is there; returns the bytes to set
     aside for graphs, from those of one."""
+    sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
     layout = PlanLayout(limits.max_num_seqs, 1)
     cache = KVCache(specs, block_size=slots.block_size, block_count=1, host_block_count=0, device=slots.device)
     plan = torch.zeros(layout.size, dtype=torch.int32, device=slots.device)
     options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
     program = StepProgram(forward, cache, slots, plan, layout, **options, eager=True)
-    for bucket in largest_buckets(limits.max_num_seqs, limits.max_num_batched_tokens):
+    _compile(program, slots, start_buckets(*sizes))
+    for bucket in largest_buckets(*sizes):
         program.run(bucket)
     if not forward.capturable:
         return 0
@@ -106,6 +116,17 @@ def _profile(
     graphs.run(Bucket(DECODE, 1, 1))
     torch.cuda.synchronize()
     return GRAPH_ALLOWANCE * max(0, before - torch.cuda.mem_get_info()[0])
+
+
+def _compile(program: StepProgram, slots: DeviceSlots, buckets: list[Bucket]) -> None:
+    """Compile the kernels of these buckets' steps, or load them from Triton's folder on disk, all at once."""
+    start = time.monotonic()
+    with launches_left_out() as needed:
+        for bucket in buckets:
+            program.rehearse(bucket)
+        scatter_words(slots.memory, *torch.full((2, 4), -1, dtype=torch.int32, device=slots.device))
+    compile_all(needed, processes=torch.get_num_threads())
+    logger.info("%d kernels ready in %.2f s", len(needed), time.monotonic() - start)
 
 
 def available_bytes(utilization: float, graph_bytes: int) -> int:

@@ -1,15 +1,17 @@
 """One forward pass of the Llama family on a GPU with as few launches as the kernels allow.
 
 Per layer: q/k/v product with the norm before it; q/k norm, rotation and K/V store; attention; output product with the
-residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Where every
-row of few decodes, all between the q/k/v product and the output product is one launch: five launches a layer at the
-smallest batches, nine at large ones, where the library does the products. It works in buffers that are allocated
-once, so a call can be captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
+residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Five launches
+at the smallest batches, nine at large ones, where the library does the products. Between them, up to 256 tokens on a
+card that was measured, products leave parts instead: the q/k/v product's are added up as they rotate, the others' by
+the norm that follows, residual included; eight launches. It works in buffers that are allocated once, so a call can be
+captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
 
 Knows nothing of requests, plans or sampling. `unsupported_reason` says which models the plain modules must serve
 instead (`plain_forward`). Called by the GPU runner.
 """
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -23,9 +25,9 @@ from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
-from kernels.skinny_linear import Workspace, skinny_linear
+from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
-from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket
+from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
@@ -35,10 +37,8 @@ EARLY_TOKENS = 512
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished. Waiting programs
 slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 36.8 without."""
 
-ONE_LAUNCH_ROWS = range(33, 97)
-"""Decode buckets beyond the kernel for few rows in which decode attention also makes and stores the new tokens. With
-64 rows of 256 tokens 25.9 us a layer where a launch for each takes 28.5; with 32 18.4 instead of 17.5, with 128 of 600
-92.3 instead of 91.0, with 256 of 658 208 instead of 186: each beginning of a row's head repeats the queries' norm."""
+FEWEST_PARTS_TOKENS = 2
+"""Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -61,14 +61,14 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int) -> bool:
-    """Whether the prefill kernel for Hopper computes this model's attention here."""
+def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int, quantised: bool) -> bool:
+    """Whether the prefill kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache."""
     config, weight = model.config, model.model.norm.weight
     if weight.device.type != "cuda":
         return False
     shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size=16)
     major = torch.cuda.get_device_capability(weight.device)[0]
-    return prefill.can_specialise(shape, weight.dtype, sliding_window, capability_major=major)
+    return prefill.can_specialise(shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major)
 
 
 class FusedForward:
@@ -84,10 +84,12 @@ class FusedForward:
     """
 
     capturable = True
+    fixed_order = False
 
     def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
         config = model.config
         self.model, self.config = model, config
+        self._layers = list(enumerate(model.model.layers))
         weight = model.model.norm.weight
         device, dtype = weight.device, weight.dtype
         self._multiprocessors = multiprocessor_count(device)
@@ -124,15 +126,27 @@ class FusedForward:
         """
         hidden = self.hidden[: bucket.tokens]
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
-        for index, layer in enumerate(self.model.model.layers):
+        if self._leaves_parts(bucket):
+            return self._run_in_parts(hidden, bucket, inputs, cache, slots, counts)
+        for index, layer in self._layers:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
             self._feed_forward_block(index, layer, hidden)
         return self._head(hidden, bucket, inputs)
 
+    def shortened(self) -> "FusedForward":
+        """The same pass over one layer of each kind only, which takes every kernel of the whole."""
+        kinds = {layer.self_attn.sliding_window: (index, layer) for index, layer in reversed(self._layers)}
+        short = copy(self)
+        short._layers = sorted(kinds.values(), key=lambda item: item[0])
+        return short
+
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
-        hidden = self.hidden[first_token : first_token + count]
-        return self.model.compute_logits(self.model.model.norm(hidden))
+        return self.model.compute_logits(self.token_hidden(first_token, count))
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states [count, hidden_size] of any tokens of the last pass, after the last norm; allocates."""
+        return self.model.model.norm(self.hidden[first_token : first_token + count])
 
     def _attention_block(
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
@@ -140,7 +154,7 @@ class FusedForward:
     ) -> None:  # fmt: skip
         attention, norm = layer.self_attn, layer.input_layernorm
         tokens = hidden.shape[0]
-        qkv, query, attended = self._qkv[:tokens], self._query[:tokens], self._attended[:tokens]
+        qkv = self._qkv[:tokens]
         if attention.qkv_proj.bias is None:
             skinny_linear(
                 hidden, attention.qkv_proj.weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,
@@ -150,50 +164,77 @@ class FusedForward:
             normed = self._workspace.rows("normed", tokens, hidden.shape[1])
             rms_norm(hidden, norm.weight, norm.eps, normed)
             torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
-        self._attention_of(index, attended, qkv, query, bucket, inputs, cache, slots, counts)
+        attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts)
         skinny_linear(
             attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
             upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
         )  # fmt: skip
 
-    def _attention_of(
-        self, index: int, output: torch.Tensor, qkv: torch.Tensor, query: torch.Tensor, bucket: Bucket,
-        inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Everything between the layer's products qkv and o: in one launch where few rows decode and nothing else."""
+    def _store_and_attend(
+        self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts."""
         attention = self.model.model.layers[index].self_attn
+        query, attended = self._query[: bucket.tokens], self._attended[: bucket.tokens]
         new = NewTokens(self._rope_table, **_head_norms(attention))
-        if bucket.kind == DECODE and not attention.sliding_window:
-            if self._is_fused(bucket):
-                self._attend_few(index, output, qkv, new, bucket, inputs, cache, slots)
-                return
-            if bucket.rows in ONE_LAUNCH_ROWS:
-                self._attend(index, output, qkv, bucket, inputs, cache, slots, counts, new)
-                return
-        qk_norm_rope_store(
-            qkv, query, cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions,
-            new.rope_table, new.q_weight, new.k_weight, new.eps, cache.key_scales[index], cache.value_scales[index],
-        )  # fmt: skip
-        self._attend(index, output, query, bucket, inputs, cache, slots, counts)
+        key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
+        key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
+        if self._is_fused(bucket, attention):
+            following = min(index + 1, len(cache.key_caches) - 1)
+            fused.fused_decode_attention(
+                attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
+                self._partials, self._decode_counters, self._fused_plan(bucket.rows), new, scale=attention.scale,
+                k_scales=key_scales, v_scales=value_scales,
+                next_caches=(cache.key_caches[following], cache.value_caches[following]),
+            )  # fmt: skip
+        else:
+            qk_norm_rope_store(
+                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, new.rope_table,
+                new.q_weight, new.k_weight, new.eps, key_scales, value_scales,
+            )  # fmt: skip
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
+        return attended
 
-    def _attend_few(
-        self, index: int, output: torch.Tensor, qkv: torch.Tensor, new: NewTokens, bucket: Bucket, inputs: StepInputs,
-        cache: KVCache, slots: DeviceSlots,
-    ) -> None:  # fmt: skip
-        following = min(index + 1, len(cache.key_caches) - 1)
-        fused.fused_decode_attention(
-            output, qkv, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
-            inputs.context_lengths, self._partials, self._decode_counters, self._fused_plan(bucket.rows), new,
-            scale=self.model.model.layers[index].self_attn.scale, k_scales=cache.key_scales[index],
-            v_scales=cache.value_scales[index],
-            next_caches=(cache.key_caches[following], cache.value_caches[following]),
-        )  # fmt: skip
+    def _leaves_parts(self, bucket: Bucket) -> bool:
+        """Whether the products leave parts: for sizes that the norms in their prologues do not suit, if measured."""
+        layer = self.model.model.layers[0]
+        attention = layer.self_attn
+        if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
+            return False
+        products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
+        return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)
+
+    def _run_in_parts(
+        self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """The layers and the head with products in parts; `normed` holds the next product's input throughout."""
+        workspace, tokens = self._workspace, bucket.tokens
+        normed, activated = workspace.rows("normed", tokens, hidden.shape[1]), self._activated[:tokens]
+        norms = [layer.input_layernorm for _, layer in self._layers[1:]] + [self.model.model.norm]
+        first = self._layers[0][1].input_layernorm
+        rms_norm(hidden, first.weight, first.eps, normed)
+        for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
+            attention = layer.self_attn
+            if self._is_fused(bucket, attention):
+                qkv = self._qkv[:tokens]
+                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace)
+            else:
+                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace)
+            attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
+            norm, mlp = layer.post_attention_layernorm, layer.mlp
+            parts = linear_parts(attended, attention.o_proj.weight, workspace)
+            rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
+            skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True)
+            parts = linear_parts(activated, mlp.down_proj.weight, workspace)
+            rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
+        return self._logits_of(self._sampled_rows(normed, bucket, inputs))
 
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
-        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor, new: NewTokens | None = None,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Attention of queries, or, with `new`, of the product qkv."""
         attention = self.model.model.layers[index].self_attn
         shared = (
             output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
@@ -210,8 +251,7 @@ class FusedForward:
         quantised = cache.key_scales[index] is not None
         if bucket.kind != CHUNK:
             plan = self._decode_plan(bucket.rows, quantised)
-            early = {"new": new, "pdl": new is not None}
-            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options | early)
+            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
         if bucket.kind != DECODE:
             plan = self._prefill_plan(bucket, options["sliding_window"], quantised)
             prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
@@ -242,16 +282,30 @@ class FusedForward:
 
     def _head(self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
         """Logits of the sampled rows; a row that does not sample gets those of a zero vector."""
-        rows = hidden
-        if bucket.kind != DECODE:
-            rows = self._sampled[: bucket.rows]
-            embedding(inputs.sample_rows, hidden, rows)
+        rows = self._sampled_rows(hidden, bucket, inputs)
         logits, norm, weight = self.logits[: bucket.rows], self.model.model.norm, self.model.lm_head.weight
-        if bucket.rows <= MAX_SKINNY_ROWS and self._is_skinny_head(bucket.rows):
+        if self._is_skinny_head(bucket.rows):
             skinny_linear(rows, weight, logits, self._workspace, norm_weight=norm.weight, eps=norm.eps)
             return logits
         normed = self._workspace.rows("normed", bucket.rows, rows.shape[1])
         rms_norm(rows, norm.weight, norm.eps, normed)
+        return self._logits_of(normed)
+
+    def _sampled_rows(self, tokens: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
+        """The rows [row, hidden_size] of `tokens` that sample."""
+        if bucket.kind == DECODE:
+            return tokens
+        rows = self._sampled[: bucket.rows]
+        embedding(inputs.sample_rows, tokens, rows)
+        return rows
+
+    def _logits_of(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits of rows after the last norm."""
+        row_count, weight = normed.shape[0], self.model.lm_head.weight
+        logits = self.logits[:row_count]
+        if self._is_skinny_head(row_count):
+            skinny_linear(normed, weight, logits, self._workspace)
+            return logits
         if normed.dtype == torch.float32:
             return torch.mm(normed, weight.T, out=logits)
         return torch.mm(normed, weight.T, out_dtype=torch.float32, out=logits)
@@ -261,14 +315,17 @@ class FusedForward:
         from kernels.tuning import find_plan
 
         weight = self.model.lm_head.weight
+        if rows > MAX_SKINNY_ROWS:
+            return False
         plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
         return plan.kernel != "library"
 
-    def _is_fused(self, bucket: Bucket) -> bool:
-        """Whether the kernel for few decode rows computes their attention, for which waiting is what costs."""
+    def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
+        """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""
+        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS:
+            return False
         group = self.config.head_count // self.config.kv_head_count
-        few = bucket.rows <= fused.MAX_ROWS
-        return few and fused.supports(self.config.head_dim, group, self._rope_table.shape[1], 0)
+        return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
 
     def _fused_plan(self, rows: int) -> fused.FusedDecodePlan:
         return fused.launch_plan(rows, self.config.kv_head_count, self.config.head_dim)
@@ -281,8 +338,9 @@ class FusedForward:
     def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill.PrefillPlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        is_large = bucket.tokens >= prefill.SPECIALISED_TOKENS and not quantised
-        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window)
+        chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
+        is_large = prefill.is_specialised_size(bucket.tokens, chunk_rows)
+        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window, quantised)
         rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
         return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 

@@ -18,6 +18,7 @@ class PlainForward:
     """The model's own forward pass."""
 
     capturable = False
+    fixed_order = False
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self._model = model
@@ -48,6 +49,14 @@ class PlainForward:
         self._hidden = self._model(inputs.token_ids, inputs.positions, context)
         return self._model.compute_logits(self._hidden[inputs.sample_rows.clamp(min=0).long()])
 
+    def shortened(self) -> "PlainForward":
+        """All of it: the modules have no other way to run."""
+        return self
+
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Logits of any tokens of the last pass."""
-        return self._model.compute_logits(self._hidden[first_token : first_token + count])
+        return self._model.compute_logits(self.token_hidden(first_token, count))
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states of any tokens of the last pass, after the last norm."""
+        return self._hidden[first_token : first_token + count]

@@ -8,6 +8,7 @@ tests. The sockets, and when a plan comes, are the worker's business (`worker.py
 
 import gc
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,8 @@ from common.config import StepLimits
 from common.messages import StepPlan
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda.buckets import Bucket, bucket_of, chunk_buckets, decode_buckets, exact_bucket
+from worker_proc.cuda.block_swap import BlockSwap
+from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
 from worker_proc.cuda.lanes import LANE_COUNT, Lanes
 from worker_proc.cuda.slots import DeviceSlots, add_sampling
 from worker_proc.cuda.special_rows import SpecialRows
@@ -25,6 +27,7 @@ from worker_proc.cuda.staging import DeviceStager, PackedStep, StagingRing
 from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PendingStep, PromptPiece, prompt_parts
+from worker_proc.pooling import Pooler
 from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows
@@ -40,24 +43,27 @@ class CudaRunner:
         eager: run every step without a graph.
 
     Attributes:
+        swap: moves the cache's blocks.
         pads_steps: whether a step is padded to its bucket, as a graph needs it.
     """
 
     def __init__(
         self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
     ) -> None:
-        self._cache, self.slots, self._limits = cache, slots, limits
+        self.swap, self.slots, self._limits = BlockSwap(cache), slots, limits
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
         self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
-        self._special = SpecialRows(slots, vocabulary)
+        self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
+        self._pooler = Pooler(forward.token_hidden)
         self.program = StepProgram(
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
         )  # fmt: skip
         self.pads_steps = self.program.uses_graphs
         self._lanes = Lanes(limits.max_num_seqs, slots.device)
+        self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
@@ -73,33 +79,30 @@ class CudaRunner:
             bucket = self._bucket(packed.decode_rows, packed.chunk_rows, packed.token_count)
             with span("forward"):  # with the sampling, which is in the same graph
                 step = self._run(step, packed, bucket)
+                if packed.pooled_rows:
+                    step = replace(step, embeddings=self._pooler.pool(packed.pooled_rows))
             lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
         lane.end()
         return step
 
-    @torch.inference_mode()
-    def warm_up(self, seconds: float = float("inf")) -> str:
-        """Compile, and capture, what the buckets of start-up need, on empty plans: nothing is computed or stored.
-
-        Stops after that many seconds; what is left is prepared when it is first used. Returns what was done, in words.
-        """
-        buckets = self.start_buckets()
+    def warm_up(self, seconds: float = float("inf")) -> None:
+        """Prepare what start-up covers, for so many seconds; `prepare_next` does what is left."""
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
-        self._ring.device_buffer[:4].zero_()
         deadline = time.monotonic() + seconds
-        prepared = 0
-        while prepared < len(buckets) and time.monotonic() < deadline:
-            self.program.run(buckets[prepared])
-            prepared += 1
-        return f"{prepared} of {len(buckets)} buckets, with {self.program.graph_count} graphs"
+        while self.prepare_next() and time.monotonic() < deadline:
+            pass
 
-    def start_buckets(self) -> list[Bucket]:
-        """What is to be ready before the first request: one prompt and its decoding, then every decode batch and the
-        usual steps with chunks."""
-        sizes = (self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
-        decodes, chunks = decode_buckets(sizes[0]), chunk_buckets(*sizes)
-        return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Capture the next bucket of start-up, on an empty plan: nothing is computed or stored. Takes up to 0.1 s.
+
+        Returns:
+            Whether there are more.
+        """
+        if self._unprepared:
+            self.program.prepare(self._unprepared.popleft())
+        return bool(self._unprepared)
 
     def _bucket(self, decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
         if not self.pads_steps:
@@ -113,7 +116,7 @@ class CudaRunner:
         """Everything that changes before the rows run, and the copy of the plan."""
         for slot in plan.cleared_slots:
             self.mirror.clear(slot)
-        self._cache.move_blocks(plan)
+        self.swap.move(plan)
         writes = StateWrites(self.slots)
         for init in plan.new_slots:
             self.mirror.start(init)
@@ -126,6 +129,7 @@ class CudaRunner:
             self.slots.set_masks(plan.mask_slots, plan.masks)
         for init in plan.new_slots:
             self._special.start(init)
+            self._pooler.start(init)
         return packed
 
     def _run(self, step: PendingStep, packed: PackedStep, bucket: Bucket) -> PendingStep:

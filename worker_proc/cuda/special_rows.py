@@ -40,10 +40,11 @@ class SpecialRows:
 
     Args:
         vocabulary: ids from here on are never sampled.
+        fixed_order: what a row gets must not depend on the other rows, not even in the last bit.
     """
 
-    def __init__(self, slots: DeviceSlots, vocabulary: int) -> None:
-        self._slots, self._vocabulary = slots, vocabulary
+    def __init__(self, slots: DeviceSlots, vocabulary: int, *, fixed_order: bool = False) -> None:
+        self._slots, self._vocabulary, self._fixed_order = slots, vocabulary, fixed_order
         self._rules: dict[int, SlotRules] = {}
         self._is_special = np.zeros(slots.slot_count, dtype=bool)
 
@@ -72,7 +73,7 @@ class SpecialRows:
 
     def logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, top_count: int) -> LogprobTable:
         """Of `token_ids` [n] under raw `logits` [n, vocab]; the table is filled once the stream has come this far."""
-        columns = logprob_tensors(logits[:, : self._vocabulary], token_ids, top_count)
+        columns = logprob_tensors(logits[:, : self._vocabulary], token_ids, top_count, row_by_row=self._fixed_order)
         return LogprobTable(*map(to_host, columns))
 
     def _apply(self, rules: SlotRules, logits: torch.Tensor, slot: int) -> None:

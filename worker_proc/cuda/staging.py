@@ -14,7 +14,7 @@ import torch
 from common.messages import StepPlan
 from kernels.step_layout import HEADER, PlanLayout
 from worker_proc.slots import IntArray, SlotMemory, SlotMirror, StateWrites
-from worker_proc.step_inputs import PromptRows, StepStager
+from worker_proc.step_inputs import PooledRows, PromptRows, StepStager
 
 WRITE_ROOM = 1 << 17
 """Writes that a ring buffer has room for; a step with more brings them in a buffer of its own."""
@@ -32,6 +32,7 @@ class PackedStep:
         sampled_rows, sampled_slots: [S], in the order of the result's tokens.
         sampled_positions: [S], where the tokens go in their requests.
         prompt_rows: for slots that asked for prompt log probabilities.
+        pooled_rows: for slots that asked for an embedding.
     """
 
     size: int
@@ -42,6 +43,7 @@ class PackedStep:
     sampled_slots: IntArray
     sampled_positions: IntArray
     prompt_rows: tuple[PromptRows, ...]
+    pooled_rows: tuple[PooledRows, ...]
 
 
 class DeviceStager(StepStager):
@@ -80,7 +82,7 @@ class DeviceStager(StepStager):
         self._advance(slots, counts, samples)
         return PackedStep(
             layout.appended_ids.start + block_count, decode_rows, rows - decode_rows, token_count, sampled_rows,
-            sampled_slots, positions, prompt_rows,
+            sampled_slots, positions, prompt_rows, self._pooled_rows(plan, starts),
         )  # fmt: skip
 
 

@@ -14,23 +14,46 @@ from kernels.sampling import SampledTokens, sample
 from kernels.sampling_state import SamplingWorkspace
 from kernels.step_inputs import step_inputs
 from kernels.step_layout import PlanLayout, StepInputs
-from worker_proc.cuda.buckets import GRAPH_TOKENS, Bucket
+from worker_proc.cuda.buckets import Bucket, has_graph
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
 
+class CaptureError(RuntimeError):
+    """A step could not be recorded as a CUDA Graph."""
+
+    def __init__(self, bucket: Bucket, cause: Exception) -> None:
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        super().__init__(
+            f"the CUDA Graph of {bucket.kind} steps with {bucket.rows} rows and {bucket.tokens} tokens cannot be "
+            f"captured: {reason}; --enforce-eager runs without graphs"
+        )
+
+
 class Forward(Protocol):
-    """A forward pass in buffers of its own: `FusedForward` or `PlainForward`."""
+    """A forward pass in buffers of its own: `FusedForward`, `FixedOrderForward` or `PlainForward`.
+
+    Attributes:
+        capturable: whether a graph can hold it.
+        fixed_order: whether a token's bits depend on its own request alone.
+    """
 
     capturable: bool
+    fixed_order: bool
 
     def run(
         self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
     ) -> torch.Tensor:
         """Logits of the rows that sample, float32 [rows, vocab_size]."""
 
+    def shortened(self) -> "Forward":
+        """A pass in the same buffers that takes every kernel of this one, but not every layer."""
+
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Logits of any tokens of the last pass, float32 [count, vocab_size]."""
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states of any tokens of the last pass, after the last norm, [count, hidden_size]."""
 
 
 class StepProgram:
@@ -51,6 +74,7 @@ class StepProgram:
     ) -> None:  # fmt: skip
         self._forward, self._cache, self._slots = forward, cache, slots
         self._plan, self._layout, self._vocabulary = plan, layout, vocabulary
+        self._max_tokens = max_tokens
         device = plan.device
         self._inputs = StepInputs.allocate(layout.rows, max_tokens, device)
         self._workspace = SamplingWorkspace.allocate(layout.rows, vocabulary, device)
@@ -70,14 +94,25 @@ class StepProgram:
 
         Without `sampling` the caller changes the logits and then calls `sample`.
         """
-        if not self.uses_graphs or bucket.tokens > GRAPH_TOKENS:
-            return self._run(bucket, sampling)
-        key = (bucket, sampling)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(bucket, sampling)
-        graph, logits = self._graphs[key]
+        if not self.uses_graphs or not has_graph(bucket, self._max_tokens):
+            return self._run(self._forward, bucket, sampling)
+        graph, logits = self._graph(bucket, sampling)
         graph.replay()
         return logits
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Have what a bucket's steps need: the graph, or at least the kernels."""
+        if self.uses_graphs and has_graph(bucket, self._max_tokens):
+            self._graph(bucket, sampling=True)
+        else:
+            self.rehearse(bucket)
+
+    def rehearse(self, bucket: Bucket) -> None:
+        """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""
+        kept = self._plan[:4].clone()
+        self._plan[:4].zero_()
+        self._run(self._forward.shortened(), bucket, sampling=True)
+        self._plan[:4].copy_(kept)
 
     def sample(self, bucket: Bucket, logits: torch.Tensor) -> None:
         """Choose the rows' tokens, write them to `sampled` and to their slots."""
@@ -86,7 +121,7 @@ class StepProgram:
         out = SampledTokens(**{item.name: getattr(whole, item.name)[: bucket.rows] for item in fields(whole)})
         sample(
             logits, inputs.row_slots, inputs.sample_rows, slots.known_lengths, slots.token_ids, slots.sampling,
-            self._workspace, out, self._vocabulary,
+            self._workspace, out, self._vocabulary, fixed_order=self._forward.fixed_order,
         )  # fmt: skip
 
     def inputs(self, bucket: Bucket) -> StepInputs:
@@ -97,21 +132,36 @@ class StepProgram:
         """Logits of any tokens of the last step."""
         return self._forward.token_logits(first_token, count)
 
-    def _run(self, bucket: Bucket, sampling: bool) -> torch.Tensor:
+    def _run(self, forward: Forward, bucket: Bucket, sampling: bool) -> torch.Tensor:
         inputs = self.inputs(bucket)
         step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)
-        logits = self._forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
+        logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
         if sampling:
             self.sample(bucket, logits)
         return logits
 
+    def _graph(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        key = (bucket, sampling)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket, sampling)
+        return self._graphs[key]
+
     def _capture(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Record the bucket's step; a run on an empty plan before it, which does nothing, compiles the kernels."""
-        kept = self._plan[:4].clone()
-        self._plan[:4].zero_()
-        self._run(bucket, sampling)
-        self._plan[:4].copy_(kept)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._run(bucket, sampling)
+        """Record the bucket's step. The rehearsal loads its kernels, and compiles those that are not compiled yet.
+
+        Raises:
+            CaptureError: that failed; nothing is kept of it.
+        """
+        cause: Exception | None = None
+        try:
+            self.rehearse(bucket)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    logits = self._run(self._forward, bucket, sampling)
+                except Exception as error:
+                    cause = error  # ending the capture raises another error, which says less
+                    raise
+        except Exception as error:
+            raise CaptureError(bucket, cause or error) from (cause or error)
         return graph, logits

@@ -34,6 +34,7 @@ class Scheduler:
     Attributes:
         answer: another text to answer with.
         stops: the answer is given once, and ends with `stop`.
+        embedding: of every prompt.
         aborted: ids of requests that were aborted.
         hold_after: tokens after which a request gets no more; None for never.
         fail_after: tokens after which a request fails; None for never.
@@ -46,6 +47,7 @@ class Scheduler:
         self.aborted: list[int] = []
         self.answer = ANSWER
         self.stops = False
+        self.embedding = [0.6, 0.0, -0.8]
         self.hold_after: int | None = None
         self.fail_after: int | None = None
         self.refuse: RequestFailed | None = None
@@ -96,6 +98,7 @@ class Scheduler:
             finishes=tuple(SampleFinish(row, "stop" if stops else "length") for row in rows) if last else (),
             logprobs=logprobs,
             prompt_logprobs=prompt,
+            embeddings=((0, array("f", self.embedding)),) if request.pooling else (),
         )
 
 

@@ -1,16 +1,15 @@
-"""What holds for the whole application: errors, keys, ids, limits, disconnects, health, metrics."""
+"""What holds for the whole application: errors, keys, ids, limits, disconnects and health."""
 
 import asyncio
 import contextlib
 import json
 import logging
-import re
 
+import httpx
 import pytest
 
 from common.config import ServerOptions
-from common.messages import EngineStats, RequestFailed
-from frontend import request_log
+from common.messages import RequestFailed
 from frontend.http import protocol, server, streams
 from frontend.http import requests as bodies
 from frontend.http.middleware import BODY_LIMIT_BYTES
@@ -93,6 +92,19 @@ def test_request_id_is_echoed_or_made(api):
     reply = api.post("/v1/chat/completions", CHAT, headers={"x-request-id": "abc-2"})
     assert reply.json()["id"] == "chatcmpl-abc-2"
     assert api.get("/nothing", headers={"x-request-id": "abc-3"}).headers["x-request-id"] == "abc-3"
+
+
+def test_behind_a_proxys_prefix_the_same_paths_are_open(make_api):
+    """The server puts `--root-path` before every path: /health was asked for a key then."""
+    api = make_api(api_key=("secret",), root_path="/llm").ready()
+    transport = httpx.ASGITransport(app=api.app, root_path="/llm")
+
+    async def statuses(*paths):
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [(await client.get(path)).status_code for path in paths]
+
+    paths = ("/llm/health", "/llm/ready", "/llm/dashboard", "/llm/v1/models", "/llm/dashboard/data", "/llm/llm/health")
+    assert api.loop.run_until_complete(statuses(*paths)) == [200, 200, 200, 401, 401, 401]
 
 
 def test_api_key_protects_all_but_what_orchestrators_ask(make_api):
@@ -255,35 +267,6 @@ def test_tokenize_and_back(api):
     assert api.post("/detokenize", {"tokens": chat}).json() == {"prompt": rendered}
     for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [10**6]}), ("/detokenize", {"tokens": [-1]})):
         assert api.post(path, body).status_code == 400
-
-
-def test_metrics_under_the_usual_names(api):
-    assert api.post("/v1/chat/completions", CHAT).status_code == 200
-    stats = EngineStats(
-        running_count=3, total_block_count=10, free_block_count=4, cached_block_count=1, output_tokens=7
-    )
-    api.engine.core.handle(stats)
-    response = api.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain")
-    lines = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
-    label = '{model_name="tiny"}'
-    assert float(lines["trireme:num_requests_running" + label]) == 3
-    assert float(lines["trireme:kv_cache_usage_perc" + label]) == 0.5
-    assert float(lines["trireme:generation_tokens_total" + label]) == 7
-    assert float(lines['trireme:request_success_total{finished_reason="length",model_name="tiny"}']) == 1
-    assert float(lines["trireme:e2e_request_latency_seconds_count" + label]) == 1
-    assert float(lines["trireme:time_to_first_token_seconds_count" + label]) == 1
-    assert "_created" not in response.text
-
-
-def test_requests_are_logged_when_they_end(api, caplog):
-    request_log.attach(api.engine.core)
-    with caplog.at_level(logging.INFO):
-        api.post("/v1/chat/completions", CHAT)
-        api.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2})
-    lines = [record.getMessage() for record in caplog.records if record.name == "frontend.request_log"]
-    assert len(lines) == 2
-    assert re.fullmatch(r"length: 3 tokens in \(3 cached\), 2 out, first after \d+ ms, done after \d+ ms", lines[1])
 
 
 def test_an_unexpected_failure_is_500_in_json(api, monkeypatch):

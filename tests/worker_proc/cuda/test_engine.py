@@ -5,6 +5,7 @@ import torch
 
 from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits
 from worker_proc.cuda import engine
+from worker_proc.cuda.buckets import start_buckets
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.kv_cache import cache_specs
@@ -48,6 +49,18 @@ def test_a_small_model_starts_and_every_bucket_runs(start):
     assert size.block_count == 40
     assert runner.mirror.sampling == [None, None], "warming up took a slot"
     assert not runner.slots.known_lengths.any(), "warming up wrote to a slot"
+
+
+def test_what_start_up_leaves_is_prepared_one_by_one(start, monkeypatch):
+    monkeypatch.setattr(engine, "CAPTURE_SECONDS", 0.0)
+    runner, _ = start(cache=CacheOptions(num_kv_blocks=40))
+    prepared = []
+    monkeypatch.setattr(runner.program, "prepare", prepared.append)
+    turns = 1
+    while runner.prepare_next():
+        turns += 1
+    assert prepared == start_buckets(2, 16)[1:] and turns == len(prepared)
+    assert not runner.prepare_next() and len(prepared) == turns, "nothing is prepared twice"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from common.messages import SlotSampling
+from kernels import skinny_linear, tuning
+from kernels.tuning import LinearPlan
+from worker_proc.cuda import fused_forward
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU in this process")
 devices = pytest.mark.parametrize(
@@ -31,6 +34,29 @@ def test_greedy_batch_equals_transformers(
     driver = make_gpu_driver(folder, device)
     requests = [driver.add(prompt(length, seed=length)) for length in (1, 10)]
     driver.run(requests, 3, chunk=7)
+    for sample in requests:
+        ids = sample.tokens[: sample.prompt_count]
+        assert sample.output == reference_tokens(reference, ids, 3), f"prompt of {len(ids)}"
+
+
+@devices
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_products_in_parts_give_the_same_tokens(
+    device, family, tiny_model, make_gpu_driver, fused_sizes, reference_tokens, monkeypatch
+):
+    """Where a card's table has plans that leave parts: chunks and mixed steps, and decode rows that are not fused."""
+    plan = LinearPlan("small_m", block_n=64, block_k=32, num_stages=2, split_k=2)
+    monkeypatch.setattr(tuning, "measured_plan", lambda *key: plan if key[3].endswith("_parts") else None)
+    monkeypatch.setattr(skinny_linear, "measured_plan", tuning.measured_plan)
+    monkeypatch.setattr(fused_forward, "FEWEST_PARTS_TOKENS", 1)
+    monkeypatch.setattr(fused_forward.FusedForward, "_is_fused", lambda *_: False)
+    products = []
+    monkeypatch.setattr(fused_forward, "linear_parts", lambda *a: products.append(a) or skinny_linear.linear_parts(*a))
+    reference, folder = tiny_model(family, **fused_sizes)
+    driver = make_gpu_driver(folder, device)
+    requests = [driver.add(prompt(length, seed=length)) for length in (1, 10)]
+    driver.run(requests, 3, chunk=7)
+    assert len(products) % (3 * fused_sizes["num_hidden_layers"]) == 0 and products
     for sample in requests:
         ids = sample.tokens[: sample.prompt_count]
         assert sample.output == reference_tokens(reference, ids, 3), f"prompt of {len(ids)}"

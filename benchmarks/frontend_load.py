@@ -1,0 +1,103 @@
+"""Work that one client gives the frontend again and again while others read their streams.
+
+    python -m benchmarks.frontend_load KIND ENDPOINT SOCKET
+
+Started by `benchmarks.frontend --beside KIND`, which ends it. Each kind is one piece of work that takes the frontend
+long, one after another without a pause; a line on stdout for each that is done.
+
+    prompts      a text of 100,000 tokens, as a request for one token
+    chats        a chat of 2,000 messages that holds as many, to be rendered and encoded
+    tokenize     a text of 100,000 tokens whose ids are the answer
+    detokenize   100,000 token ids whose text is the answer
+    bodies       a chat request over HTTP whose JSON body has a megabyte
+"""
+
+import http.client
+import json
+import random
+import socket
+import sys
+from collections.abc import Callable
+from itertools import count
+
+from frontend.client import Client
+
+TOKENS = 100_000
+CHAT_MESSAGES = 2000
+BODY_BYTES = 1_000_000
+WORDS = (
+    "the",
+    "sea",
+    "is",
+    "blue",
+    "and",
+    "sky",
+    "above",
+    "it",
+    "wide",
+    "as",
+    "any",
+    "harbour",
+    "light",
+    "that",
+    "shines",
+)
+
+
+def text_of(word_count: int, seed: int) -> str:
+    """Words that differ from text to text, about a token each."""
+    return " ".join(random.Random(seed).choices(WORDS, k=word_count))
+
+
+def prompts(client: Client, uds: str, number: int) -> None:
+    """A long prompt."""
+    client.generate(text_of(TOKENS, number), {"max_tokens": 1})
+
+
+def chats(client: Client, uds: str, number: int) -> None:
+    """A long chat."""
+    roles = ("user", "assistant")
+    texts = [text_of(TOKENS // CHAT_MESSAGES, number + index) for index in range(CHAT_MESSAGES)]
+    messages = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+    client.chat(messages, {"max_tokens": 1})
+
+
+def tokenize(client: Client, uds: str, number: int) -> None:
+    """The ids of a long text."""
+    client.tokenize(text_of(TOKENS, number))
+
+
+def detokenize(client: Client, uds: str, number: int) -> None:
+    """The text of many ids."""
+    client.detokenize([1000 + (number + index) % 20_000 for index in range(TOKENS)])
+
+
+def bodies(client: Client, uds: str, number: int) -> None:
+    """A long body."""
+    text = text_of(BODY_BYTES // 5, number)[:BODY_BYTES]
+    body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+    connection = http.client.HTTPConnection("engine")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(uds)
+    connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    reply = connection.getresponse()
+    assert reply.status == 200, reply.read()
+    reply.read()
+    connection.close()
+
+
+KINDS: dict[str, Callable[[Client, str, int], None]] = {
+    work.__name__: work for work in (prompts, chats, tokenize, detokenize, bodies)
+}
+
+
+def main(kind: str, endpoint: str, uds: str) -> None:
+    """Work until somebody ends us."""
+    with Client(endpoint, timeout_s=120) as client:
+        for number in count():
+            KINDS[kind](client, uds, number)
+            print(number, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,167 @@
+"""What the client socket keeps: a record for each client, a sink for each of its requests.
+
+They gather, in the client's record, what the next flush sends it. Called by the core with events, and by
+`client_server`, which owns the socket and has the records sent.
+"""
+
+import hashlib
+import struct
+from array import array
+from typing import Any
+
+from common import client_messages as wire
+from common.errors import RequestError
+from common.wire import array_bytes, pack
+from frontend.events import Delta, Final
+from frontend.request import Request
+
+ROWS_LIMIT = 256
+"""Deltas in one message at most, so that the bound on waiting messages bounds memory."""
+
+_INT32 = struct.Struct("<i")
+
+
+class ClientSink:
+    """Takes the events of one client's request.
+
+    Args:
+        client: who asked.
+        request_id: the client's name for it.
+        sample_count: how many outputs it is to have.
+    """
+
+    __slots__ = ("aborted", "client", "request", "request_id", "sample_count")
+
+    def __init__(self, client: "ClientRecord", request_id: str, sample_count: int) -> None:
+        self.client = client
+        self.request_id = request_id
+        self.sample_count = sample_count
+        self.request: Request | None = None  # None while the prompt is being encoded
+        self.aborted = False
+
+    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+        """Put one more token into the client's next message."""
+        self.client.rows.append([self.request_id, sample_index, text, _INT32.pack(token_id), (), None, None])
+        self.client.touch()
+
+    def on_delta(self, delta: Delta) -> None:
+        """Put new output into the client's next message."""
+        self.client.rows.append(
+            [
+                self.request_id,
+                delta.sample_index,
+                delta.text,
+                array_bytes(delta.token_ids),
+                [entry.to_list() for entry in delta.logprobs],
+                delta.finish_reason,
+                delta.stop_reason,
+            ]
+        )
+        self.client.touch()
+
+    def on_final(self, final: Final) -> None:
+        """Put the end after it."""
+        usage = final.usage
+        self.client.end(
+            self.request_id,
+            wire.Final(
+                request_id=self.request_id,
+                samples=final.samples,
+                prompt_token_ids=final.prompt_token_ids,
+                prompt_logprobs=final.prompt_logprobs,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                arrived_at_s=final.timings.arrived_at_s,
+                first_token_s=final.timings.after_arrival(final.timings.first_token_s),
+                last_token_s=final.timings.after_arrival(final.timings.last_token_s),
+                finished_s=final.timings.after_arrival(final.timings.finished_s),
+            ),
+        )
+
+    def on_failed(self, error: RequestError) -> None:
+        """Put the error after it."""
+        self.client.end(self.request_id, error_reply(self.request_id, error))
+
+    def on_never_begun(self) -> None:
+        """It was aborted while its prompt was being encoded."""
+        samples = tuple(wire.SampleResult(index, "", array("i"), "abort") for index in range(self.sample_count))
+        final = wire.Final(request_id=self.request_id, samples=samples, prompt_token_ids=array("i"))
+        self.client.end(self.request_id, final)
+
+
+class EmbedSink(ClientSink):
+    """Takes the end of a request for an embedding."""
+
+    __slots__ = ()
+
+    def on_final(self, final: Final) -> None:
+        """Put the embedding into the client's next message."""
+        if final.embedding is None:
+            self.on_failed(_aborted())
+            return
+        usage = final.usage
+        reply = wire.EmbedReply(self.request_id, final.embedding, usage.prompt_tokens, usage.cached_tokens)
+        self.client.end(self.request_id, reply)
+
+    def on_never_begun(self) -> None:
+        """The same as an abort later on."""
+        self.on_failed(_aborted())
+
+
+class ClientRecord:
+    """One client: its live requests, and what the next flush sends it.
+
+    Args:
+        touched: clients that the next flush sends something to.
+        identity: the ROUTER's name for its connection.
+
+    Attributes:
+        key: names it in the log and to the scheduler; short, however long the identity is that it chose.
+        live: its requests that have not ended, by its own names.
+        task_count: its messages that are being worked on beside the loop.
+        gone: it could not be reached; a message that still comes from there gets a record of its own.
+    """
+
+    __slots__ = ("_touched", "ends", "gone", "identity", "key", "live", "rows", "task_count")
+
+    def __init__(self, touched: "dict[bytes, ClientRecord]", identity: bytes) -> None:
+        self.identity = identity
+        self.key = hashlib.blake2b(identity, digest_size=8).hexdigest()
+        self.live: dict[str, ClientSink] = {}
+        self.rows: list[list[Any]] = []
+        self.ends: list[bytes] = []
+        self.task_count = 0
+        self.gone = False
+        self._touched = touched
+
+    def touch(self) -> None:
+        """Have the next flush send something to this client, and forget it if nothing of it is under way."""
+        if not self.gone:  # the identity may be that of a new record by now
+            self._touched[self.identity] = self
+
+    def end(self, request_id: str, reply: wire.Final | wire.ErrorReply | wire.EmbedReply) -> None:
+        """A request of this client is over; its last message goes out after its deltas."""
+        self.live.pop(request_id, None)
+        self.ends.append(reply.to_wire())
+        self.touch()
+
+    def messages(self) -> list[bytes]:
+        """What waits for this client, deltas first; empties it."""
+        waiting = [
+            pack([wire.Deltas.CODE, self.rows[start : start + ROWS_LIMIT]])
+            for start in range(0, len(self.rows), ROWS_LIMIT)
+        ]
+        waiting += self.ends
+        self.rows, self.ends = [], []
+        return waiting
+
+
+def error_reply(request_id: str, error: RequestError) -> wire.ErrorReply:
+    """An error as a message to the client."""
+    param = None if error.param is None else error.param[: wire.PARAM_LIMIT]
+    return wire.ErrorReply(request_id, error.code, str(error)[:8000], param, error.retry_after_ms, error.status)
+
+
+def _aborted() -> RequestError:
+    return RequestError("the request was aborted", code="aborted", status=499)

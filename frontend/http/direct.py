@@ -1,0 +1,70 @@
+"""The short way of a token into its stream: from the core's call straight to the connection, without waking a task.
+
+Waking the task that writes a stream, and the way through the application's layers, cost more than everything else that
+happens to a token. They are taken for a stream's start and end, for errors, for clients that read too slowly, and by
+servers other than ours. Nothing can overtake anything: a token goes the short way only while the task waits for one,
+which means that all before it has been written.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.types import Scope
+
+CYCLE_KEY = "trireme.cycle"
+"""Where our protocol leaves uvicorn's record of a response in the request's scope."""
+
+_encoder = msgspec.json.Encoder()
+
+
+class DirectWriter:
+    """Writes events of one response to its connection.
+
+    Args:
+        scope: of the request.
+
+    Attributes:
+        silent: nothing was written since this was last set.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.silent = True
+        self._cycle: Any = scope.get(CYCLE_KEY)
+        self._is_open = False
+
+    def open(self) -> None:
+        """The response's head is written."""
+        self._is_open = self._cycle is not None and bool(self._cycle.chunked_encoding)
+
+    def close(self) -> None:
+        """What is left goes the long way."""
+        self._is_open = False
+
+    def write(self, event: bytes) -> bool:
+        """Write a whole event; False if it has to go the long way, also because the client is slow or gone."""
+        cycle = self._cycle
+        if not self._is_open or cycle.flow.write_paused or cycle.disconnected:
+            return False
+        if event:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+            self.silent = False
+        return True
+
+    def of_texts(self, start: bytes, end: bytes) -> Callable[[str], bool]:
+        """The same for events that are a text, as JSON, between two constants; all in one function, since it is what
+        nearly every token comes to."""
+        if self._cycle is None:
+            return lambda text: False
+        cycle, flow, put, encode = self._cycle, self._cycle.flow, self._cycle.transport.write, _encoder.encode
+
+        def write(text: str) -> bool:
+            if not self._is_open or flow.write_paused or cycle.disconnected:
+                return False
+            if text:
+                event = b"%b%b%b" % (start, encode(text), end)
+                put(b"%x\r\n%b\r\n" % (len(event), event))
+                self.silent = False
+            return True
+
+        return write

@@ -1,0 +1,86 @@
+"""What a request must fulfil, and what is filled in, before it goes to the scheduler. Called by the core."""
+
+import dataclasses
+import random
+from array import array
+from typing import Any
+
+from common.errors import RequestError
+from common.messages import EngineReady
+from common.messages.fields import SHORT_IDS_LIMIT
+from common.sampling_params import SamplingParams
+from frontend.tokenizer import Tokenizer
+
+
+def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
+    """Refuse a prompt that is empty, too long, or holds ids that the model lacks; raises RequestError."""
+    count = len(prompt_token_ids)
+    if not count:
+        raise RequestError("the prompt is empty: wanted at least one token", param="prompt")
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise RequestError(
+            f"the prompt holds the token id {low if low < 0 else high}; this model's ids are 0 to "
+            f"{limits.vocab_size - 1}",
+            param="prompt",
+        )
+    if count >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {count} tokens; this engine holds {limits.max_model_len} tokens of prompt and output "
+            f"together (--max-model-len)",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+
+
+def completed(
+    params: SamplingParams, limits: EngineReady, prompt_count: int, seeds: random.Random, *, exact_max_tokens: bool
+) -> SamplingParams:
+    """The parameters with `max_tokens` and `seed` filled in.
+
+    Args:
+        seeds: where the seed comes from, if there is none.
+        exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
+
+    Raises:
+        RequestError: they do not go with this model, or with this prompt.
+    """
+    params.check_for_model(limits.vocab_size)
+    if params.stop and not params.detokenize:
+        raise RequestError("stop strings need detokenize; use stop_token_ids without it", param="stop")
+    room = limits.max_model_len - prompt_count
+    wanted = params.max_tokens
+    if exact_max_tokens and wanted is not None and wanted > room:
+        raise RequestError(
+            f"the prompt has {prompt_count} tokens and max_tokens is {wanted}; together that is more than the "
+            f"{limits.max_model_len} tokens this engine holds (--max-model-len)",
+            code="context_length_exceeded",
+            param="max_tokens",
+        )
+    changes: dict[str, Any] = {}
+    if wanted is None or wanted > room:
+        changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
+    if params.seed is None:
+        changes["seed"] = seeds.getrandbits(63)
+    return dataclasses.replace(params, **changes) if changes else params
+
+
+def known_end_token_ids(params: SamplingParams, limits: EngineReady, tokenizer: Tokenizer) -> set[int]:
+    """Ids that end the output, without those that the model lacks: a folder or a tokenizer may name such."""
+    own = () if params.ignore_eos else tokenizer.end_token_ids
+    return set(params.stop_token_ids) | {token_id for token_id in own if token_id < limits.vocab_size}
+
+
+def known_bad_token_ids(
+    params: SamplingParams, limits: EngineReady, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """The bad words as ids, without those that the model cannot sample: they need no ban. Raises RequestError."""
+    if not params.bad_words:
+        return ()
+    sequences = tokenizer.bad_word_ids(params)
+    longest = max(map(len, sequences), default=0)
+    if longest > SHORT_IDS_LIMIT:
+        raise RequestError(
+            f"bad_words: a word may have up to {SHORT_IDS_LIMIT} tokens, one has {longest}", param="bad_words"
+        )
+    return tuple(word for word in sequences if max(word) < limits.vocab_size)

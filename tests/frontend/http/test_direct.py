@@ -1,0 +1,153 @@
+"""Tokens that go straight to the connection: the stream is the same, byte for byte, whichever way each token takes."""
+
+import asyncio
+import json
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from frontend.http.direct import CYCLE_KEY, DirectWriter
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 60}
+TEXT = {"prompt": "Hi", "stream": True, "max_tokens": 60}
+REQUESTS = {
+    "chat": ("/v1/chat/completions", CHAT),
+    "two chats": ("/v1/chat/completions", {**CHAT, "n": 2}),
+    "tools": (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    ),
+    "usage": ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}),
+    "completion": ("/v1/completions", TEXT),
+    "echo": ("/v1/completions", {**TEXT, "echo": True, "n": 2}),
+    "two prompts": ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}),
+    "stop": ("/v1/completions", {**TEXT, "stop": "海は"}),
+}
+LONG_WAY = {"two prompts"}
+
+
+class Connection:
+    """An ASGI server's side of one response, with uvicorn's record of it.
+
+    Attributes:
+        direct_count: events that came past the application.
+    """
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.direct_count = 0
+        self.flow = SimpleNamespace(write_paused=False)
+        self.disconnected = False
+        self.chunked_encoding = None
+        self.transport = SimpleNamespace(write=self._write)
+
+    def _write(self, data: bytes) -> None:
+        size, _, rest = data.partition(b"\r\n")
+        assert rest.endswith(b"\r\n") and len(rest) == int(size, 16) + 2, f"no chunk: {data!r}"
+        self.direct_count += 1
+        self.body += rest[:-2]
+
+    async def send(self, message) -> None:
+        if message["type"] == "http.response.start":
+            self.chunked_encoding = True
+        self.body += message.get("body", b"")
+
+
+def stream(api, path: str, body: dict, connection: Connection, on_step=lambda: None) -> None:
+    """Run a request to its end; `on_step` is called between the scheduler's steps."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        return await asyncio.get_running_loop().create_future()
+
+    step = api.scheduler._step
+
+    def stepped(*arguments) -> None:
+        on_step()
+        step(*arguments)
+
+    api.scheduler._step = stepped
+    scope = {
+        "type": "http", "method": "POST", "path": path, "query_string": b"", "client": None,
+        "headers": [(b"x-request-id", b"same")], CYCLE_KEY: connection,
+    }  # fmt: skip
+    api.loop.run_until_complete(api.app(scope, receive, connection.send))
+
+
+def told(body: bytes) -> tuple[dict, list]:
+    """Each choice's text and calls, and how the stream ends, without what depends on the moment."""
+    events = [json.loads(line[6:]) for line in body.decode().split("\n\n") if line and line != "data: [DONE]"]
+    assert body.endswith(b"data: [DONE]\n\n")
+    texts: dict = {}
+    ends = []
+    for event in events:
+        for choice in event["choices"]:
+            text = choice.get("text", choice.get("delta", {}).get("content") or "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+            if choice["finish_reason"]:
+                ends.append((choice["index"], choice["finish_reason"], choice.get("stop_reason")))
+        if event.get("usage"):
+            ends.append(event["usage"])
+    return texts, ends
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_stream_says_the_same_either_way(name, make_api):
+    path, body = REQUESTS[name]
+    connections = []
+    for is_slow in (True, False):
+        connection = Connection()
+        connection.flow.write_paused = is_slow
+        stream(make_api().ready(), path, body, connection)
+        connections.append(connection)
+    slow, fast = connections
+    assert slow.direct_count == 0
+    assert (fast.direct_count > 5) == (name not in LONG_WAY)
+    assert told(fast.body) == told(slow.body)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_client_that_reads_now_and_then_gets_every_token_in_order(seed, make_api):
+    choose = Random(seed)
+    connection = Connection()
+
+    def on_step() -> None:
+        connection.flow.write_paused = choose.random() < 0.5
+
+    reference = Connection()
+    stream(make_api().ready(), *REQUESTS["two chats"], reference)
+    stream(make_api().ready(), *REQUESTS["two chats"], connection, on_step)
+    assert told(connection.body) == told(reference.body), f"seed {seed}"
+    assert 0 < connection.direct_count < reference.direct_count, f"seed {seed}"
+
+
+def test_without_our_protocol_and_after_the_end_everything_goes_the_long_way():
+    without = DirectWriter({})
+    without.open()
+    assert not without.write(b"x") and not without.of_texts(b"", b"")("x")
+    connection = Connection()
+    connection.chunked_encoding = True
+    writer = DirectWriter({CYCLE_KEY: connection})
+    write = writer.of_texts(b"<", b">")
+    assert not write("before the head is written")
+    writer.open()
+    assert writer.silent and write("") and writer.silent
+    assert write("a") and not writer.silent
+    connection.disconnected = True
+    assert not write("the client is gone")
+    connection.disconnected = False
+    writer.close()
+    assert not write("after the end")
+    assert connection.body == b'<"a">'
+
+
+def test_a_connection_that_cannot_take_chunks_gets_none():
+    """HTTP/1.0."""
+    connection = Connection()
+    connection.chunked_encoding = False
+    writer = DirectWriter({CYCLE_KEY: connection})
+    writer.open()
+    assert not writer.write(b"x")

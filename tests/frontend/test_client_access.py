@@ -1,0 +1,174 @@
+"""A client socket with keys, over real sockets: who gets in, who does not, and what each is told."""
+
+import asyncio
+import contextlib
+import socket
+
+import msgpack
+import pytest
+import zmq
+
+from common import client_messages as wire
+from common.errors import AccessError, ConfigError, EngineDeadError
+from common.keys import make_client_keys, make_server_keys, read_pair, revoke_client_keys, server_keys
+from common.sampling_params import SamplingParams
+from frontend import AsyncClient, Client
+
+ABC = SamplingParams(max_tokens=3)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("k") / "keys"
+    make_server_keys(made)
+    make_client_keys(made, "alice")
+    return made
+
+
+@pytest.fixture(scope="module")
+def keyed(folder, tmp_path_factory, running_frontend):
+    """A frontend that lets alice in."""
+    server = {"client_endpoint": f"tcp://127.0.0.1:{free_port()}", "client_keys": str(folder)}
+    with contextlib.closing(running_frontend(tmp_path_factory.mktemp("f"), server=server)) as running:
+        yield running
+
+
+def keys_of(folder, name: str = "alice") -> dict:
+    return {"server_key": folder / "server.key", "client_keys": folder / f"{name}.key_secret"}
+
+
+def test_with_the_right_keys_a_client_works(keyed, folder):
+    with Client(keyed.endpoint, **keys_of(folder)) as client:
+        assert client.generate("abc", ABC).text == "abc"
+
+    async def main() -> None:
+        async with AsyncClient(keyed.endpoint, **keys_of(folder)) as client:
+            assert (await client.generate("abc", ABC)).text == "abc"
+
+    asyncio.run(main())
+
+
+def test_keys_may_be_given_as_text(keyed, folder):
+    pair = read_pair(folder / "alice.key_secret")
+    own = (pair.public.decode(), pair.secret.decode())
+    with Client(keyed.endpoint, server_key=server_keys(folder).public.decode(), client_keys=own) as client:
+        assert client.ping() >= 0
+
+
+def stranger(_folder) -> dict:
+    public, secret = zmq.curve_keypair()
+    return {"client_keys": (public.decode(), secret.decode())}
+
+
+def wrong_server(_folder) -> dict:
+    return {"server_key": zmq.curve_keypair()[0].decode()}
+
+
+def wrong_secret(folder) -> dict:
+    pair = read_pair(folder / "alice.key_secret")
+    return {"client_keys": (pair.public.decode(), zmq.curve_keypair()[1].decode())}
+
+
+def no_keys(_folder) -> dict:
+    return {"client_keys": None, "server_key": None}
+
+
+REFUSED = [
+    (stranger, "does not let this client in: its key .* is not authorised"),
+    (wrong_server, "the engine's key is another one than server_key"),
+    (wrong_secret, "the engine's key is another one than server_key, or it takes no keys|not authorised"),
+    (no_keys, "it wants keys"),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_other_keys_are_refused_by_name_and_cost_the_engine_nothing(keyed, folder, change, match):
+    wrong = {**keys_of(folder), **change(folder)}
+    with pytest.raises(AccessError, match=match):
+        Client(keyed.endpoint, timeout_s=20, **wrong)
+
+    async def main() -> None:
+        async with AsyncClient(keyed.endpoint, timeout_s=20, **wrong):
+            pass
+
+    with pytest.raises(AccessError, match=match):
+        asyncio.run(main())
+    with Client(keyed.endpoint, **keys_of(folder)) as client:
+        assert client.generate("abc", ABC).text == "abc"
+
+
+def test_keys_for_an_engine_without_any_are_refused(shared_frontend, folder):
+    with pytest.raises(AccessError, match="it takes no keys"):
+        Client(shared_frontend.endpoint, timeout_s=20, **keys_of(folder))
+
+
+def test_a_revoked_key_is_refused_at_its_next_message_and_at_the_door(keyed, folder):
+    make_client_keys(folder, "bob")
+    secret = keys_of(folder, "bob")
+    pair = read_pair(secret["client_keys"])
+    with Client(keyed.endpoint, **secret) as bob, Client(keyed.endpoint, **keys_of(folder)) as alice:
+        assert bob.generate("abc", ABC).text == "abc"
+        revoke_client_keys(folder, "bob")
+        with pytest.raises(AccessError, match="was revoked"):
+            bob.generate("abc", ABC)
+        with pytest.raises(AccessError, match="was revoked"):
+            bob.status()
+        assert alice.generate("abc", ABC).text == "abc"
+    own = (pair.public.decode(), pair.secret.decode())
+    with pytest.raises(AccessError, match="is not authorised"):
+        Client(keyed.endpoint, timeout_s=20, server_key=secret["server_key"], client_keys=own)
+
+
+def test_a_key_that_is_added_gets_in_without_a_restart(keyed, folder):
+    public, secret = zmq.curve_keypair()
+    own = {"server_key": folder / "server.key", "client_keys": (public.decode(), secret.decode())}
+    with pytest.raises(AccessError):
+        Client(keyed.endpoint, timeout_s=20, **own)
+    (folder / "clients" / "carol.key").write_text(f'curve\n    public-key = "{public.decode()}"\n')
+    with Client(keyed.endpoint, timeout_s=20, **own) as client:
+        assert client.ping() >= 0
+
+
+def test_the_users_own_programs_on_this_machine_need_no_keys(keyed):
+    with Client(keyed.config.local_client_endpoint()) as client:
+        assert client.generate("abc", ABC).text == "abc"
+
+
+def test_a_client_knows_the_engine_and_the_engine_the_client_after_a_restart(run_frontend, folder):
+    server = {"client_endpoint": f"tcp://127.0.0.1:{free_port()}", "client_keys": str(folder)}
+    first = run_frontend(server=server)
+    with Client(first.endpoint, timeout_s=20, **keys_of(folder)) as client:
+        assert client.ping() >= 0
+        first.stop()
+        with pytest.raises(EngineDeadError):
+            client.timeout_s = 0.1
+            client.ping()
+        run_frontend(server=server)
+        client.timeout_s = 20
+        assert client.generate("abc", ABC).text == "abc"
+
+
+def test_a_raw_client_needs_three_options_more(keyed, folder):
+    pair = read_pair(folder / "alice.key_secret")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.set(zmq.LINGER, 0)
+        raw.set(zmq.CURVE_PUBLICKEY, pair.public)
+        raw.set(zmq.CURVE_SECRETKEY, pair.secret)
+        raw.set(zmq.CURVE_SERVERKEY, server_keys(folder).public)
+        raw.connect(keyed.endpoint)
+        raw.send(wire.Ping("p").to_wire())
+        assert raw.poll(20_000)
+        assert msgpack.unpackb(raw.recv()) == [wire.Pong.CODE, "p"]
+
+
+def test_one_key_without_the_other_is_a_mistake_at_once(folder):
+    with pytest.raises(ConfigError, match="go together"):
+        Client("tcp://127.0.0.1:1", server_key=folder / "server.key")
+    with pytest.raises(ConfigError, match="go together"):
+        AsyncClient("tcp://127.0.0.1:1", client_keys=folder / "alice.key_secret")

@@ -1,0 +1,213 @@
+"""Long texts are worked on in processes, middling ones in threads, and nobody can tell from the result."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from common.config import EngineConfig, ModelOptions, ServerOptions
+from common.errors import RequestError
+from frontend import Client, text_work
+from frontend.prompt import ChatPrompt, size_of
+from frontend.text_messages import DecodeIds, EncodeChat, EncodeText, Text, TextRefused, TokenIds
+from frontend.text_process import result_of
+from frontend.text_work import TextWork
+from frontend.tokenizer import Tokenizer
+from tests.support import tiny
+from tests.support.server import wait_for_exit
+
+LONG = "the open sea 海 🌊 " * 2000
+CHAT = ChatPrompt(messages=[{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}])
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("m")
+    tiny.save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return Tokenizer.load(model_dir)
+
+
+class Work:
+    """A `TextWork` on a loop of its own."""
+
+    def __init__(self, model_dir, run_dir, workers: int, template: str = "") -> None:
+        self.config = EngineConfig(
+            server=ServerOptions(frontend_workers=workers),
+            model=ModelOptions(chat_template=template),
+            run_dir=str(run_dir),
+            model_dir=str(model_dir),
+        )
+        self.runner = asyncio.Runner()
+        self.texts = self.run(self._make(Tokenizer.load(model_dir, template)))
+
+    async def _make(self, tokenizer) -> TextWork:
+        return TextWork(self.config, tokenizer)
+
+    def run(self, work):
+        return self.runner.run(work)
+
+    def processes(self) -> dict:
+        return self.texts._processes._processes
+
+    def close(self) -> None:
+        async def end() -> None:
+            self.texts.close()
+
+        self.run(end())
+        self.runner.close()
+
+
+@pytest.fixture
+def make_work(model_dir, tmp_path):
+    made = []
+
+    def make(workers: int = 1, template: str = "") -> Work:
+        made.append(Work(model_dir, tmp_path, workers, template))
+        return made[-1]
+
+    yield make
+    for work in made:
+        work.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_results_do_not_tell_where_they_were_made(make_work, tokenizer, workers):
+    work = make_work(workers)
+    assert len(LONG) > text_work.THREAD_LIMIT
+
+    async def all_kinds() -> list:
+        texts = work.texts
+        return await asyncio.gather(
+            texts.encode(LONG, add_special_tokens=True),
+            texts.encode(LONG + "\ud800", add_special_tokens=False),
+            texts.encode("short", add_special_tokens=True),
+            texts.encode_chat(CHAT, add_special_tokens=False),
+            texts.decode(ids, skip_special_tokens=True),
+        )
+
+    ids = tokenizer.encode(LONG)
+    long, odd, short, chat, text = work.run(all_kinds())
+    assert long == ids
+    assert odd == tokenizer.encode(LONG + "?", add_special_tokens=False)
+    assert short == tokenizer.encode("short")
+    assert chat == tokenizer.encode(tokenizer.render(CHAT), add_special_tokens=False)
+    assert text == tokenizer.decode(ids)
+    if workers:
+        assert 1 <= len(work.processes()) <= workers
+
+
+def test_a_chat_that_the_template_refuses_is_refused_by_the_process_too(make_work, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('only short chats') }}")
+    work = make_work(template=str(tmp_path / "t.jinja"))
+    with pytest.raises(RequestError, match="only short chats") as caught:
+        work.run(work.texts.encode_chat(CHAT, add_special_tokens=False))
+    assert (caught.value.param, caught.value.status) == ("messages", 400)
+    assert work.processes(), "it was not done in a process"
+
+
+def test_what_no_message_holds_is_done_in_a_thread(make_work, tokenizer):
+    work = make_work()
+    chat = ChatPrompt(messages=CHAT.messages, template_kwargs={"number": 2**70})
+    ids = work.run(work.texts.encode_chat(chat, add_special_tokens=False))
+    assert ids == tokenizer.encode(tokenizer.render(CHAT), add_special_tokens=False)
+
+
+def test_the_work_of_a_process_that_is_killed_is_done_all_the_same(make_work, tokenizer, monkeypatch):
+    work = make_work()
+
+    async def interrupted():
+        waiting = asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True))
+        await asyncio.sleep(0)
+        [process] = work.processes().values()
+        os.kill(process.child.pid, signal.SIGKILL)
+        return await waiting
+
+    for _ in range(text_work.FAILURES_LIMIT):
+        assert work.run(interrupted()) == tokenizer.encode(LONG)
+        assert not work.processes()
+    assert work.run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
+    assert not work.processes(), "threads take over for good"
+
+
+def test_nobody_waiting_for_a_result_harms_nobody(make_work, tokenizer):
+    work = make_work()
+
+    async def given_up():
+        waiting = asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        return await work.texts.encode(LONG, add_special_tokens=True)
+
+    assert work.run(given_up()) == tokenizer.encode(LONG)
+
+
+def test_more_text_than_may_wait_is_refused(make_work, monkeypatch):
+    monkeypatch.setattr(text_work, "PENDING_LIMIT", 2 * len(LONG))
+    work = make_work(0)
+
+    async def four() -> list:
+        jobs = [work.texts.encode(LONG, add_special_tokens=True) for _ in range(4)]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    ends = [getattr(end, "status", None) for end in work.run(four())]
+    assert ends == [None, None, 429, 429]
+    assert work.run(work.texts.encode(LONG, add_special_tokens=True)), "what is done makes room"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_whoever_waits_at_the_end_gets_an_error(make_work, monkeypatch, workers):
+    work = make_work(workers)
+
+    async def end_meanwhile() -> list:
+        waiting = [asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True)) for _ in range(8)]
+        await asyncio.sleep(0)
+        work.texts.close()
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    ends = work.run(end_meanwhile())
+    assert 503 in {getattr(end, "status", None) for end in ends}, ends
+    assert all(getattr(end, "status", 503) == 503 for end in ends), ends
+
+
+@pytest.mark.parametrize("token_ids", [[-1], [2**31], [5, -7]])
+def test_ids_that_are_none_are_refused(make_work, token_ids):
+    work = make_work(0)
+    with pytest.raises(RequestError, match="token ids are numbers from 0"):
+        work.run(work.texts.decode(token_ids, skip_special_tokens=False))
+
+
+def test_the_size_of_a_prompt():
+    assert size_of("abc", 10) == 3
+    assert size_of([5, 6], 10) == 2
+    chat = ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 50}, 1]}])
+    assert size_of(chat, 1000) == len("roleusercontenttypetexttext") + 50 + 1
+    assert 20 <= size_of(chat, 20) <= 60
+
+
+def test_the_jobs_of_a_process(tokenizer):
+    ids = tokenizer.encode("the sea")
+    assert result_of(tokenizer, EncodeText(1, "the sea", True)) == TokenIds(1, ids)
+    assert result_of(tokenizer, DecodeIds(2, ids, False)) == Text(2, "the sea")
+    short = ChatPrompt(messages=[{"role": "user", "content": "x"}])
+    rendered = tokenizer.encode(tokenizer.render(short), add_special_tokens=False)
+    assert result_of(tokenizer, EncodeChat(3, short, False)) == TokenIds(3, rendered)
+    broken = result_of(None, EncodeText(4, "x", True))
+    assert isinstance(broken, TextRefused)
+    assert (broken.job_id, broken.status) == (4, 500)
+
+
+def test_clients_are_served_through_a_process_that_ends_with_the_frontend(run_frontend):
+    frontend = run_frontend()
+    with Client(frontend.endpoint, timeout_s=60) as client:
+        ids = client.tokenize(LONG)
+        assert client.detokenize(ids) == LONG
+        [process] = frontend.frontend._engine._texts._processes._processes.values()
+        pid = process.child.pid
+    frontend.stop()
+    wait_for_exit(pid, "text-0")

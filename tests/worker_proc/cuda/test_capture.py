@@ -1,0 +1,93 @@
+"""Fault D1's neighbour: an error in the middle of a graph's capture is told as what it is, and costs only itself."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from worker_proc.cuda.buckets import DECODE, Bucket
+from worker_proc.cuda.step_program import CaptureError
+
+MESSAGE = (
+    "the CUDA Graph of decode steps with 2 rows and 2 tokens cannot be captured: out of shared memory; "
+    "--enforce-eager runs without graphs"
+)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU in this process")
+
+
+class PretendedGraph:
+    """Stands for torch.cuda.CUDAGraph; what is captured has run already."""
+
+    captures = 0
+
+    def replay(self) -> None:
+        """Nothing to do."""
+
+
+@contextmanager
+def pretended_capture(graph, **_):
+    """As torch.cuda.graph: a capture that an error ended raises another one when it is closed."""
+    PretendedGraph.captures += 1
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from error
+
+
+class RaisingKernel:
+    """A forward pass whose kernel cannot be launched, as often as told, once its rehearsal is over."""
+
+    capturable, fixed_order = True, False
+
+    def __init__(self, forward, failures: int) -> None:
+        self._forward, self._failures = forward, failures
+
+    def shortened(self):
+        """The rehearsal runs the real pass."""
+        return self._forward
+
+    def run(self, *args) -> torch.Tensor:
+        """The real pass, or an error."""
+        if self._failures:
+            self._failures -= 1
+            raise RuntimeError("out of shared memory\nand a stack of lines")
+        return self._forward.run(*args)
+
+
+def failing_program(driver):
+    """The driver's program with a pass that fails once."""
+    program = driver.runner.program
+    program._forward = RaisingKernel(program._forward, 1)
+    return program
+
+
+@interpreted
+def test_a_failing_capture_names_the_step_the_reason_and_the_way_out(
+    library_products, tiny_model, make_gpu_driver, fused_sizes, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", pretended_capture)
+    _, folder = tiny_model("Llama", **fused_sizes)
+    program = failing_program(make_gpu_driver(folder, "cpu"))
+    program.uses_graphs = True
+    with torch.inference_mode():
+        with pytest.raises(CaptureError) as caught:
+            program.run(Bucket(DECODE, 2, 2))
+        assert str(caught.value) == MESSAGE
+        assert str(caught.value.__cause__).startswith("out of shared memory")
+        assert program.graph_count == 0, "a broken graph was kept"
+        program.run(Bucket(DECODE, 2, 2))
+    assert (program.graph_count, PretendedGraph.captures) == (1, 2)
+
+
+@pytest.mark.gpu
+def test_after_a_failed_capture_the_device_still_computes(tiny_model, make_gpu_driver, fused_sizes, reference_tokens):
+    reference, folder = tiny_model("Llama", **fused_sizes)
+    driver = make_gpu_driver(folder, "cuda")
+    program = failing_program(driver)
+    with torch.inference_mode(), pytest.raises(CaptureError) as caught:
+        program.run(Bucket(DECODE, 2, 2))
+    assert str(caught.value) == MESSAGE
+    request = driver.add([5, 9, 77, 30])
+    driver.run([request], 6)
+    assert request.output == reference_tokens(reference, [5, 9, 77, 30], 6)

@@ -1,0 +1,74 @@
+"""Embeddings of prompts: the mean of their tokens' hidden states, or the last one's, after the model's last norm.
+
+A prompt may come in several chunks; the sum of the earlier ones stays on the device, slot by slot, until the chunk that
+samples. Sums and lengths are float32 whatever the model's type. All of it is torch operations in stream order, none of
+which reads the device, so a GPU's runner issues them behind its step like any others. Called by both runners.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.messages import SlotInit
+from worker_proc.step_inputs import PooledRows
+from worker_proc.transfer import to_host
+
+SUM_TOKENS = 1024
+"""Tokens whose hidden states are normed and added up at once; bounds the memory that this takes."""
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """The embeddings of one step; `vectors` is float32 [slots, hidden_size], each of length 1.
+
+    On a GPU it is filled once the stream has come this far.
+    """
+
+    slots: tuple[int, ...]
+    vectors: np.ndarray
+
+
+class Pooler:
+    """The unfinished sums of one worker's slots.
+
+    Args:
+        hidden_of: first token and count -> hidden states [count, hidden_size] of the last step, after the last norm.
+    """
+
+    def __init__(self, hidden_of: Callable[[int, int], torch.Tensor]) -> None:
+        self._hidden_of = hidden_of
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def start(self, init: SlotInit) -> None:
+        """A slot gets a request; what the one before it has left is gone."""
+        self._sums.pop(init.slot, None)
+        is_whole = init.computed_count == 0
+        assert is_whole or init.sampling.pooling != "mean", f"slot {init.slot}: a mean without its first tokens"
+
+    def pool(self, chunks: Sequence[PooledRows]) -> Embeddings | None:
+        """Take in a step's chunks of slots that asked; the embeddings of those that end with it, None for none."""
+        ended, vectors = [], []
+        for chunk in chunks:
+            vector = self._mean_so_far(chunk) if chunk.pooling == "mean" else self._last(chunk)
+            if chunk.is_last:
+                ended.append(chunk.slot)
+                vectors.append(vector)
+        return Embeddings(tuple(ended), to_host(F.normalize(torch.stack(vectors), dim=1))) if ended else None
+
+    def _last(self, chunk: PooledRows) -> torch.Tensor:
+        return self._hidden_of(chunk.first_token + chunk.count - 1, 1)[0].float()
+
+    def _mean_so_far(self, chunk: PooledRows) -> torch.Tensor:
+        """The sum, that is: it points the same way, and only the direction is wanted."""
+        total = self._sums.pop(chunk.slot, None)
+        for start in range(0, chunk.count, SUM_TOKENS):
+            hidden = self._hidden_of(chunk.first_token + start, min(SUM_TOKENS, chunk.count - start))
+            part = hidden.sum(dim=0, dtype=torch.float32)
+            total = part if total is None else total + part
+        assert total is not None, f"slot {chunk.slot}: an empty chunk"
+        if not chunk.is_last:
+            self._sums[chunk.slot] = total
+        return total
