@@ -152,11 +152,18 @@ def test_quantised_half_precision(cache_dtype):
     check(quantise_caches(make_batch(ones(1, 64, 3, 130), "cpu", torch.float16, seed=5), cache_dtype))
 
 
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        pytest.param("cpu", torch.float16, id="cpu"),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu, id="gpu"),
+    ],
+)
 @pytest.mark.parametrize("lengths", [(1,), (400, 0, 64), (1, 130)])
-def test_single_quantised_keys(lengths, cache_dtype, monkeypatch):
+def test_single_quantised_keys(lengths, device, dtype, cache_dtype, monkeypatch):
     """As bytes or float16 instead of pairs; the interpreter's float32 queries would lose by it."""
+    skip_unless_here(device)
     monkeypatch.setattr(decode_tile, "MEASURED_ONLY", False)
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
     check(quantise_caches(make_batch(ones(*lengths), device, dtype, head_dim=128, seed=3), cache_dtype))
 
 

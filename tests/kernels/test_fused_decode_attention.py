@@ -12,7 +12,7 @@ from tests.kernels.paged_batches import DEVICES, skip_unless_here
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
 SCALE = 0.2
-KERNELS = ["few rows", "new token apart"]
+KERNELS = ["few_rows", "new_token_apart"]
 QUANTISED = [torch.int8, torch.float8_e4m3fn]
 
 
