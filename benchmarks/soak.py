@@ -34,7 +34,7 @@ from frontend import AsyncClient
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = (
-    "--max-model-len", "1024", "--block-size", "4", "--num-kv-blocks", "768", "--max-num-seqs", "16", "--cpu-threads",
+    "--max-model-len", "1024", "--block-size", "4", "--num-kv-blocks", "288", "--max-num-seqs", "16", "--cpu-threads",
     "1", "--policy", "priority", "--preemption", "auto", "--swap-space-bytes", "4MiB", "--dtype", "float32",
 )  # fmt: skip
 """float32: in bfloat16 oneDNN keeps code for each shape of a product, which is growth that is no leak."""
@@ -197,7 +197,9 @@ async def settled(engine: Engine, watch: Watch) -> dict[str, Any]:
     await idle_state(engine)
     await asyncio.sleep(3.0)
     left = await idle_state(engine)
-    return {"left": left, "processes": watch.look()}
+    async with AsyncClient(engine.ready["client_endpoint"]) as sdk:
+        figures = (await sdk.status()).figures
+    return {"left": left, "figures": figures, "processes": watch.look()}
 
 
 async def soak(engine: Engine, minutes: float, run: Soak) -> dict[str, Any]:
@@ -219,6 +221,7 @@ async def soak(engine: Engine, minutes: float, run: Soak) -> dict[str, Any]:
     if minutes >= GROWTH_MINUTES:
         faults += [f"{name} grew by {mb} MB" for name, mb in growth.items() if mb > GROWTH_LIMIT_MB]
     faults += run.failures + [f"log: {line}"[:300] for line in engine.complaints()[:KEPT_FAILURES]]
+    figures = after["figures"]
     return {
         "ok": not faults and not run.failure_count,
         "faults": faults,
@@ -226,6 +229,8 @@ async def soak(engine: Engine, minutes: float, run: Soak) -> dict[str, Any]:
         "seconds": round(lasted_s, 1),
         "done": dict(sorted(run.counts.items())),
         "done_in_all": sum(run.counts.values()),
+        "output_tokens": figures["output_tokens"],
+        "preemptions": figures["preemptions"],
         "memory_growth_mb": growth,
         "memory_mb": {name: course(found) for name, found in samples.items()},
         "fds": {name: found.fds.total() for name, found in after["processes"].items()},

@@ -12,7 +12,7 @@ from frontend.http import generation
 from frontend.http.chat_start import StartedChat, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
-from frontend.http.replies import ChatReply, finals_usage, usage_dict
+from frontend.http.replies import ChatReply, finals_usage, prompt_fields, usage_dict
 from frontend.http.requests import ChatRequest, decode
 from frontend.http.streams import EventStream, answer_or_abort
 
@@ -31,7 +31,7 @@ async def chat_completions(request: Request) -> Response:
         return EventStream(_events(reply, chat, body, writer), chat.stream.abort, writer)
     [final] = await answer_or_abort(request.receive, generation.finals([chat.stream]), chat.stream.abort)
     choices = [reply.choice(sample, chat.form) for sample in final.samples]
-    return JsonResponse(reply.whole(choices, finals_usage([final])))
+    return JsonResponse(reply.whole(choices, finals_usage([final])) | prompt_fields(final, reply))
 
 
 async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest, writer: DirectWriter) -> AsyncIterator[bytes]:
@@ -66,4 +66,4 @@ def _direct(
     """What takes the tokens of choice `index`."""
     if not parsers:
         return writer.of_texts(*reply.plain_parts(index))
-    return lambda text: writer.write(reply.answer_text(index, text, parsers[index]))
+    return writer.of(lambda text: reply.answer_text(index, text, parsers[index]))

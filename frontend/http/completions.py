@@ -14,7 +14,7 @@ from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, not_supported
 from frontend.http.output_form import structured_outputs
 from frontend.http.prompts import completion_prompts
-from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, usage_dict
+from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, prompt_fields, usage_dict
 from frontend.http.requests import CompletionRequest, decode, sampling_values
 from frontend.http.streams import EventStream, answer_or_abort
 from frontend.prompt import Prompt
@@ -47,7 +47,8 @@ async def completions(request: Request) -> Response:
     for prompt, final in zip(prompts, finals, strict=True):
         echo = _echo(engine, prompt, final.prompt_token_ids, final.prompt_logprobs) if body.echo else NO_ECHO
         for sample in final.samples:
-            choices.append(reply.choice(len(choices), sample, echo, output_wanted=wanted))
+            choice = reply.choice(len(choices), sample, echo, output_wanted=wanted)
+            choices.append(choice | prompt_fields(final, reply, logprobs_wanted=body.prompt_logprobs is not None))
     return JsonResponse(reply.whole(choices, finals_usage(finals, output_wanted=wanted)))
 
 
@@ -89,7 +90,7 @@ def _values(body: CompletionRequest) -> dict[str, Any]:
     if body.logprobs is not None:
         values["logprobs"] = body.logprobs
         if body.echo:
-            values["prompt_logprobs"] = body.logprobs
+            values["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     if body.echo and body.max_tokens == 0:
         values["max_tokens"] = 1  # the engine always samples; `completions` drops it
     return values

@@ -41,18 +41,23 @@ class DirectWriter:
         """What is left goes the long way."""
         self._is_open = False
 
-    def write(self, event: bytes) -> bool:
-        """Write a whole event; False if it has to go the long way, also because the client is slow or gone."""
+    def of(self, render: Callable[[str], bytes]) -> Callable[[str], bool]:
+        """A function that writes what `render` makes of a text; False, and nothing rendered, if the text has to go the
+        long way: the client may be slow, or gone."""
         cycle = self._cycle
-        if not self._is_open or cycle.flow.write_paused or cycle.disconnected:
-            return False
-        if event:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(event), event))
-            self.silent = False
-        return True
+
+        def write(text: str) -> bool:
+            if not self._is_open or cycle.flow.write_paused or cycle.disconnected:
+                return False
+            if event := render(text):
+                cycle.transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+                self.silent = False
+            return True
+
+        return write
 
     def of_texts(self, start: bytes, end: bytes) -> Callable[[str], bool]:
-        """The same for events that are a text, as JSON, between two constants; all in one function, since it is what
+        """The same for events that are the text, as JSON, between two constants; all in one function, since it is what
         nearly every token comes to."""
         if self._cycle is None:
             return lambda text: False

@@ -8,6 +8,7 @@ from frontend.http.embeddings import embeddings
 from frontend.http.openapi import Endpoint, docs, openapi_json
 from frontend.http.profiling import ProfileRequest, start_profile, stop_profile
 from frontend.http.requests import (
+    AbortRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -39,6 +40,8 @@ ENDPOINTS = (
     Endpoint("/ready", utilities.health, tells_state=True),
     Endpoint("/ping", utilities.health, methods=("GET", "POST"), tells_state=True),
     Endpoint("/version", utilities.version),
+    Endpoint("/server_info", utilities.server_info),
+    Endpoint("/abort_request", utilities.abort_request, AbortRequest, {"request_id": "my-request"}),
     Endpoint("/metrics", utilities.metrics, answer="text/plain"),
     Endpoint("/flush_cache", utilities.flush_cache, methods=("POST",)),
     Endpoint("/start_profile", start_profile, ProfileRequest, {"process": "worker", "steps": 10}, needs_body=False),

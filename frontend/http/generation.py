@@ -47,6 +47,8 @@ def check_generation(body: GenerationRequest) -> None:
     check_queueing(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options only go with stream: true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs only come in whole replies, not in streams", param="prompt_logprobs")
 
 
 async def start(
@@ -75,7 +77,7 @@ async def start(
                 client_key=_client_key(request, body),
                 cache_salt=body.cache_salt or "",
                 timeout_s=body.timeout,
-                name=request.scope.get("request_id", ""),
+                name=_name(request, body),
                 exact_max_tokens=True,
                 add_special_tokens=body.add_special_tokens,
                 pooling=pooling,
@@ -159,7 +161,12 @@ def wants_usage(body: GenerationRequest) -> tuple[bool, bool]:
 
 def reply_id(prefix: str, request: Request, body: GenerationRequest) -> str:
     """The `id` of a reply: the client's own, or that of the HTTP request."""
-    return f"{prefix}-{body.request_id or request.scope.get('request_id', '')}"
+    return f"{prefix}-{_name(request, body)}"
+
+
+def _name(request: Request, body: QueueFields) -> str:
+    """What the request is called: by its client, or by the id of the HTTP request."""
+    return body.request_id or str(request.scope.get("request_id", ""))
 
 
 def _client_key(request: Request, body: QueueFields) -> str:

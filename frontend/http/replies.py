@@ -15,7 +15,7 @@ import msgspec
 
 from frontend.chat.answer import AnswerForm, AnswerParser
 from frontend.chat.parts import CallArguments, CallStart, Content, Message, Part, Reasoning
-from frontend.events import Delta, Final, SampleResult, TokenLogprob, Usage
+from frontend.events import Delta, Final, SampleResult, TokenLogprob, TopLogprob, Usage
 
 _encoder = msgspec.json.Encoder()
 
@@ -313,3 +313,19 @@ def _part_fields(part: Part) -> dict[str, Any]:
 def finals_usage(finals: Sequence[Final], *, output_wanted: bool = True) -> dict[str, Any]:
     """The usage of a reply over all its prompts."""
     return usage_dict([final.usage for final in finals], output_wanted=output_wanted)
+
+
+def prompt_fields(final: Final, reply: Reply, *, logprobs_wanted: bool = True) -> dict[str, Any]:
+    """What a whole reply shows of the prompt, in vLLM's form: its token ids, and their log probabilities by id."""
+    fields: dict[str, Any] = {"prompt_token_ids": list(final.prompt_token_ids)} if reply.token_ids else {}
+    if logprobs_wanted and final.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [entry and _by_token_id(entry) for entry in final.prompt_logprobs]
+    return fields
+
+
+def _by_token_id(entry: TokenLogprob) -> dict[str, Any]:
+    own = TopLogprob(entry.token_id, entry.text, entry.raw, entry.logprob, entry.rank)
+    return {
+        str(top.token_id): {"logprob": top.logprob, "rank": top.rank, "decoded_token": top.text}
+        for top in (*entry.top, own)
+    }

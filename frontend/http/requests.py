@@ -134,6 +134,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
         stream: answer with server-sent events.
         response_format: the form of the output, as OpenAI has it; structured_outputs, and guided_*, as vLLM has it.
         echo: put the prompt before the output.
+        prompt_logprobs: show the log probabilities of the prompt's tokens; not for streams.
         return_token_ids: show token ids beside the text.
     """
 
@@ -204,6 +205,20 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """`/abort_request`.
+
+    Attributes:
+        request_id: which, by the request's own `request_id` or `x-request-id`, or by the `id` of its reply.
+        rid: the same under SGLang's name.
+        abort_all: all of them instead.
+    """
+
+    request_id: str | None = None
+    rid: str | None = None
+    abort_all: bool | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

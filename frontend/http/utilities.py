@@ -1,6 +1,8 @@
 """The small endpoints: models, health, version, tokenizing, the prefix cache."""
 
+import dataclasses
 import time
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,16 +15,20 @@ from frontend.http.errors import JsonResponse
 from frontend.http.generation import check_model
 from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.prompts import chat_prompt
-from frontend.http.requests import DetokenizeRequest, TokenizeRequest, decode
+from frontend.http.requests import AbortRequest, DetokenizeRequest, TokenizeRequest, decode
 
 _STARTED_AT_S = int(time.time())
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine serves; 503 with the state while it starts, drains or is dead."""
+    """200 while the engine serves; 503 with the state while it starts, starts again, drains or is dead."""
     engine: Engine = request.app.state.engine
     now = engine.health()
-    body = {"status": now.state} | ({"detail": now.detail} if now.detail else {})
+    body: dict[str, Any] = {"status": now.state}
+    if now.detail:
+        body["detail"] = now.detail
+    if now.restarts:
+        body["restarts"] = now.restarts
     return JsonResponse(body, status_code=200 if now.ok else 503)
 
 
@@ -35,6 +41,35 @@ async def metrics(request: Request) -> Response:
     """The engine's figures in Prometheus' text format."""
     figures: Metrics = request.app.state.metrics
     return Response(figures.render(), media_type=CONTENT_TYPE)
+
+
+async def server_info(request: Request) -> Response:
+    """What runs here: version, state, models, limits, figures, and the options it was started with, without keys."""
+    engine: Engine = request.app.state.engine
+    now, limits, stats = engine.health(), engine.limits, engine.stats
+    options = dataclasses.asdict(engine.config)
+    options["server"]["api_key"] = len(engine.config.server.api_key)
+    return JsonResponse(
+        {
+            "version": own_version(),
+            "status": now.state,
+            "models": list(engine.model_names),
+            "live_requests": engine.core.live_count,
+            "limits": dataclasses.asdict(limits) if limits else {},
+            "figures": {name: getattr(stats, name) for name in stats.GAUGES},
+            "options": options,
+        }
+    )
+
+
+async def abort_request(request: Request) -> Response:
+    """End live requests, all or one by its `request_id`, `x-request-id` or reply's id; each gets what it has so far."""
+    engine: Engine = request.app.state.engine
+    body = decode(await request.body(), AbortRequest)
+    name = body.request_id if body.request_id is not None else body.rid
+    if (name is None) != bool(body.abort_all):
+        raise RequestError("wanted either request_id or abort_all: true", param="request_id")
+    return JsonResponse({"aborted": engine.core.abort_named(name)})
 
 
 async def flush_cache(request: Request) -> Response:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from kernels import prefill_attention as prefill
+from kernels import prefill_plans
 from kernels.embedding import embedding
 from kernels.fixed_order_linear import fixed_order_linear
 from kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -93,11 +94,11 @@ class FixedOrderForward(FusedForward):
     ) -> None:
         fixed_order_linear(x, linear.weight, out, bias=linear.bias, residual=residual)
 
-    def _one_prefill_plan(self, bucket: Bucket, quantised: bool) -> prefill.PrefillPlan:
+    def _one_prefill_plan(self, bucket: Bucket, quantised: bool) -> prefill_plans.PrefillPlan:
         """The tiles of a small step, whatever the size; only the grid follows the bucket."""
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         rows = _row_class(self.logits.shape[0])
-        one = prefill.launch_plan(FEW_TOKENS, rows, *sizes, quantised=quantised, one_loop=True)
-        grid = prefill.launch_plan(bucket.tokens, rows, *sizes, quantised=quantised, tile_rows=one.tile_rows)
+        one = prefill_plans.launch_plan(FEW_TOKENS, rows, *sizes, quantised=quantised, one_loop=True)
+        grid = prefill_plans.launch_plan(bucket.tokens, rows, *sizes, quantised=quantised, tile_rows=one.tile_rows)
         return replace(one, program_count=grid.program_count)

@@ -19,6 +19,7 @@ import torch
 from kernels import decode_attention as decode
 from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
+from kernels import prefill_plans
 from kernels.embedding import embedding
 from kernels.new_token import NewTokens
 from kernels.paged_kv import HEAD_DIMS, HeadShape
@@ -68,7 +69,9 @@ def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int, quantised: b
         return False
     shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size=16)
     major = torch.cuda.get_device_capability(weight.device)[0]
-    return prefill.can_specialise(shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major)
+    return prefill_plans.can_specialise(
+        shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major
+    )
 
 
 class FusedForward:
@@ -335,14 +338,14 @@ class FusedForward:
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         return decode.launch_plan(_row_class(rows), *sizes, quantised=quantised)
 
-    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill.PrefillPlan:
+    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill_plans.PrefillPlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
-        is_large = prefill.is_specialised_size(bucket.tokens, chunk_rows)
+        is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
         is_specialised = is_large and has_hopper_kernel(self.model, sliding_window, quantised)
         rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
-        return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
+        return prefill_plans.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 
 
 def _head_norms(attention: LlamaAttention) -> dict[str, Any]:

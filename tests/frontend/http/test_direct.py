@@ -9,11 +9,16 @@ import pytest
 
 from frontend.http.direct import CYCLE_KEY, DirectWriter
 
+CALL = 'Look. <tool_call>\n{"name": "f", "arguments": {"a": "sea"}}\n</tool_call>'
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 60}
 TEXT = {"prompt": "Hi", "stream": True, "max_tokens": 60}
 REQUESTS = {
     "chat": ("/v1/chat/completions", CHAT),
     "two chats": ("/v1/chat/completions", {**CHAT, "n": 2}),
+    "a call": (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    ),
     "tools": (
         "/v1/chat/completions",
         {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
@@ -86,6 +91,8 @@ def told(body: bytes) -> tuple[dict, list]:
     for event in events:
         for choice in event["choices"]:
             text = choice.get("text", choice.get("delta", {}).get("content") or "")
+            for call in choice.get("delta", {}).get("tool_calls", ()):
+                text += call["function"].get("name", "") + call["function"].get("arguments", "")
             texts[choice["index"]] = texts.get(choice["index"], "") + text
             if choice["finish_reason"]:
                 ends.append((choice["index"], choice["finish_reason"], choice.get("stop_reason")))
@@ -101,11 +108,14 @@ def test_a_stream_says_the_same_either_way(name, make_api):
     for is_slow in (True, False):
         connection = Connection()
         connection.flow.write_paused = is_slow
-        stream(make_api().ready(), path, body, connection)
+        api = make_api().ready()
+        if name == "a call":
+            api.scheduler.answer, api.scheduler.stops = CALL, True
+        stream(api, path, {**body, "max_tokens": 140 if name == "a call" else 60}, connection)
         connections.append(connection)
     slow, fast = connections
     assert slow.direct_count == 0
-    assert (fast.direct_count > 5) == (name not in LONG_WAY)
+    assert (fast.direct_count > 5) == (name not in LONG_WAY), fast.body.decode()
     assert told(fast.body) == told(slow.body)
 
 
@@ -127,7 +137,7 @@ def test_a_client_that_reads_now_and_then_gets_every_token_in_order(seed, make_a
 def test_without_our_protocol_and_after_the_end_everything_goes_the_long_way():
     without = DirectWriter({})
     without.open()
-    assert not without.write(b"x") and not without.of_texts(b"", b"")("x")
+    assert not without.of(str.encode)("x") and not without.of_texts(b"", b"")("x")
     connection = Connection()
     connection.chunked_encoding = True
     writer = DirectWriter({CYCLE_KEY: connection})
@@ -144,10 +154,22 @@ def test_without_our_protocol_and_after_the_end_everything_goes_the_long_way():
     assert connection.body == b'<"a">'
 
 
+def test_what_goes_the_long_way_is_not_read_by_a_parser_before():
+    connection = Connection()
+    connection.chunked_encoding, connection.flow.write_paused = True, True
+    writer = DirectWriter({CYCLE_KEY: connection})
+    writer.open()
+    seen = []
+    write = writer.of(lambda text: seen.append(text) or text.encode())
+    assert not write("a") and not seen
+    connection.flow.write_paused = False
+    assert write("b") and seen == ["b"] and connection.body == b"b"
+
+
 def test_a_connection_that_cannot_take_chunks_gets_none():
     """HTTP/1.0."""
     connection = Connection()
     connection.chunked_encoding = False
     writer = DirectWriter({CYCLE_KEY: connection})
     writer.open()
-    assert not writer.write(b"x")
+    assert not writer.of(str.encode)("x") and not writer.of_texts(b"", b"")("x")
