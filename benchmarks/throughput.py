@@ -102,7 +102,8 @@ def table_row(engine_name: str, name: str, metrics: dict[str, Any]) -> str:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, under the names that the engines' classes take."""
     options = {"dtype": args.dtype, "load_format": args.load_format, "max_model_len": args.max_model_len}
-    options |= dict(pair.split("=", 1) for pair in args.option)
+    given = (pair.split("=", 1) for pair in args.option)
+    options |= {name: {"true": True, "false": False}.get(value, value) for name, value in given}
     return {key: value for key, value in options.items() if value}
 
 

@@ -10,8 +10,14 @@
     ├── AccessError        an engine at whose client socket these keys, or none, do not get in
     └── EngineDeadError    a process of the engine is gone; every request in flight ends with this
 
-A message says what was wanted, what came, where, and what to do about it.
+A message says what was wanted, what came (`shown`), where, and what to do about it.
 """
+
+import reprlib
+from typing import Any
+
+SHOWN_LIMIT = 80
+"""Characters of a value in an error's text."""
 
 
 class TriremeError(Exception):
@@ -77,3 +83,15 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, RequestError):
         return 2 if error.status < 500 else 1
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+
+
+def shown(value: Any) -> str:
+    """A value that came from outside as an error's text shows it: short, however long or deep it is."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        value = bytes(value[:SHOWN_LIMIT])
+    return _SHORT.repr(value)[:SHOWN_LIMIT]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = SHOWN_LIMIT

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from common.errors import RequestError
+from common.errors import RequestError, shown
 from common.structured_outputs import StructuredOutputs
 
 SAMPLE_LIMIT = 128
@@ -208,7 +208,7 @@ def _plain(value: Any) -> Any:
 
 
 def _wrong(name: str, wanted: str, got: Any) -> RequestError:
-    return RequestError(f"{name}: wanted {wanted}, got {str(got)[:80]!r}", param=name)
+    return RequestError(f"{name}: wanted {wanted}, got {shown(got)}", param=name)
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:

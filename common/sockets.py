@@ -20,6 +20,8 @@ from common.keys import ClientKeys, KeyPair
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
 CLIENT_QUEUE_LIMIT = 2048
 """Messages that may wait for a client that does not read; one more, and its requests are aborted."""
+CLIENT_BACKLOG_LIMIT = 128
+"""Messages of one client that ZeroMQ takes in ahead of us; more wait at the client."""
 CLIENT_HEARTBEAT_MS = 2000
 CLIENT_HEARTBEAT_TIMEOUT_MS = 10_000
 """A client or engine whose machine or process stands still this long is taken for gone by the other."""
@@ -82,6 +84,7 @@ def bind_client_router(
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.MAXMSGSIZE, CLIENT_MESSAGE_LIMIT_BYTES)
     socket.set(zmq.SNDHWM, CLIENT_QUEUE_LIMIT)
+    socket.set(zmq.RCVHWM, CLIENT_BACKLOG_LIMIT)
     socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
     if keys:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from common.errors import WireError
+from common.errors import WireError, shown
 
 INT32_MAX = 2**31 - 1
 UINT64_MAX = 2**64 - 1
@@ -32,16 +32,26 @@ def pack(fields: Sequence[Any]) -> bytes:
     return bytes(msgpack.packb(fields, use_bin_type=True))
 
 
-def unpack(data: bytes | memoryview, limit_bytes: int = 64 << 20) -> tuple[int, list[Any]]:
+def unpack(
+    data: bytes | memoryview, limit_bytes: int = 64 << 20, item_limit: int | None = None
+) -> tuple[int, list[Any]]:
     """Decode one message into its type code and its raw fields.
 
+    Args:
+        data: the message.
+        limit_bytes: its length at most.
+        item_limit: for messages of strangers: items in all arrays and maps together at most. An item may take a byte
+            on the wire and a hundred in memory.
+
     Raises:
-        WireError: the bytes are too many, not msgpack, or not an array that starts with a small integer.
+        WireError: the bytes or items are too many, not msgpack, or not an array that starts with a small integer.
     """
     if len(data) > limit_bytes:
         raise WireError(f"message of {len(data)} bytes exceeds the limit of {limit_bytes}")
     try:
-        fields = msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, ext_hook=_refuse_extension)
+        fields = msgpack.unpackb(
+            data, raw=False, use_list=True, strict_map_key=True, ext_hook=_refuse_extension, **_bounds(item_limit)
+        )
     except WireError:
         raise
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
@@ -49,6 +59,22 @@ def unpack(data: bytes | memoryview, limit_bytes: int = 64 << 20) -> tuple[int, 
     if not isinstance(fields, list) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < 256:
         raise WireError("a message is a msgpack array that starts with a type code from 0 to 255")
     return fields[0], fields[1:]
+
+
+def _bounds(item_limit: int | None) -> dict[str, Any]:
+    """msgpack's options that hold a message to so many items: each array and map is counted as it closes."""
+    if item_limit is None:
+        return {}
+    left = item_limit
+
+    def count(container: Any) -> Any:
+        nonlocal left
+        left -= len(container) + 1
+        if left < 0:
+            raise WireError(f"a message holds at most {item_limit} items")
+        return container
+
+    return {"max_array_len": item_limit, "max_map_len": item_limit, "list_hook": count, "object_hook": count}
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:
@@ -89,8 +115,7 @@ class FieldReader:
         return value
 
     def _fail(self, what: str, wanted: str, got: Any) -> WireError:
-        shown = repr(got)
-        return WireError(f"{self._name}.{what}: wanted {wanted}, got {shown[:80]}")
+        return WireError(f"{self._name}.{what}: wanted {wanted}, got {shown(got)}")
 
     def integer(self, what: str, low: int = 0, high: int = INT32_MAX) -> int:
         """An integer in [low, high]."""

@@ -364,5 +364,7 @@ def prompt_of(prompt: wire.Prompt, chat: Any) -> Prompt:
             raise RequestError(f"chat: unknown option {name!r}; known are {', '.join(kinds)}", param="chat")
         if not isinstance(value, kinds[name]):
             raise RequestError(f"chat.{name}: got {type(value).__name__}", param="chat")
+    if not all(isinstance(tool, dict) for tool in chat.get("tools") or []):
+        raise RequestError("chat.tools: wanted maps", param="chat")
     messages = [message for message in prompt if isinstance(message, Mapping)]
     return ChatPrompt(messages=messages, **chat)

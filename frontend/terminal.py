@@ -1,7 +1,7 @@
 """What people do with a running engine from a terminal: look at it, talk to it, end it.
 
-The verbs `status`, `chat` and `stop` of `launch.py`, and the one answer of `--once`. Everything goes through the SDK's
-`Client`; engines are found by their run directories.
+The verbs `status`, `chat` and `stop` of `launch.py`. What status prints is in `terminal_status`, the chat in
+`terminal_chat`; everything goes through the SDK's `Client`, and engines are found by their run directories.
 """
 
 import argparse
@@ -9,20 +9,14 @@ import os
 import select
 import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from common.errors import ConfigError, TriremeError
+from common.errors import ConfigError
 from common.run_dir import Instance, instances
 from frontend.client import Client
-
-ANSWER_TOKENS = 512
-STATUS_TIMEOUT_S = 3.0
-ONCE_PARAMS = {"seed": 7, "max_tokens": ANSWER_TOKENS}
-"""The model's own sampling defaults, and a seed, so that the same question gets the same answer."""
-
-Messages = list[dict[str, str]]
+from frontend.terminal_chat import ANSWER_TOKENS, Chat
+from frontend.terminal_status import show
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
@@ -39,9 +33,13 @@ def run(verb: str, arguments: Sequence[str]) -> int:
         parser.add_argument("--client-keys", default=None, help="the file with the secret key to show it")
         parser.add_argument("--temperature", type=float, default=None, help="0 is greedy")
         parser.add_argument("--max-tokens", type=int, default=ANSWER_TOKENS, help="tokens of an answer at most")
+        parser.add_argument("--system", default="", help="a system message to begin with")
+    elif verb == "status":
+        parser.add_argument("--watch", action="store_true", help="look again every second until Ctrl-C")
+        parser.add_argument("--json", action="store_true", help="a JSON object for each engine, a line each")
     parsed = parser.parse_args(arguments)
     if verb == "status":
-        return status(meant(instances(), parsed.pid))
+        return show(meant(instances(), parsed.pid), watch=parsed.watch, as_json=parsed.json)
     if verb == "stop":
         return stop(choose(instances(), parsed.pid))
     endpoint = parsed.client_endpoint or client_endpoint(choose(instances(), parsed.pid))
@@ -49,7 +47,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     if parsed.temperature is not None:
         params["temperature"] = parsed.temperature
     with Client(endpoint, server_key=parsed.server_key, client_keys=parsed.client_keys) as client:
-        return chat(client, params)
+        return Chat(client, params, parsed.system).run()
 
 
 def meant(running: Sequence[Instance], pid: int | None) -> list[Instance]:
@@ -80,35 +78,6 @@ def client_endpoint(instance: Instance) -> str:
     return str(instance.ready["local_endpoint"])
 
 
-def status(running: Sequence[Instance]) -> int:
-    """Print how these engines are; returns 1 if one does not answer."""
-    return max([_print_status(instance) for instance in running])
-
-
-def _print_status(instance: Instance) -> int:
-    ready = instance.ready
-    if not ready:
-        print(f"pid {instance.pid}: starting")
-        return 0
-    print(f"pid {instance.pid}: {ready['model']}, up {_duration(time.time() - ready['ready_at_s'])}")
-    print(f"  HTTP    {ready['http'] or 'off'}\n  client  {ready['client_endpoint']}")
-    try:
-        with Client(ready["local_endpoint"], timeout_s=STATUS_TIMEOUT_S) as client:
-            reply = client.status()
-    except (TriremeError, TimeoutError) as error:
-        print(f"  state   does not answer: {error}")
-        return 1
-    figures = reply.figures
-    print(f"  state   {reply.state}{': ' + reply.detail if reply.detail else ''}")
-    if figures:
-        print(f"  now     {figures['running_count']} running, {figures['waiting_count']} waiting")
-        print(f"  blocks  {figures['free_block_count']} free, {figures['cached_block_count']} cached, ", end="")
-        print(f"{figures['total_block_count']} in all")
-        print(f"  since   {figures['prompt_tokens']} tokens in, {figures['output_tokens']} out, ", end="")
-        print(f"{figures['prefix_hit_tokens']} from the prefix cache, {figures['preemptions']} preemptions")
-    return 0
-
-
 def stop(instance: Instance) -> int:
     """Ask an engine to stop, and wait until it has."""
     try:
@@ -120,47 +89,6 @@ def stop(instance: Instance) -> int:
     select.select([fd], [], [])
     os.close(fd)
     return 0
-
-
-def chat(client: Client, params: Mapping[str, Any]) -> int:
-    """Talk with the model until the end of the input."""
-    print(f"{client.welcome.model_names[0]}; end with Ctrl-D", file=sys.stderr)
-    messages: Messages = []
-    while True:
-        try:
-            text = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            print(file=sys.stderr)
-            return 0
-        if text.strip():
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": stream_answer(client, messages, params)})
-
-
-def answer_once(endpoint: str, prompt: str) -> None:
-    """Ask one question and stream the answer to stdout."""
-    with Client(endpoint) as client:
-        stream_answer(client, [{"role": "user", "content": prompt}], ONCE_PARAMS)
-
-
-def stream_answer(client: Client, messages: Messages, params: Mapping[str, Any]) -> str:
-    """Print the answer to a chat as it comes; returns the whole of it. Ctrl-C ends the answer, not the chat."""
-    text = ""
-    try:
-        with client.chat(messages, params, stream=True) as stream:
-            for delta in stream:
-                text += delta.text
-                print(delta.text, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
-    print(flush=True)
-    return text
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -16,7 +16,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from common.errors import RequestError, WireError
+from common.errors import RequestError, WireError, shown
 from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack, unpack
 from frontend.prompt import ChatPrompt
 
@@ -247,7 +247,7 @@ def _text(data: bytes) -> str:
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise WireError(f"wanted a map, got {repr(value)[:80]}")
+        raise WireError(f"wanted a map, got {shown(value)}")
     return value
 
 

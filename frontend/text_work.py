@@ -22,7 +22,7 @@ from common.config import EngineConfig
 from common.errors import RequestError, WireError
 from common.processes import Child, DeathPipe
 from common.sockets import bind_pull, connect_push, new_context
-from common.wire import INT32_MAX
+from common.wire import INT32_MAX, array_bytes
 from frontend.prompt import ChatPrompt, size_of
 from frontend.text_messages import (
     DecodeIds,
@@ -104,9 +104,7 @@ class TextWork:
         Raises:
             RequestError: an id that int32 cannot hold or below 0, or too much waits already.
         """
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= INT32_MAX):
-            raise RequestError(f"token ids are numbers from 0 to {INT32_MAX}", param="token_ids")
-        ids = array("i", token_ids)
+        ids = _int32_ids(token_ids)
         return await self._run(
             len(ids),
             lambda job_id: DecodeIds(job_id, ids, skip_special_tokens),
@@ -148,6 +146,16 @@ class TextWork:
                     raise
                 logger.warning("a text process has ended; its work is done in a thread")
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _int32_ids(token_ids: Sequence[int]) -> "array[int]":
+    try:
+        ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+    except (OverflowError, TypeError):
+        ids = array("i", [-1])
+    if not array_bytes(ids)[3::4].isascii():  # the sign bit is in every fourth byte; `min` takes milliseconds
+        raise RequestError(f"token ids are numbers from 0 to {INT32_MAX}", param="token_ids")
+    return ids
 
 
 class ProcessEnded(Exception):

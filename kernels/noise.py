@@ -20,7 +20,7 @@ import triton.language as tl
 from kernels.launch import interpreted
 
 MASK = 0xFFFFFFFF
-HAS_FAST_LOG = tl.constexpr(not interpreted() and torch.version.hip is None)
+HAS_PTX = tl.constexpr(not interpreted() and torch.version.hip is None)
 
 
 def _mix_reference(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def noise_bits(first, second, token_id):
 @triton.jit
 def _log(x):
     """The logarithm of normal numbers; on a GPU its own instruction, off by at most 2^-22 (absolutely near 1)."""
-    if HAS_FAST_LOG:
+    if HAS_PTX:
         base_2 = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
         )

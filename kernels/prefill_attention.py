@@ -24,12 +24,14 @@ its number and each later one from a ticket counter, so a program that drew shor
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
-Where `can_specialise` allows it, buckets of SPECIALISED_TOKENS and more take kernels/prefill_attention_hopper.py,
-unless the cache is quantised. Rows with few new tokens and a long context fill few programs: their keys are not split.
+Where `can_specialise` allows it, buckets for which `is_specialised_size` take kernels/prefill_attention_hopper.py, unless
+the cache is quantised (CONVERTS). Rows with few new tokens and a long context fill few programs: their keys are not
+split.
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit 234bd89, by
-`python -m benchmarks.kernels.bench_prefill_attention`: 8x32 tokens 5.4 us (torch on contiguous tensors 8.6), 8x128
-8.3 us (8.3); without the Hopper kernel 4x4096 400 TFLOP/s.
+`python -m benchmarks.kernels.bench_prefill_attention`: 4x4096 400 TFLOP/s without the Hopper kernel. In one masked loop,
+side by side with torch on contiguous tensors (docs/log.md): 8x32 tokens 5.2 us (torch 8.6), 8x64 5.5 (8.5), 8x128 8.6
+(8.8).
 
 Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
 
@@ -61,7 +63,10 @@ MAX_ROWS = 1024
 MAX_GROUP = 128
 COUNTER_COUNT = 2
 SPECIALISED_TOKENS = 1024
+SPECIALISED_ROW_TOKENS = 64
 LARGE_TOKENS = 4096
+CONVERTS = False
+"""Whether the Hopper kernel takes 8-bit caches. Compiled, but not yet confirmed on a card: they take the plain one."""
 
 
 def reference_prefill_attention(
@@ -112,6 +117,15 @@ class Tiles:
 HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
 
 
+def is_specialised_size(token_count: int, row_count: int) -> bool:
+    """Whether the Hopper kernel is the faster one for a bucket of that many query tokens with room for so many rows.
+
+    It costs more to start, so a step that is just large enough but made of many short rows is the plain kernel's.
+    """
+    has_long_rows = token_count > SPECIALISED_ROW_TOKENS * row_count
+    return token_count >= (SPECIALISED_TOKENS if has_long_rows else 2 * SPECIALISED_TOKENS)
+
+
 @dataclass(frozen=True)
 class PrefillPlan:
     """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
@@ -144,10 +158,10 @@ def can_specialise(
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
-    is_plain = sliding_window == 0 and soft_cap == 0
+    is_plain = sliding_window == 0 and soft_cap == 0 and (CONVERTS or not quantised)
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
-    return is_plain and is_size and is_here and dtype in ((torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16))
+    return is_plain and is_size and is_here and (dtype == torch.bfloat16 or dtype == torch.float16 and not quantised)
 
 
 def launch_plan(
@@ -172,9 +186,10 @@ def launch_plan(
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `token_count >= SPECIALISED_TOKENS and can_specialise(...)`; a `quantised`
-    cache always takes this one. The other keyword arguments override the measured choice.
+    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`; a `quantised` cache takes
+    it only where CONVERTS says so. The other keyword arguments override the measured choice.
     """
+    specialised = specialised and (CONVERTS or not quantised)
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
@@ -221,7 +236,7 @@ def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int
     return 4 * pairs * query_heads * head_dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "token_count", "wave", "table_stride"])
 def _prefill_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, decode_rows_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, wave, output_stride, query_stride,

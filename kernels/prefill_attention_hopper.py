@@ -57,6 +57,8 @@ from kernels.prefill_attention_hopper_copy import (
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
+OVERLAP = False
+"""Whether the softmax runs beside the products of its own group too (see `_held`). Not yet confirmed on a card."""
 
 
 @gluon.jit
@@ -102,7 +104,8 @@ def _narrow(values, dtype: gl.constexpr):
 def _steps(
     begin, end, read, probabilities, accumulator, maximum, normaliser, query, positions, keys, values, key_full,
     key_empty, value_full, value_empty, scale_log2,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, score_layout: gl.constexpr, value_layout: gl.constexpr,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, score_layout: gl.constexpr,
+    value_layout: gl.constexpr,
 ):  # fmt: skip
     """Tiles `begin` - 1 down to `end`: scores of each beside the values of the one before it."""
     TILE: gl.constexpr = keys.shape[1]
@@ -113,17 +116,21 @@ def _steps(
         tile = begin - 1 - step
         stage = read % STAGES
         next_stage = (read + 1) % STAGES
-        operand_tile = gl.convert_layout(_narrow(probabilities, keys.dtype), operand)
+        if OVERLAP:
+            operand_tile = gl.convert_layout(_narrow(probabilities, keys.dtype), operand)
         mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1)
         scores = warpgroup_mma(query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True)
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
+        if not OVERLAP:
+            operand_tile = gl.convert_layout(probabilities.to(keys.dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
         mbarrier.arrive(key_empty.index(next_stage), count=1)
         probabilities, maximum, normaliser, shrink = _softmax(
             scores, maximum, normaliser, positions, tile * TILE, scale_log2, MASKED, score_layout
         )
-        normaliser = _held(normaliser)
+        if OVERLAP:
+            normaliser = _held(normaliser)
         accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         shrink = gl.convert_layout(shrink, gl.SliceLayout(1, value_layout))
@@ -137,7 +144,7 @@ def _consume(
     output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, key_full, key_empty,
     value_full, value_empty, mail, mail_full, mail_empty,
     GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
-    COPY_QUERY: gl.constexpr, CLEAN_VALUES: gl.constexpr,
+    COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr, CLEAN_VALUES: gl.constexpr,
 ):  # fmt: skip
     """Take letters until the last; compute 64 of a tile's rows each time."""
     dtype: gl.constexpr = keys.dtype
@@ -160,24 +167,26 @@ def _consume(
     read = 0
     letter = 0
     is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
-    query = queries.index(GROUP_INDEX)
-    if is_work != 0 and not COPY_QUERY:
-        _load_query(
-            query, query_ptr, query_stride, query_start, query_count, first_token, head, GROUP_INDEX, GROUP, QUERY_TILE
-        )
-    mbarrier.wait(key_full.index(0), 0, pred=is_work != 0)
-    scores = warpgroup_mma(query, keys.index(0).permute((1, 0)), empty, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     while is_work != 0:
+        query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
+        if not COPY_QUERY:
+            tokens = first_token + token_in_tile
+            is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
+            places = (query_start + tokens).to(gl.int64)[:, None] * query_stride + head * (GROUP * HEAD_DIM)
+            query.store(gl.load(query_ptr + (places + head_places), mask=is_query[:, None], other=0.0))
+            fence_async_shared()
+
         positions = length - query_count + first_token + score_tokens
         first_position = length - query_count + first_token + (GROUP_INDEX * ROWS) // GROUP
         tile_count = (key_end + (TILE - 1)) // TILE
         last_tile = tile_count - 1
         full_count = gl.minimum((first_position + 1) // TILE, last_tile)
-        query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
 
-        # The tile on the diagonal: its scores are there already.
+        # The tile on the diagonal has no values of an earlier one to go with.
         stage = read % STAGES
+        mbarrier.wait(key_full.index(stage), (read // STAGES) & 1)
+        scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), empty, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         mbarrier.arrive(key_empty.index(stage), count=1)
         if CLEAN_VALUES and tile_count * TILE > length:
             # Past the row's end the copied blocks may hold anything; both groups write the same zeros there.
@@ -196,34 +205,19 @@ def _consume(
         read, probabilities, accumulator, maximum, normaliser = _steps(
             last_tile, full_count, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            True, STAGES, score_layout, value_layout,
+            True, STAGES, OVERLAP, score_layout, value_layout,
         )  # fmt: skip
         read, probabilities, accumulator, maximum, normaliser = _steps(
             full_count, 0, read, probabilities, accumulator, maximum, normaliser, query, positions,
             keys, values, key_full, key_empty, value_full, value_empty, scale_log2,
-            False, STAGES, score_layout, value_layout,
+            False, STAGES, OVERLAP, score_layout, value_layout,
         )  # fmt: skip
 
-        # The last values beside the first scores of the next letter. After the last letter those are of stale keys.
         stage = read % STAGES
-        next_stage = (read + 1) % STAGES
         mbarrier.wait(value_full.index(stage), (read // STAGES) & 1)
         operand_tile = gl.convert_layout(probabilities.to(dtype), operand)
         accumulator = warpgroup_mma(operand_tile, values.index(stage), accumulator, is_async=True)
-        next_is_work, next_start, next_count, next_first, next_length, next_head, next_end, _ = read_mail(
-            mail, mail_full, letter + 1
-        )
-        next_query = queries.index(((letter + 1) % MAIL_SLOTS) * 2 + GROUP_INDEX)
-        if next_is_work != 0 and not COPY_QUERY:
-            _load_query(
-                next_query, query_ptr, query_stride, next_start, next_count, next_first, next_head,
-                GROUP_INDEX, GROUP, QUERY_TILE,
-            )  # fmt: skip
-        mbarrier.wait(key_full.index(next_stage), ((read + 1) // STAGES) & 1, pred=next_is_work != 0)
-        scores = warpgroup_mma(
-            next_query, keys.index(next_stage).permute((1, 0)), empty, use_acc=False, is_async=True
-        )
-        accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=1, deps=(accumulator, operand_tile))
+        accumulator, operand_tile = warpgroup_mma_wait(num_outstanding=0, deps=(accumulator, operand_tile))
         mbarrier.arrive(value_empty.index(stage), count=1)
         read += 1
 
@@ -236,31 +230,9 @@ def _consume(
         gl.store(output_ptr + (places + head_places), query.load(copy_layout), mask=is_query[:, None])
         fence_async_shared()
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
 
         letter += 1
-        is_work, query_start, query_count, first_token = next_is_work, next_start, next_count, next_first
-        length, head, key_end = next_length, next_head, next_end
-
-
-@gluon.jit
-def _load_query(
-    query, query_ptr, query_stride, query_start, query_count, first_token, head,
-    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr,
-):  # fmt: skip
-    """A group's rows of a tile of queries into shared memory, where the copy engine cannot do it."""
-    ROWS: gl.constexpr = query.shape[0]
-    HEAD_DIM: gl.constexpr = query.shape[1]
-    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    tile_rows = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, copy_layout))
-    token_in_tile = tile_rows // GROUP
-    tokens = first_token + token_in_tile
-    is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
-    places = (query_start + tokens).to(gl.int64)[:, None] * query_stride + head * (GROUP * HEAD_DIM)
-    head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
-    query.store(gl.load(query_ptr + (places + head_places), mask=is_query[:, None], other=0.0))
-    fence_async_shared()
+        is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
 
 
 @gluon.jit
@@ -270,8 +242,9 @@ def _hopper_kernel(
     query_stride, table_stride, scale_log2,
     FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
-    CONVERT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, PDL: gl.constexpr,
+    ROWS_TILE: gl.constexpr, TOKEN_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
+    CONVERT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -320,7 +293,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True),
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(True),
                     ),
                 ),
                 (
@@ -328,7 +301,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True),
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(True),
                     ),
                 ),
                 (
@@ -346,16 +319,9 @@ def _hopper_kernel(
                         mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
                     ),
                 ),
-                (
-                    zero_unowned,
-                    (
-                        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
-                        token_count, KV_HEADS * GROUP * HEAD_DIM,
-                    ),
-                ),
             ],
-            [4, 1, 1, 1],
-            [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+            [4, 1, 1],
+            [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )  # fmt: skip
     else:
         raw: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD_DIM, element_bitwidth=8, rank=2)
@@ -379,7 +345,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(False),
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), gl.constexpr(False),
                     ),
                 ),
                 (
@@ -387,7 +353,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(False),
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), gl.constexpr(False),
                     ),
                 ),
                 (
@@ -414,17 +380,14 @@ def _hopper_kernel(
                         mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1),
                     ),
                 ),
-                (
-                    zero_unowned,
-                    (
-                        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
-                        token_count, KV_HEADS * GROUP * HEAD_DIM,
-                    ),
-                ),
             ],
-            [4, 4, 1, 1, 1],
-            [COMPUTE_REGISTERS, CONVERT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+            [4, 4, 1, 1],
+            [COMPUTE_REGISTERS, CONVERT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )  # fmt: skip
+    zero_unowned(
+        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+        KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
+    )  # fmt: skip
 
 
 @cache
@@ -502,10 +465,12 @@ def launch(
         KEY_TILE=KEY_TILE,
         STAGES=STAGE_COUNT,
         ROWS_TILE=rows_tile,
+        TOKEN_TILE=max(1024, triton.next_power_of_2(shape.query_heads * shape.head_dim)),
         COMPUTE_REGISTERS=240 if cache_kind == CACHE_PLAIN else 208,
         CONVERT_REGISTERS=72,
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
+        OVERLAP=OVERLAP,
         PDL=pdl,
         num_warps=4,
         **compile_options(None, pdl),

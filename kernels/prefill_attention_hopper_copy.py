@@ -2,9 +2,9 @@
 
 A letter holds, as int32: 1 (0 in the last letter), the row's first query token, its number of query tokens, the tile's
 first token within them, the row's context length, the K/V head, the end of the keys that the tile sees, and the row's
-line in the block tables. The warp that copies keys draws the tiles and writes the letters; the warp that copies values
-and both computing groups read them. A letter's slot, and the queries that lie beside it, are free again when all three
-have said so.
+line in the block tables. The warp that copies keys draws the tiles and writes the letters; the warp that copies values,
+both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that lie
+beside it, are free again when all of them have said so.
 
 Called by kernels/prefill_attention_hopper.py alone.
 """
@@ -27,42 +27,38 @@ def _add(left, right):
 @gluon.jit
 def zero_unowned(
     output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-    TOKEN_SIZE: gl.constexpr,
+    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
 ):  # fmt: skip
     """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
+    places = gl.arange(0, TOKEN_TILE, layout=line)
+    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
     for row in range(first_row + program, max_rows, programs):
         if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
             for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
-                _zero_token(output_ptr + token.to(gl.int64) * output_stride, TOKEN_SIZE)
+                token_ptr = output_ptr + token.to(gl.int64) * output_stride
+                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
     for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
-        _zero_token(output_ptr + token.to(gl.int64) * output_stride, TOKEN_SIZE)
+        token_ptr = output_ptr + token.to(gl.int64) * output_stride
+        gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
 
 
 @gluon.jit
-def _zero_token(token_ptr, TOKEN_SIZE: gl.constexpr):
-    PART: gl.constexpr = 256 * gl.num_warps()
-    line: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    places = gl.arange(0, PART, layout=line)
-    zeros = gl.zeros([PART], token_ptr.dtype.element_ty, line)
-    for part in range(0, TOKEN_SIZE, PART):
-        gl.store(token_ptr + part + places, zeros, mask=part + places < TOKEN_SIZE)
-
-
-@gluon.jit
-def _copy_tiles(
-    desc, table_ptr, head, length, begin, end, copied, pages, full, empty,
+def _copy_row(
+    desc, table_ptr, head, length, key_end, copied, pages, full, empty,
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the keys' (or the values') tiles `begin` - 1 down to `end`; return the stages filled so far."""
+    """Copy the keys (or the values) before `key_end`, tile by tile from the end; return the stages filled so far."""
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
     BOX: gl.constexpr = pages.shape[2]
     TILE_BYTES: gl.constexpr = KEY_TILE * HALVES * BOX * pages.dtype.primitive_bitwidth // 8
     last_page = (length - 1) // BLOCK_SIZE
-    for step in range(begin - end):
-        first_page = (begin - 1 - step) * PAGES
+    tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+    for step in range(tile_count):
+        first_page = (tile_count - 1 - step) * PAGES
         stage = copied % STAGES
         box_rows = ()
         for page in gl.static_range(PAGES):
@@ -144,19 +140,13 @@ def produce_keys(
         mbarrier.arrive(mail_full.index(slot), count=1)
         letter += 1
 
-        table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
-        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
-        copied = _copy_tiles(
-            key_desc, table_ptr, head, length, tile_count, 1, copied,
+        copied = _copy_row(
+            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
             key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
         )  # fmt: skip
         work = total
-        if total > programs:  # drawn before the last copy, which waits for its stage anyway
+        if total > programs:
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-        copied = _copy_tiles(
-            key_desc, table_ptr, head, length, 1, 0, copied,
-            key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
-        )  # fmt: skip
 
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
@@ -207,9 +197,8 @@ def produce_values(
     is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
-        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
-        copied = _copy_tiles(
-            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, tile_count, 0, copied,
+        copied = _copy_row(
+            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
             value_pages, value_full, value_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
         )  # fmt: skip
         letter += 1

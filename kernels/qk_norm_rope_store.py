@@ -12,7 +12,8 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 | tensor       | axes                              | dtype          | notes                                    |
 |--------------|-----------------------------------|----------------|------------------------------------------|
 | qkv          | [T, (hq + 2 hkv) d]               | any float      | last axis 1; q heads, then k, then v     |
-| q_out        | [T, hq, d]                        | as qkv         | last axis 1, heads adjacent              |
+|              | [S, T, (hq + 2 hkv) d]            | any float      | the same in S parts, added up in float32 |
+| q_out        | [T, hq, d]                        | as qkv; any beside parts | last axis 1, heads adjacent    |
 | k_cache, v_cache | [block, kv head, position, d] | any float, int8 or float8_e4m3fn | last axis 1; 64-bit offsets |
 | k_scales, v_scales | [block, kv head, position]  | float16        | beside int8 and fp8 caches; else None    |
 | slot_mapping | [T]                               | int64          | -1: K and V of this row are not stored   |
@@ -23,6 +24,9 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 "Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
 even and at most d; r = 0 applies no rotation. Quantised K and V (`kv_format.py`) are made of the float32 heads, with no
 rounding to a float type between.
+
+With early launch (`launch.py`), slot_mapping and positions are read while the kernel ahead still runs: what writes them
+must have completed when that one starts. A step's embedding kernel sees to it.
 
 Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_qk_norm_rope_store`: for 16 + 2 x 8
 heads of 128: 1.6 us for one token, 3.1 for 64, 5.5 for 256; 1.94 TB/s for 8,192, 42 % of the read limit of that run.

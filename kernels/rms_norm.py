@@ -56,7 +56,7 @@ class RmsNormPlan:
 def launch_plan(row_count: int, hidden: int) -> RmsNormPlan:
     """The grid and tile for `row_count` rows of `hidden` elements."""
     block = max(triton.next_power_of_2(hidden), 16)
-    elements = 256 if row_count <= FEW_ROWS else 512  # a warp's
+    elements = 128 if row_count <= FEW_ROWS else 512  # a warp's
     return RmsNormPlan((row_count,), block, num_warps=min(max(block // elements, 1), 16))
 
 

@@ -22,10 +22,10 @@ How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread ov
 needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum and each chunk its mass; from these
 `_choose_kernel` finds a bound below which no kept id can lie, gathers the candidates above it, and finds the exact
 thresholds among them by comparing each with each or, if they are many, by a search over the ordered bits of the
-floats. Mass is summed in 64-bit integers, so the result does not depend on the order of the candidates. Too many
-candidates for top-p are counted by intervals of value, of which one is searched; when there is no bound, or that
-interval too holds too many, the search runs over the whole row: slower, and as exact. The last program of a row to
-finish makes the choice.
+floats. Mass is summed in 64-bit integers, so the result does not depend on the order of the candidates. For top-p it is
+also counted by intervals of value while gathering, and only the values of one interval are searched. When there are too
+many candidates, the row takes their place; when there is no bound either, or the interval holds too many values, the
+search runs over all: slower, and as exact. The last program of a row to finish makes the choice.
 
 | tensor        | axes   | dtype          | notes                                                              |
 |---------------|--------|----------------|--------------------------------------------------------------------|
@@ -67,10 +67,10 @@ from kernels.sampling_state import (
     GATHER_PROGRAMS,
     MIN_P,
     NO_SAMPLE_ID,
+    PASS_TILE,
     PIECE,
     PRESENCE,
     REPETITION,
-    ROW_TILE,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
@@ -282,8 +282,8 @@ def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
-    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr,
-    CANDIDATES: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate the row; one without a sample is done.
     let_next_start(PDL)
@@ -320,8 +320,8 @@ def _choose_kernel(
                 if mine:
                     count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
                     chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
-                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, ROW_TILE, CANDIDATES,
-                                              BINS)  # fmt: skip
+                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE, CANDIDATES,
+                                              BINS, INTERVAL)  # fmt: skip
                     tl.debug_barrier()
                     if is_binned(pivot, slot, settings, VOCABULARY):
                         empty = tl.zeros((BINS,), tl.int64)
@@ -437,6 +437,6 @@ def sample(
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
         settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
-        FEW=FEW, TILE=TILE, ROW_TILE=ROW_TILE, BINS=BINS, CANDIDATES=workspace.candidates.shape[1], num_warps=16,
-        **common,
+        FEW=FEW, TILE=TILE, PASS_TILE=PASS_TILE, BINS=BINS, INTERVAL=workspace.interval.shape[1],
+        CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
     )  # fmt: skip

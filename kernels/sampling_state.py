@@ -13,10 +13,11 @@ CHUNK = 4096  # logits a program scans
 CANDIDATES = 16_384  # the most that are gathered for a row
 FEW = 128  # candidates that are compared each with each
 TILE = 2048  # candidates, or logits, that the search looks at together
-ROW_TILE = 8192  # logits that a pass over the whole row looks at together
+PASS_TILE = 4096  # the same for what goes over them once
 PIECE = 256  # logits that share a maximum
 BINS = 2048  # intervals of value in which the candidates' mass is counted
-GATHER_PROGRAMS = 512  # programs over which a launch spreads the gathering
+INTERVAL = 2048  # values of one interval that are searched
+GATHER_PROGRAMS = 128  # programs over which a launch spreads the gathering; each finds the row's bound by itself
 
 FAILED_ID = -1
 NO_SAMPLE_ID = -2
@@ -108,6 +109,7 @@ class SamplingWorkspace:
     candidate_ids: torch.Tensor
     tickets: torch.Tensor
     bins: torch.Tensor
+    interval: torch.Tensor
 
     @classmethod
     def allocate(cls, max_rows: int, vocabulary: int, device: torch.device | str) -> "SamplingWorkspace":
@@ -126,9 +128,11 @@ class SamplingWorkspace:
             candidate_ids=torch.empty(max_rows, CANDIDATES, **integers),
             tickets=torch.zeros(max_rows, 2, **integers),
             bins=torch.zeros(max_rows, BINS, dtype=torch.int64, device=device),
+            interval=torch.empty(max_rows, INTERVAL, device=device),
         )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """In the order that the kernels take them."""
         return (self.best_scores, self.best_ids, self.piece_maxima, self.chunk_sums, self.raw_piece_maxima,
-                self.raw_chunk_sums, self.candidates, self.candidate_ids, self.tickets, self.bins)  # fmt: skip
+                self.raw_chunk_sums, self.candidates, self.candidate_ids, self.tickets, self.bins,
+                self.interval)  # fmt: skip

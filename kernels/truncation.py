@@ -12,7 +12,10 @@ is `SamplingWorkspace.tensors`, both in the order given there.
 import triton
 import triton.language as tl
 
-from kernels.noise import gumbel, noise_bits, noise_keys
+from kernels.noise import HAS_PTX, gumbel, noise_bits, noise_keys
+
+USES_INTERVALS = tl.constexpr(True)
+"""Whether top-p's threshold is looked for in one interval of values first; without, among all candidates."""
 
 
 @triton.jit
@@ -71,7 +74,15 @@ def at_temperature(x, slot, settings):
     """Logits over the temperature; unchanged at 0."""
     temperature = tl.load(settings[0] + slot * 8)
     if temperature > 0:
-        x = x * (1.0 / temperature)  # a division for each logit would cost more than its noise
+        # A division for each logit would cost more than its noise. The product is rounded here, and never becomes part
+        # of a fused multiply-add: a value must be the same number wherever it is looked at.
+        inverse = 1.0 / temperature
+        if HAS_PTX:
+            x = tl.inline_asm_elementwise(
+                "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, inverse], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            x = x * inverse
     return x
 
 
@@ -215,7 +226,7 @@ def is_binned(pivot, slot, settings, VOCABULARY):
     """Whether the mass of a row's candidates is added up by intervals: for top-p with a bound, but without top-k."""
     top_k = tl.load(settings[1] + slot * 16)
     has_k = (top_k > 0) & (top_k < VOCABULARY)
-    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf"))
+    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf")) & USES_INTERVALS
 
 
 @triton.jit
@@ -226,47 +237,66 @@ def _bin_of(x, top, pivot, BINS: tl.constexpr):
 
 
 @triton.jit
-def _kept_from_bins(row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
-                    ROW_TILE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+def _interval_values(wanted, gathered, count, row, logits, logits_stride, work, slot, known, settings, top, pivot,
+                     PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr,
+                     INTERVAL: tl.constexpr):  # fmt: skip
+    """Store the values of one interval, if no more than INTERVAL; returns their number, the least and the largest."""
+    held_count = 0
+    least = top
+    largest = float("-inf")
+    for tile in range(0, tl.cdiv(count, PASS_TILE)):
+        x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                           PASS_TILE, CANDIDATES)  # fmt: skip
+        held = (x >= pivot) & (_bin_of(x, top, pivot, BINS) == wanted)
+        here = tl.sum(held.to(tl.int32), axis=0)
+        if here > 0:
+            least = tl.minimum(least, tl.min(tl.where(held, x, top), axis=0))
+            largest = tl.maximum(largest, tl.max(tl.where(held, x, float("-inf")), axis=0))
+            place = held_count + tl.cumsum(held.to(tl.int32), axis=0) - 1
+            tl.store(work[10] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
+            held_count += here
+    tl.debug_barrier()
+    return held_count, least, largest
+
+
+@triton.jit
+def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot,
+                    row_mass, FEW: tl.constexpr, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+                    BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
     """`(order key, found)`: as `_kept_from` for top-p, from the intervals' mass; not found if one holds too many."""
     place = tl.arange(0, BINS)
     masses = tl.load(work[9] + row * BINS + place, cache_modifier=".cg")
     total = _fixed(row_mass)
     if tl.load(settings[0] + slot * 8 + 2) > 0:
         total = tl.sum(masses, axis=0)  # what min-p left
-    target = (total.to(tl.float64) * tl.load(settings[0] + slot * 8 + 1)).to(tl.int64)
+    target = tl.maximum((total.to(tl.float64) * tl.load(settings[0] + slot * 8 + 1)).to(tl.int64), 1)
     wanted = tl.sum((tl.cumsum(masses, axis=0) < target).to(tl.int32), axis=0)
     above = tl.sum(tl.where(place < wanted, masses, 0), axis=0)
-    # The values of the interval that crosses the target take the place of the candidates.
-    count = 0
-    low_value = top
-    high_value = float("-inf")
-    lane = tl.arange(0, ROW_TILE)
-    for tile in range(0, tl.cdiv(VOCABULARY, ROW_TILE)):
-        token_id = tile * ROW_TILE + lane
-        inside = token_id < VOCABULARY
-        x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
-        held = inside & (x >= pivot) & (_bin_of(x, top, pivot, BINS) == wanted)
-        low_value = tl.minimum(low_value, tl.min(tl.where(held, x, top), axis=0))
-        high_value = tl.maximum(high_value, tl.max(tl.where(held, x, float("-inf")), axis=0))
-        target_place = count + tl.cumsum(held.to(tl.int32), axis=0) - 1
-        tl.store(work[6] + row * CANDIDATES + target_place, x, mask=held & (target_place < CANDIDATES))
-        count += tl.sum(held.to(tl.int32), axis=0)
-    tl.debug_barrier()
-    low = _order_key(tl.where(wanted < BINS, low_value, pivot))  # beyond the last interval, all candidates are kept
-    found = (count <= CANDIDATES) | (low_value == high_value)
-    high = tl.where((wanted < BINS) & found & (low_value < high_value), _order_key(high_value) + 1, low + 1)
-    inner = tl.arange(0, 8) + 1
-    small = tl.arange(0, 1024)
-    while high - low > 1:
-        threshold = low + (high - low) * inner // 9
-        sums = tl.zeros((8, 1024), tl.int64)
-        for tile in range(0, tl.cdiv(count, 1024)):
-            at = tile * 1024 + small
-            x = tl.load(work[6] + row * CANDIDATES + at, mask=at < count, other=float("-inf"), cache_modifier=".cg")
-            sums += tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
-        mass = above + tl.sum(sums, axis=1)
-        low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
+    low = _order_key(pivot)  # where the target lies beyond the last interval, all candidates are kept
+    found = wanted == BINS
+    if wanted < BINS:
+        held_count, least, largest = _interval_values(
+            wanted, gathered, count, row, logits, logits_stride, work, slot, known, settings, top, pivot,
+            PASS_TILE, CANDIDATES, BINS, INTERVAL,
+        )  # fmt: skip
+        low = _order_key(least)
+        found = (held_count > 0) & ((held_count <= INTERVAL) | (least == largest))
+        if found & (held_count <= FEW):
+            few = tl.arange(0, FEW)
+            x = tl.load(work[10] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
+            mass = tl.sum(tl.where(x[None, :] >= x[:, None], _mass_of(x, top)[None, :], 0), axis=1)
+            reached = (above + mass >= target) & (few < held_count)
+            low = tl.maximum(low, tl.max(tl.where(reached, _order_key(x), low), axis=0))
+        elif found & (least < largest):
+            high = _order_key(largest) + 1
+            inner = tl.arange(0, 8) + 1
+            lane = tl.arange(0, INTERVAL)
+            x = tl.load(work[10] + row * INTERVAL + lane, mask=lane < held_count, other=float("-inf"))
+            while high - low > 1:
+                threshold = low + (high - low) * inner // 9
+                sums = tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
+                mass = above + tl.sum(sums, axis=1)
+                low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
     return low, found
 
 
@@ -297,29 +327,26 @@ def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row
 
 @triton.jit
 def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
-                     FEW: tl.constexpr, TILE: tl.constexpr, ROW_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-                     BINS: tl.constexpr):  # fmt: skip
+                     FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+                     BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
     """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
     gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
     best_id = 0x7FFFFFFF
     if gathered & (count <= FEW):
         best_id = _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW, CANDIDATES)
-    elif gathered:
-        low = _kept_from(True, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                         top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
-        best_id = _best_from(low, True, count, row, logits, logits_stride, work, slot, known, settings,
-                             TILE, CANDIDATES)  # fmt: skip
     else:
+        count = tl.where(gathered, count, VOCABULARY)
         low = _order_key(pivot)
         found = False
         if is_binned(pivot, slot, settings, VOCABULARY):
-            low, found = _kept_from_bins(row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top,
-                                         pivot, row_mass, ROW_TILE, CANDIDATES, BINS)  # fmt: skip
+            low, found = _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                                         VOCABULARY, top, pivot, row_mass, FEW, PASS_TILE, CANDIDATES, BINS,
+                                         INTERVAL)  # fmt: skip
         if found == 0:
-            low = _kept_from(False, VOCABULARY, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
+            low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                              top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
-        best_id = _best_from(low, False, VOCABULARY, row, logits, logits_stride, work, slot, known, settings,
-                             ROW_TILE, CANDIDATES)  # fmt: skip
+        best_id = _best_from(low, gathered, count, row, logits, logits_stride, work, slot, known, settings,
+                             PASS_TILE, CANDIDATES)  # fmt: skip
     return best_id
 
 

@@ -104,7 +104,7 @@ class _Answer(threading.Thread):
     def run(self) -> None:
         """Ask, print, and wake the supervisor."""
         try:
-            from frontend.terminal import answer_once
+            from frontend.terminal_chat import answer_once
 
             answer_once(self._endpoint, self._prompt)
         except Exception as error:

@@ -2,8 +2,9 @@
 
     step time = decode time + chunk tokens * token time
 
-Both are running means: the decode time from steps without chunks, the token time from what is left of the others. Knows
-no clock. Called by the core (what a step took) and the planner (what the next one may hold).
+Both are running means: the decode time from steps without chunks, the token time from what is left of the others, where
+each token counts the same, since a short chunk takes longer for each of its own. Knows no clock. Called by the core (what
+a step took) and the planner (what the next one may hold, and whether computing a victim's tokens again beats swapping).
 """
 
 WEIGHT = 0.2
@@ -22,14 +23,20 @@ class StepTime:
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
         self.decode_s: float | None = None
-        self.token_s: float | None = None
+        self._chunk_s = self._chunk_tokens = 0.0
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds that a prompt token takes; None while no prompt has been computed."""
+        return self._chunk_s / self._chunk_tokens if self._chunk_tokens else None
 
     def note(self, step_s: float, chunk_tokens: int) -> None:
         """A step with so many prompt tokens took so long."""
         if chunk_tokens == 0:
             self.decode_s = _mean(self.decode_s, step_s)
         else:
-            self.token_s = _mean(self.token_s, max(step_s - (self.decode_s or 0.0), 0.0) / chunk_tokens)
+            self._chunk_s = (1 - WEIGHT) * self._chunk_s + max(step_s - (self.decode_s or 0.0), 0.0)
+            self._chunk_tokens = (1 - WEIGHT) * self._chunk_tokens + chunk_tokens
 
     def chunk_budget(self, most: int) -> int:
         """Prompt tokens, at most `most`, with which a step that also decodes meets the target."""

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
     """The plan that the worker would make for the shape as a bucket, unless told otherwise."""
     from kernels.paged_kv import HeadShape
-    from kernels.prefill_attention import SPECIALISED_TOKENS, can_specialise, launch_plan
+    from kernels.prefill_attention import can_specialise, is_specialised_size, launch_plan
+    from worker_proc.cuda.buckets import bucket_of
 
     token_count = shape.batch * shape.query_tokens
     heads = HeadShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.block_size)
     capability_major = torch.cuda.get_device_capability()[0] if harness.has_cuda() else 0
     quantised = shape.cache != "auto"
     is_possible = can_specialise(heads, device_and_dtype()[1], quantised=quantised, capability_major=capability_major)
-    is_specialised = is_possible and token_count >= SPECIALISED_TOKENS
+    bucket = bucket_of(0, shape.batch, token_count, max_rows=256, max_tokens=max(token_count, 8192))
+    is_specialised = is_possible and is_specialised_size(bucket.tokens, bucket.rows)
     options = {"specialised": is_specialised, "quantised": quantised} | plan_options
     return launch_plan(
         token_count,

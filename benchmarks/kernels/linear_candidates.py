@@ -72,7 +72,7 @@ def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
             width = block_n * (2 if silu else 1)
             if width * block_m > 128 * 256 or (width == 16 and shape.outputs > 1024) or (block_n == 16 and rows > 64):
                 continue
-            for split_k in (1,) if silu or most == 3000 else (1, 2, 3, 4, 6, 8):
+            for split_k in (1,) if silu or most == 3000 or not shape.fusion else (1, 2, 3, 4, 6, 8):
                 programs = -(-shape.out_columns // block_n) * split_k * -(-rows // block_m)
                 if 80 <= programs <= most * -(-rows // 256):
                     tile = LinearPlan("resident", block_n, 0, warps, 1, split_k, norm_apart=True, block_m=block_m)
@@ -103,7 +103,7 @@ def _stage_choices(shape: LinearShape, plan: LinearPlan, width: int) -> Iterator
 def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     """Every plan worth timing for `rows` rows."""
     plans = [LIBRARY]
-    if "parts" in shape.fusion or shape.fusion == ("silu",):
+    if "parts" in shape.fusion or shape.fusion in (("silu",), ()):
         if rows <= 16:
             plans += held_candidates(shape)
         return plans + list(resident_candidates(shape, rows))

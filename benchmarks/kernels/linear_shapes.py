@@ -60,7 +60,11 @@ class ModelShape:
     layer: tuple[LinearShape, ...]
     lm_head: LinearShape
     in_parts: tuple[LinearShape, ...]
-    head_dim: int = 128
+
+    @property
+    def alone(self) -> LinearShape:
+        """The q/k/v product with nothing beside it: what the fused decode attention reads."""
+        return LinearShape("qkv", self.layer[0].outputs, self.layer[0].inputs)
 
 
 MODELS = {
@@ -86,7 +90,6 @@ MODELS = {
             layer_shapes(576, 960, 576, 1536),
             LinearShape("lm_head", 49_152, 576, ("norm",), float32_out=True),
             layer_shapes_in_parts(576, 960, 576, 1536),
-            head_dim=64,
         ),
     )
 }

@@ -1,7 +1,7 @@
 """Measure every candidate plan of the skinny products on this card and write the table that ships with the kernels.
 
     python -m benchmarks.kernels.tune_skinny_linear [--models qwen3-0.6b,llama-3.1-8b] [--rows 1,2,...] [--table FILE]
-        [--kinds layer,head,parts]
+        [--kinds layer,head,alone,parts]
 
 Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then
 timed one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
@@ -37,7 +37,7 @@ def jobs_for(models: list[str], row_counts: list[int], kinds: list[str]) -> list
     shapes: dict[LinearShape, None] = {}
     for name in models:
         model = MODELS[name]
-        groups = {"parts": model.in_parts, "layer": model.layer, "head": (model.lm_head,)}
+        groups = {"parts": model.in_parts, "alone": (model.alone,), "layer": model.layer, "head": (model.lm_head,)}
         for shape in (shape for kind in groups if kind in kinds for shape in groups[kind]):
             shapes[shape] = None
     return [(shape, rows) for shape in shapes for rows in row_counts]
@@ -194,7 +194,7 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,smollm2-135m")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
-    parser.add_argument("--kinds", default="layer,head,parts", help="products: parts for 16 rows and more")
+    parser.add_argument("--kinds", default="layer,head,alone,parts", help="products: parts for 4 rows and more")
     parser.add_argument("--prefetch", action="store_true", help="each launch prefetches the next one's weight")
     parser.add_argument("--table", type=Path, default=TABLE_PATH)
     options = parser.parse_args()

@@ -99,13 +99,15 @@ _FROM_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in FromClient.__args__}
 _TO_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in ToClient.__args__}
 
 
+ITEM_LIMIT = 1 << 20
+"""Items in all arrays and maps of a client's message at most."""
 _START_BYTES = 4 * ID_LIMIT + 64
 """Of a message, as many bytes as hold its type code and request id."""
 
 
 def decode_from_client(data: bytes) -> FromClient:
     """A message from a client; raises WireError."""
-    return _decode(data, _FROM_CLIENT, "client -> engine")  # type: ignore[no-any-return]
+    return _decode(data, _FROM_CLIENT, "client -> engine", ITEM_LIMIT)  # type: ignore[no-any-return]
 
 
 def decode_to_client(data: bytes) -> ToClient:
@@ -130,8 +132,8 @@ def request_id_of(data: bytes) -> str:
     return request_id if readable else ""
 
 
-def _decode(data: bytes, kinds: Mapping[int, Any], link: str) -> Any:
-    code, fields = unpack(data)
+def _decode(data: bytes, kinds: Mapping[int, Any], link: str, item_limit: int | None = None) -> Any:
+    code, fields = unpack(data, item_limit=item_limit)
     if code not in kinds:
         raise WireError(f"type code {code} is not carried by the link {link}")
     return kinds[code].from_fields(fields)

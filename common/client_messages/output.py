@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import WireError
+from common.errors import WireError, shown
 from common.wire import FieldReader, array_bytes
 
 LOGPROB_LIMIT = 1 << 20
@@ -184,5 +184,5 @@ def _logprobs(value: Any) -> "tuple[TokenLogprob, ...] | None":
 
 def _stop_reason(value: Any) -> str | int | None:
     if value is not None and type(value) not in (str, int):
-        raise WireError(f"stop_reason: wanted a string, an integer or nil, got {repr(value)[:80]}")
+        raise WireError(f"stop_reason: wanted a string, an integer or nil, got {shown(value)}")
     return value  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from common.client_messages.output import Delta, SampleResult, TokenLogprob, optional_entries
 from common.client_messages.requests import ID_LIMIT
-from common.errors import WireError
+from common.errors import WireError, shown
 from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack
 
 PARAM_LIMIT = 256
@@ -344,5 +344,5 @@ def _delta(value: Any) -> tuple[str, Delta]:
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 4096:
-        raise WireError(f"wanted a name, got {repr(value)[:80]}")
+        raise WireError(f"wanted a name, got {shown(value)}")
     return value

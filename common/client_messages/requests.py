@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from common.errors import RequestError, WireError
+from common.errors import RequestError, WireError, shown
 from common.wire import INT32_MAX, FieldReader, array_bytes, pack
 
 CLIENT_PROTOCOL_VERSION = 1
@@ -324,5 +324,5 @@ def _prompt_from_wire(value: Any) -> Prompt:
 
 def _optional_flag(value: Any) -> bool | None:
     if value is not None and type(value) is not bool:
-        raise WireError(f"wanted a boolean or nil, got {repr(value)[:80]}")
+        raise WireError(f"wanted a boolean or nil, got {shown(value)}")
     return value

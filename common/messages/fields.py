@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import WireError
+from common.errors import WireError, shown
 from common.wire import INT32_MAX, FieldReader, array_bytes
 
 STEP_PARTS = ("plan", "wire", "input", "forward", "sampling", "report")
@@ -94,7 +94,7 @@ def embeddings_to_lists(entries: "tuple[tuple[int, array[float]], ...]") -> list
 def token_id(value: Any) -> int:
     """A token id; raises WireError."""
     if type(value) is not int or not 0 <= value <= INT32_MAX:
-        raise WireError(f"wanted a token id, got {repr(value)[:80]}")
+        raise WireError(f"wanted a token id, got {shown(value)}")
     return value
 
 
@@ -108,7 +108,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 def token_mask(value: Any) -> bytes:
     """A bit per token id, in whole words of 32; raises WireError."""
     if type(value) is not bytes or len(value) % 4 or not 0 < len(value) <= TOKEN_MASK_LIMIT_BYTES:
-        raise WireError(f"wanted a mask of token ids in words of 4 bytes, got {repr(value)[:80]}")
+        raise WireError(f"wanted a mask of token ids in words of 4 bytes, got {shown(value)}")
     return value
 
 

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from common.errors import RequestError, WireError
+from common.errors import RequestError, WireError, shown
 from common.messages.fields import (
     POOLINGS,
     TokenLogprobs,
@@ -378,5 +378,5 @@ def _params(values: dict[str, Any]) -> SamplingParams:
 
 def _counter(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= 2**63:
-        raise WireError(f"wanted a counter, got {repr(value)[:80]}")
+        raise WireError(f"wanted a counter, got {shown(value)}")
     return value

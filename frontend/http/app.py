@@ -15,6 +15,7 @@ from common.errors import RequestError
 from frontend.engine import Engine
 from frontend.http.endpoints import ENDPOINTS
 from frontend.http.errors import error_response
+from frontend.http.history import History
 from frontend.http.metrics import Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
 from frontend.http.openapi import document
@@ -39,6 +40,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
         exception_handlers={RequestError: _on_refused, HTTPException: _on_http_error},
     )
     app.state.engine = engine
+    app.state.history = History(engine)
     app.state.metrics = Metrics(engine, options.metrics_prefix)
     app.state.openapi = document(ENDPOINTS, root_path=options.root_path, has_keys=bool(options.api_key))
     return app

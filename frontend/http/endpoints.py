@@ -1,6 +1,6 @@
 """Every endpoint of the HTTP API, with its body and an example: what is routed, and what /openapi.json describes."""
 
-from frontend.http import utilities
+from frontend.http import dashboard, utilities
 from frontend.http.anthropic import MessagesRequest, count_tokens, messages
 from frontend.http.chat import chat_completions
 from frontend.http.completions import completions
@@ -46,6 +46,8 @@ ENDPOINTS = (
     Endpoint("/flush_cache", utilities.flush_cache, methods=("POST",)),
     Endpoint("/start_profile", start_profile, ProfileRequest, {"process": "worker", "steps": 10}, needs_body=False),
     Endpoint("/stop_profile", stop_profile, ProfileRequest, {"process": "worker"}, needs_body=False),
+    Endpoint("/dashboard", dashboard.page, answer="text/html"),
+    Endpoint("/dashboard/data", dashboard.data),
     Endpoint("/openapi.json", openapi_json),
     Endpoint("/docs", docs, answer="text/html"),
 )  # fmt: skip

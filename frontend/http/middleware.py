@@ -18,8 +18,8 @@ from frontend.http.errors import error_response
 logger = logging.getLogger(__name__)
 
 BODY_LIMIT_BYTES = 32 << 20
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
-"""Paths that need no API key: what load balancers and orchestrators ask."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/dashboard"})
+"""Paths that need no API key: what load balancers and orchestrators ask, and a page that holds no figures itself."""
 _GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -71,7 +71,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
+        if scope["type"] != "http" or _path(scope) in OPEN_PATHS or self._is_known(scope):
             return await self._app(scope, receive, send)
         error = RequestError(
             "a valid API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key", status=401
@@ -115,6 +115,11 @@ class BodyLimit:
     def _too_large(self) -> RequestError:
         text = f"the body is larger than {self._limit_bytes} bytes"
         return RequestError(text, code="body_too_large", status=413)
+
+
+def _path(scope: Scope) -> str:
+    """The path that routes see: without what a reverse proxy puts before it (`--root-path`)."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -12,6 +12,7 @@ from common.config import EngineConfig, ServerOptions
 from common.http_socket import BACKLOG, bind_http, http_url, inherited_http_socket
 from frontend.engine import Engine
 from frontend.http.app import build_app
+from frontend.http.history import History
 from frontend.http.protocol import Protocol
 
 KEEP_ALIVE_S = 75
@@ -44,9 +45,11 @@ class HttpServer:
     def __init__(self, engine: Engine, options: ServerOptions, listener: socket.socket) -> None:
         self.endpoint = http_url(options, listener)
         self._listener = listener
+        app = build_app(engine, options)
+        self._history: History = app.state.history
         self._server = _Server(
             uvicorn.Config(
-                build_app(engine, options),
+                app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -72,11 +75,13 @@ class HttpServer:
                 raise RuntimeError("the HTTP server ended while it started")
             await asyncio.sleep(_START_POLL_S)
         self._listener.listen(BACKLOG)  # asyncio has set its own
+        self._history.start()
 
     async def stop(self, grace_s: float) -> None:
         """Take no new connections, close idle ones, and cut those that still write after `grace_s` seconds."""
         if self._task is None:
             return
+        self._history.stop()
         self._server.should_exit = True
         await asyncio.wait({self._task}, timeout=grace_s)
         self._server.force_exit = True

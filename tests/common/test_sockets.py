@@ -21,6 +21,7 @@ def test_a_client_endpoint_that_another_engine_serves_is_refused(context, tmp_pa
         with pytest.raises(StartupError, match="another engine serves there"):
             bind_client_router(context, endpoint)
         with context.socket(zmq.DEALER) as client:
+            client.set(zmq.LINGER, 0)
             client.connect(endpoint)
             client.send(b"x")
 

@@ -107,6 +107,44 @@ def test_health_version_and_metrics(url, client, model):
     assert "trireme:num_requests_running" in text
 
 
+def scraped(url) -> dict[str, float]:
+    """Values of `/metrics` by name without prefix and labels; what differs by label is added up."""
+    values: dict[str, float] = {}
+    for line in httpx.get(url + "/metrics").text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            name = name.partition("{")[0].removeprefix("trireme:")
+            values[name] = values.get(name, 0.0) + float(value)
+    return values
+
+
+def test_every_time_of_a_request_is_counted_where_it_was_spent(url):
+    """Three requests of 30 and 9 tokens; the times that the scheduler tells fit into those that the frontend takes."""
+    before = scraped(url)
+    body = {"prompt": list(range(20, 50)), "max_tokens": 9, "ignore_eos": True, "cache_salt": "timed"}
+    for _ in range(3):
+        assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+    wait_for(lambda: scraped(url)["generation_tokens_total"] - before["generation_tokens_total"] >= 27)
+    now = scraped(url)
+
+    def grown(name: str) -> float:
+        return round(now[name] - before[name], 9)
+
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time",
+                 "request_decode_time", "request_inference_time", "request_time_per_output_token"):  # fmt: skip
+        assert grown(f"{name}_seconds_count") == 3, name
+        assert grown(f"{name}_seconds_sum") > 0, name
+    assert grown("inter_token_latency_seconds_count") == 3 * 8
+    assert grown("request_prompt_tokens_sum") == 90 and grown("request_generation_tokens_sum") == 27
+    waited = grown("request_queue_time_seconds_sum") + grown("request_prefill_time_seconds_sum")
+    assert waited <= grown("time_to_first_token_seconds_sum") + 1e-6
+    assert grown("inter_token_latency_seconds_sum") == pytest.approx(grown("request_decode_time_seconds_sum"), rel=0.01)
+    assert grown("iteration_tokens_total_count") == grown("engine_steps_total") > 0
+    assert grown("iteration_tokens_total_sum") >= grown("prompt_tokens_total") - grown("prefix_cache_hits_total")
+    assert grown("prefix_cache_hits_total") >= 2 * 28 and grown("request_success_total") == 3
+    assert grown("step_time_seconds_total") > 0
+
+
 def test_a_flushed_cache_is_cold(url):
     def cached_count() -> int:
         reply = httpx.post(url + "/v1/completions", json={"prompt": list(range(20, 60)), "max_tokens": 1})

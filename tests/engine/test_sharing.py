@@ -1,5 +1,6 @@
 """Shared, copied and swapped blocks with the real runner: the tokens are those of a run that shares nothing."""
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tests.support import tiny
 from tests.support.memory_engine import MemoryEngine
 from worker_proc.loader import load_model
+from worker_proc.runner import CpuRunner
 
 OUTPUT_COUNT = 20
 WAYS = {
@@ -49,6 +51,26 @@ def test_sharing_changes_no_token(case, way):
             assert found == [tokens] * sample_count, f"prompt {index}, {sample_count} samples"
     stats = engine.core.stats()
     assert (stats.preemptions > 0) == ("block_count" in WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharing_changes_no_bit_with_deterministic(case, way):
+    """Fault F7 to the last bit: cached prefixes, copied blocks and both kinds of preemption, beside others."""
+    model, prompts, _ = case
+    options = {"make_runner": partial(CpuRunner, deterministic=True)}
+    alone = {}
+    for index, prompt in enumerate(prompts):
+        quiet = MemoryEngine(model, prefix_cache="off", **options)
+        quiet.generate([prompt], OUTPUT_COUNT, logprobs=2)
+        alone[index] = quiet.samples[0, 0]
+    engine = MemoryEngine(model, **WAYS[way], **options)
+    for first in (0, len(prompts)):  # the second time from the cache, where there is one
+        engine.generate(prompts, OUTPUT_COUNT, logprobs=2)
+        for index, wanted in alone.items():
+            found = engine.samples[first + index, 0]
+            assert (found.token_ids, found.logprobs) == (wanted.token_ids, wanted.logprobs), f"prompt {index}"
+    assert len(alone[0].logprobs) == OUTPUT_COUNT
+    assert (engine.core.stats().preemptions > 0) == ("block_count" in WAYS[way])
 
 
 def test_a_step_that_only_swaps(case):

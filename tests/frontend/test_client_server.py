@@ -123,3 +123,12 @@ def test_an_unknown_parameter_of_any_length_is_refused_by_name(connect):
     raw = connect()
     raw.send(generate("g", {"a" * 300: 1}))
     assert raw.receive().param == "a" * wire.PARAM_LIMIT
+
+
+@pytest.mark.parametrize("tools", [["x"], [[]], [None], "x", {"a": 1}], ids=repr)
+def test_tools_that_are_none_are_refused_by_name(connect, tools):
+    raw = connect()
+    chat = [{"role": "user", "content": "x"}]
+    raw.send(wire.Generate(request_id="g", prompt=chat, params={}, chat={"tools": tools}))
+    reply = raw.receive()
+    assert (reply.code, reply.param) == ("invalid_parameter", "chat")

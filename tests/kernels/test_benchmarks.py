@@ -4,7 +4,17 @@ import importlib
 
 import pytest
 
-OPERATIONS = ["rms_norm", "silu_mul", "embedding", "qk_norm_rope_store", "step_inputs", "sampling", "skinny_linear"]
+OPERATIONS = [
+    "rms_norm",
+    "silu_mul",
+    "embedding",
+    "qk_norm_rope_store",
+    "step_inputs",
+    "sampling",
+    "skinny_linear",
+    "fixed_order_linear",
+    "pack_blocks",
+]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter

@@ -68,8 +68,9 @@ def test_wrong_arguments_are_named():
 
 
 def test_plans_and_bytes_without_a_gpu():
-    assert launch_plan(5000, torch.float32) == launch_plan(1, torch.float32) == FLOAT32_PLAN
-    assert [launch_plan(rows, torch.bfloat16) for rows in (64, 65, 1025)] == list(HALF_PLANS)
+    assert launch_plan(5000, 64, torch.float32) == launch_plan(1, 64, torch.float32) == FLOAT32_PLAN
+    sizes = [(8192, 1024), (2048, 1024), (1, 6144), (1, 4096), (1, 1024)]
+    assert [launch_plan(*size, torch.bfloat16) for size in sizes] == list(HALF_PLANS)
     assert bytes_moved(2, 8, 16, 2) == 2 * (8 * 16 + 2 * 24)
 
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from kernels import prefill_attention as prefill
 from kernels.paged_kv import HeadShape
 from kernels.prefill_attention import (
     COUNTER_COUNT,
     can_specialise,
     flops,
+    is_specialised_size,
     launch_plan,
     prefill_attention,
     reference_prefill_attention,
@@ -115,6 +117,17 @@ def test_block_sizes(block_size, place):
 )
 def test_options(options, place):
     check(make_batch([(70, 70), (21, 90), (5, 21)], *place), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"soft_cap": 3.0}])
+def test_full_tiles_in_a_loop_of_their_own(options, place):
+    plan_options = SMALL_TILES | {"one_loop": False}
+    check(make_batch([(70, 70), (21, 90), (5, 21)], *place), plan_options=plan_options, **options)
+
+
+def test_quantised_full_tiles_in_a_loop_of_their_own(place, cache_dtype):
+    batch = quantise_caches(make_batch([(70, 70), (21, 90), (5, 21)], *place), cache_dtype)
+    check(batch, plan_options=SMALL_TILES | {"one_loop": False})
 
 
 def test_the_default_plan(place):
@@ -318,9 +331,54 @@ def test_the_hopper_kernel_is_for_what_it_can_compute():
     assert not can_specialise(shape, torch.float32, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, sliding_window=64, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
-    assert not can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0")
-    assert not launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised
+    assert not can_specialise(shape, torch.float16, quantised=True, triton_version="3.6.0")
+    assert can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0") == prefill.CONVERTS
+    assert launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised == prefill.CONVERTS
     assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
     assert not can_specialise(HeadShape(16, 8, 128, block_size=4), torch.bfloat16, triton_version="3.6.0")
     assert not can_specialise(HeadShape(16, 8, 256, block_size=16), torch.bfloat16, triton_version="3.6.0")
+
+
+def test_the_hopper_kernel_is_for_large_steps_of_long_rows():
+    assert is_specialised_size(1024, row_count=1)
+    assert not is_specialised_size(1023, row_count=1)
+    assert not is_specialised_size(1024, row_count=16), "8 prompts of 128 tokens, in the bucket of 16 rows"
+    assert is_specialised_size(2048, row_count=16), "8 prompts of 256 tokens"
+    assert is_specialised_size(8192, row_count=256)
+
+
+HOPPER_MIXES = [
+    [(1, 60), (1, 9), (1000, 1000), (5, 5), (77, 300), (64, 640), *[(1, 1)] * 40],
+    [(1, 60), (1, 9), (0, 0), *[(33, 97), (1, 1), (2, 40), (64, 64)] * 12],
+    [(1, 60), (1, 9), (256, 9000), (128, 128), (127, 255), (129, 513), (16, 4096), *[(0, 0)] * 40],
+]
+"""Mixed steps of 33 to 64 rows, so that one compiled kernel takes them all; the first two rows are another kernel's."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "overlap, cache",
+    [(False, None), (True, None), (True, torch.int8), (True, torch.float8_e4m3fn)],
+    ids=["plain", "overlapped", "int8", "fp8"],
+)
+def test_variants_of_the_hopper_kernel(overlap, cache, monkeypatch):
+    """Each against float64, and again and again: an error that moves would be a race."""
+    skip_unless_here("cuda")
+    from kernels import prefill_attention_hopper
+
+    monkeypatch.setattr(prefill_attention_hopper, "OVERLAP", overlap)
+    monkeypatch.setattr(prefill, "CONVERTS", True)
+    decode_rows = torch.tensor([2], dtype=torch.int32, device="cuda")
+    for seed, rows in enumerate(HOPPER_MIXES):
+        spare = -sum(count for count, _ in rows) % 64
+        batch = make_batch(rows, "cuda", torch.bfloat16, query_heads=16, kv_heads=8, head_dim=128, padding=(3,),
+                           spare_tokens=spare, seed=seed)  # fmt: skip
+        if cache is not None:
+            batch = quantise_caches(batch, cache)
+        options = {"plan_options": {"specialised": True}, "decode_row_count": decode_rows}
+        result = run(batch, **options)[2:]
+        same, exact = references(batch)
+        assert_as_exact_as_torch(result, same[2:], exact[2:], ERROR_FACTOR)
+        for _ in range(8):
+            assert torch.equal(run(batch, **options)[2:], result), f"another result in another run of mix {seed}"

@@ -146,13 +146,14 @@ def test_every_setting_in_one_batch_equals_the_reference(vocabulary):
         assert bench.launch(logits) == want
 
 
-@pytest.mark.parametrize(("room", "levels"), [(16, 0), (1, 0), (16, 4)])
+@pytest.mark.parametrize(("room", "levels"), [(16, 0), (1, 0), (16, 4), (512, 0)])
 def test_more_candidates_than_fit_are_searched_in_the_row(room, levels):
-    """The interval that top-p's threshold lies in fits (16), or does not (1), or holds one value many times."""
+    """The interval that top-p's threshold lies in fits (16), or does not (1), or holds one value many times; 512
+    candidates are too few as well."""
     vocabulary = CHUNK + 300
     bench = Bench(len(SETTINGS), vocabulary, vocabulary)
-    few = {"candidates": bench.workspace.candidates[:, :room].clone(),
-           "candidate_ids": bench.workspace.candidate_ids[:, :room].clone()}  # fmt: skip
+    names = ("candidates", "candidate_ids", "interval")
+    few = {name: getattr(bench.workspace, name)[:, :room].clone() for name in names}
     bench.workspace = replace(bench.workspace, **few)
     for row, setting in enumerate(SETTINGS):
         bench.set(row, seed=row, **setting)
@@ -161,6 +162,19 @@ def test_more_candidates_than_fit_are_searched_in_the_row(room, levels):
         logits = (logits * levels).round() / levels
     want = bench.want(logits)
     assert bench.launch(logits) == want
+
+
+@pytest.mark.parametrize(("deviation", "in_one"), [(0.02, "few hundred"), (0.0005, "more than are searched")])
+def test_top_p_ends_among_values_that_lie_close_together(deviation, in_one):
+    """One large value, and all others in a heap below it: intervals of a few hundred values, or of nearly all."""
+    vocabulary = CHUNK + 300
+    bench = Bench(4, vocabulary, vocabulary)
+    logits = logits_of(4, vocabulary, scale=deviation) - 5
+    logits[:, 7] = 0.0
+    for row, top_p in enumerate((0.2, 0.5, 0.9, 0.999)):
+        bench.set(row, seed=row, temperature=1.0, top_p=top_p)
+    want = bench.want(logits)
+    assert bench.launch(logits) == want, in_one
 
 
 def test_each_row_equals_its_solo_run():
@@ -267,7 +281,7 @@ def test_no_rows_is_no_work():
 def test_plan():
     plan = launch_plan(1, 151_936)
     assert plan.scan_grid == (1, 38) and plan.choose_grid == (1, 38) and plan.piece_tile == 1024
-    assert launch_plan(256, 151_936).choose_grid == (256, 2)
+    assert launch_plan(256, 151_936).choose_grid == (256, 1) and launch_plan(64, 151_936).choose_grid == (64, 2)
 
 
 def test_wrong_arguments_are_named():

@@ -190,7 +190,9 @@ def test_hopper_kernel_matches_float32(rows, outputs, inputs, plan, dtype):
         parts = run_parts_plan(plan, x, weight, workspace)
         assert parts.shape == (plan.split_k, rows, outputs)
         assert_as_exact(parts.sum(0).to(dtype), skinny_linear_reference(x, weight))
-    if plan.split_k == 1:
+    from kernels.skinny_linear_hopper import fits
+
+    if plan.split_k == 1 and fits(plan, inputs, True):
         run_plan(plan, x, weight, out, None, 1e-6, None, True, workspace)
         assert_as_exact(out, skinny_linear_reference(x, weight, silu_mul=True))
 

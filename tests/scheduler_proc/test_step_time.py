@@ -29,6 +29,16 @@ def test_learns_the_two_times_and_divides_the_target():
     assert times.chunk_budget(100) == 100
 
 
+def test_a_short_chunk_says_little_about_the_time_of_a_token():
+    """Preemption `auto` compares it with the link: the fixed time of a step must not count as that of a few tokens."""
+    times = StepTime(0.0)
+    assert times.token_s is None
+    times.note(0.002, 0)
+    times.note(0.002 + 8000 * 5e-6, 8000)
+    times.note(0.003, 10)
+    assert times.token_s == pytest.approx(5e-6, rel=0.05)
+
+
 def test_a_missed_target_leaves_the_least_chunk_and_admits_nobody():
     times = StepTime(0.001)
     times.note(0.002, 0)

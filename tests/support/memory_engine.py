@@ -39,9 +39,10 @@ LIMITS = Limits(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, b
 
 @dataclass
 class Sample:
-    """What came back for one sample of a request."""
+    """What came back for one sample of a request; `logprobs` one tuple a token, where it asked for them."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[tuple] = field(default_factory=list)
     finish: str = ""
     embedding: "array[float] | None" = None
     cached_count: int = -1
@@ -146,14 +147,16 @@ class MemoryEngine:
                 self._take(received)
 
     def _take(self, out: TokensOut) -> None:
-        start = 0
         for row, embedding in out.embeddings:
             self.samples[out.request_ids[row], 0].embedding = embedding
+        start, places = 0, {entry.row_index: entry for entry in out.logprobs}
         for row, request_id in enumerate(out.request_ids):
             sample = self.samples[request_id, out.sample_indices[row] if out.sample_indices else 0]
             assert not sample.finish, f"tokens after the end of request {request_id}"
             count = out.token_counts[row] if out.token_counts else 1
             sample.token_ids += out.token_ids[start : start + count]
+            found = (places[place] for place in range(start, start + count) if place in places)
+            sample.logprobs += [(e.logprob, e.rank, *e.top_token_ids, *e.top_logprobs) for e in found]
             start += count
             if out.cached_counts and out.cached_counts[row] >= 0:
                 sample.cached_count = out.cached_counts[row]

@@ -33,6 +33,18 @@ def test_threads_spin_briefly_unless_told_otherwise(users_choice, expected, monk
     assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
+@pytest.mark.parametrize(("users_choice", "expected"), [(None, "128"), ("0", "0")])
+def test_few_compiled_products_are_kept_unless_told_otherwise(users_choice, expected, monkeypatch):
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.setenv(name, users_choice or "")
+    if users_choice is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(worker, "Worker", IdleWorker)
+    assert main.main(None, None, 0) == 0
+    assert os.environ[name] == expected
+
+
 def test_torch_is_not_imported_before_that():
     code = "import sys, worker_proc.main, common.child; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

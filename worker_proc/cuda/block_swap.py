@@ -19,6 +19,7 @@ Without a GPU the same code runs in Triton's interpreter, in order. Called by th
 import logging
 import mmap
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -181,8 +182,10 @@ def pinned_bytes(rows: int, row_bytes: int, *, pin: bool) -> torch.Tensor:
     first = -pages.ctypes.data % mmap.PAGESIZE
     memory = torch.from_numpy(pages[first : first + size])
     if pin and size:
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-        if int(error) != 0:
-            raise RuntimeError(f"cannot lock {size} bytes of host memory for swapped blocks: CUDA error {int(error)}")
+        runtime = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
+        if error:
+            raise RuntimeError(f"cannot lock {size} bytes of host memory for swapped blocks: CUDA error {error}")
+        weakref.finalize(pages, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
         logger.info("locked %.2f GiB of host memory in %.2f s", size / 2**30, time.monotonic() - start)
     return memory.view(rows, row_bytes)

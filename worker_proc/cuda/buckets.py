@@ -11,7 +11,7 @@ DECODE, CHUNK, MIXED = "decode", "chunk", "mixed"
 
 _TINY_BATCHES = (1, 2, 4, 8)
 _ROW_CLASSES = (1, 16, 32, 64, 128)
-_ONE_ROW_TOKENS = 768
+_ONE_ROW_TOKENS = 1536
 """Up to this size a step with one row has a bucket of its own."""
 
 _TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)

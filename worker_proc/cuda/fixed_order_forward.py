@@ -98,6 +98,6 @@ class FixedOrderForward(FusedForward):
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         rows = _row_class(self.logits.shape[0])
-        one = prefill.launch_plan(FEW_TOKENS, rows, *sizes, quantised=quantised)
+        one = prefill.launch_plan(FEW_TOKENS, rows, *sizes, quantised=quantised, one_loop=True)
         grid = prefill.launch_plan(bucket.tokens, rows, *sizes, quantised=quantised, tile_rows=one.tile_rows)
         return replace(one, program_count=grid.program_count)

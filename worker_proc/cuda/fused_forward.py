@@ -26,7 +26,7 @@ from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
-from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket
+from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
@@ -36,8 +36,8 @@ EARLY_TOKENS = 512
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished. Waiting programs
 slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 36.8 without."""
 
-FEWEST_PARTS_TOKENS = 9
-"""Below this many tokens the norms are in the products' prologues, which then hold W in registers."""
+FEWEST_PARTS_TOKENS = 2
+"""Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -60,14 +60,14 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int) -> bool:
-    """Whether the prefill kernel for Hopper computes this model's attention here."""
+def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int, quantised: bool) -> bool:
+    """Whether the prefill kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache."""
     config, weight = model.config, model.model.norm.weight
     if weight.device.type != "cuda":
         return False
     shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size=16)
     major = torch.cuda.get_device_capability(weight.device)[0]
-    return prefill.can_specialise(shape, weight.dtype, sliding_window, capability_major=major)
+    return prefill.can_specialise(shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major)
 
 
 class FusedForward:
@@ -179,7 +179,7 @@ class FusedForward:
         norms = _head_norms(attention)
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
-        if self._is_fused(bucket, attention) and key_scales is None:
+        if self._is_fused(bucket, attention, cache):
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
                 self._rope_table, self._partials, self._decode_counters, self._fused_plan(bucket.rows),
@@ -194,14 +194,13 @@ class FusedForward:
         return attended
 
     def _leaves_parts(self, bucket: Bucket) -> bool:
-        """Whether the products leave parts: from where one kernel no longer does all of attention, if measured."""
+        """Whether the products leave parts: for sizes that the norms in their prologues do not suit, if measured."""
         layer = self.model.model.layers[0]
         attention = layer.self_attn
         if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
             return False
         products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
-        measured = (parts_plan(bucket.tokens, product.weight) is not None for product in products)
-        return not self._is_fused(bucket, attention) and all(measured)
+        return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)
 
     def _run_in_parts(
         self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
@@ -214,10 +213,15 @@ class FusedForward:
         first = self._layers[0][1].input_layernorm
         rms_norm(hidden, first.weight, first.eps, normed)
         for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
-            qkv = linear_parts(normed, layer.self_attn.qkv_proj.weight, workspace)
+            attention = layer.self_attn
+            if self._is_fused(bucket, attention, cache):
+                qkv = self._qkv[:tokens]
+                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace)
+            else:
+                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace)
             attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
             norm, mlp = layer.post_attention_layernorm, layer.mlp
-            parts = linear_parts(attended, layer.self_attn.o_proj.weight, workspace)
+            parts = linear_parts(attended, attention.o_proj.weight, workspace)
             rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
             skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True)
             parts = linear_parts(activated, mlp.down_proj.weight, workspace)
@@ -313,9 +317,9 @@ class FusedForward:
         plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
         return plan.kernel != "library"
 
-    def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
+    def _is_fused(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
         """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""
-        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS:
+        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS or cache.key_scales[0] is not None:
             return False
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
@@ -331,8 +335,9 @@ class FusedForward:
     def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill.PrefillPlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        is_large = bucket.tokens >= prefill.SPECIALISED_TOKENS and not quantised
-        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window)
+        chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
+        is_large = prefill.is_specialised_size(bucket.tokens, chunk_rows)
+        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window, quantised)
         rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
         return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 
+import httpx
 import pytest
 
 from common.config import ServerOptions
@@ -91,6 +92,19 @@ def test_request_id_is_echoed_or_made(api):
     reply = api.post("/v1/chat/completions", CHAT, headers={"x-request-id": "abc-2"})
     assert reply.json()["id"] == "chatcmpl-abc-2"
     assert api.get("/nothing", headers={"x-request-id": "abc-3"}).headers["x-request-id"] == "abc-3"
+
+
+def test_behind_a_proxys_prefix_the_same_paths_are_open(make_api):
+    """The server puts `--root-path` before every path: /health was asked for a key then."""
+    api = make_api(api_key=("secret",), root_path="/llm").ready()
+    transport = httpx.ASGITransport(app=api.app, root_path="/llm")
+
+    async def statuses(*paths):
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [(await client.get(path)).status_code for path in paths]
+
+    paths = ("/llm/health", "/llm/ready", "/llm/dashboard", "/llm/v1/models", "/llm/dashboard/data", "/llm/llm/health")
+    assert api.loop.run_until_complete(statuses(*paths)) == [200, 200, 200, 401, 401, 401]
 
 
 def test_api_key_protects_all_but_what_orchestrators_ask(make_api):

@@ -1,0 +1,66 @@
+"""The Grafana dashboard asks only for what `/metrics` exports, with labels that it has, and its panels fit together."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common.messages import EngineStats
+
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "trireme.json"
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+
+
+@pytest.fixture
+def dashboard() -> dict:
+    return json.loads(DASHBOARD.read_text())
+
+
+def queries(dashboard: dict) -> list[str]:
+    """Every expression, with the query of the variable."""
+    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return found + [v["query"]["query"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+
+
+def exported(api) -> dict[str, set[str]]:
+    """Names of samples without the prefix, and the labels that they have."""
+    api.engine.core.handle(EngineStats(steps=1, parts_us=[1] * 6, step_sizes=[1]))
+    assert api.post("/v1/chat/completions", CHAT).status_code == 200
+    found: dict[str, set[str]] = {}
+    for line in api.get("/metrics").text.splitlines():
+        if match := re.match(r"trireme:(\w+)\{(.*)\} ", line):
+            found.setdefault(match[1], set()).update(re.findall(r'(\w+)="', match[2]))
+    return found
+
+
+def test_every_metric_is_exported_with_the_labels_asked_for(api, dashboard):
+    names = exported(api)
+    asked = queries(dashboard)
+    assert len(asked) > 30
+    for query in asked:
+        metrics = re.findall(r"\$\{prefix\}(\w+)", query)
+        assert metrics, query
+        for metric in metrics:
+            assert metric in names, f"{metric} is not exported: {query}"
+        labels = {*re.findall(r"(\w+)=~", query), *re.findall(r"by \((\w+)\)", query)}
+        for label in labels:
+            assert any(label in names[metric] for metric in metrics), f"no label {label}: {query}"
+        assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
+
+
+def test_the_legends_name_labels_that_the_query_keeps(dashboard):
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+                assert f"by ({label})" in target["expr"]
+
+
+def test_panels_do_not_overlap(dashboard):
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    for first, second in itertools.combinations([panel["gridPos"] for panel in dashboard["panels"]], 2):
+        apart_x = first["x"] + first["w"] <= second["x"] or second["x"] + second["w"] <= first["x"]
+        apart_y = first["y"] + first["h"] <= second["y"] or second["y"] + second["h"] <= first["y"]
+        assert apart_x or apart_y, f"{first} and {second}"
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in dashboard["panels"])

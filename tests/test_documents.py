@@ -1,0 +1,115 @@
+"""The documents against the programs: options that are named exist, links lead somewhere, migration tables are true."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.cli import OptionParser, config_from, read_config_file
+from launcher import serve
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+OTHER_PROGRAMS = {
+    "running.md": set(), "deployment.md": {"--gpus", "--stop-timeout", "--ipc", "--shm-size", "--no-install-recommends",
+                                           "--no-cache-dir", "--create-home"},
+}  # fmt: skip
+"""Options of other programs that a document names."""
+VERB_OPTIONS = {"--pid", "--watch", "--json", "--system", "--temperature", "--max-tokens", "--server-key", "--revoke"}
+"""Options of status, chat and keys; tests/frontend/test_terminal.py and tests/e2e use them."""
+DOCUMENTS_OF_OPTIONS = ("running.md", "deployment.md", "security.md", "observing.md", "serving.md")
+
+
+@pytest.fixture(scope="module")
+def options() -> set[str]:
+    """Every name that `launch.py serve` takes, the hidden ones not."""
+    parser = OptionParser(prog="launch.py")
+    found = {name for name in parser._option_string_actions if name.startswith("--")}
+    return found | {"--once", "--version"}
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+
+
+def test_the_parser_knows_what_the_tests_take_for_granted(options):
+    assert {"--model", "--no-http", "--config", "--metrics-prefix"} <= options
+    assert serve.parse(["--once", "Hi"]).once == "Hi"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS_OF_OPTIONS)
+def test_options_that_a_document_names_exist(name, options):
+    text = (ROOT / "docs" / name).read_text()
+    absent = {"--trust-remote-code"}  # said not to exist
+    unknown = named(text) - options - VERB_OPTIONS - OTHER_PROGRAMS.get(name, set()) - absent
+    assert unknown == set()
+
+
+def migration_rows() -> list[tuple[str, set[str], str, set[str]]]:
+    """Rows of the tables: engine, its options, the cell that stands for ours, our options in it."""
+    rows, engine = [], ""
+    for line in (ROOT / "docs" / "migrating.md").read_text().splitlines():
+        if match := re.match(r"\| (vLLM|SGLang) \| here \|", line):
+            engine = match[1]
+        elif match := re.match(r"\| (`--[^|]*) \| ([^|]*) \| ([^|]*)\|$", line):
+            rows.append((engine, named(match[1]), match[2].strip(), named(match[2])))
+    return rows
+
+
+def test_the_migration_tables_are_true(options):
+    rows = migration_rows()
+    assert {engine for engine, *_ in rows} == {"vLLM", "SGLang"} and len(rows) > 40
+    for engine, theirs, cell, ours in rows:
+        if cell == "same":
+            assert theirs <= options, f"{engine}: {theirs - options} is not taken"
+        elif cell == "–":
+            assert not theirs & options, f"{engine}: {theirs & options} exists"
+        else:
+            assert ours and ours <= options, f"{engine}: {cell} for {theirs}"
+            assert not theirs & options, f"{engine}: {theirs & options} is taken as it is"
+
+
+def test_notes_of_the_migration_tables_name_existing_options(options):
+    text = (ROOT / "docs" / "migrating.md").read_text()
+    notes = " ".join(line.rsplit("|", 2)[1] for line in text.splitlines() if line.startswith("| `--"))
+    prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
+    assert named(notes) | named(prose) <= options
+
+
+def test_every_option_of_ours_with_another_engines_name_is_in_a_table(options):
+    told = {flag for _, theirs, cell, _ in migration_rows() if cell == "same" for flag in theirs}
+    aliases = {"--model-path", "--tokenizer-path", "--context-length", "--page-size", "--mem-fraction-static",
+               "--max-running-requests", "--max-queued-requests", "--disable-cuda-graph", "--disable-radix-cache",
+               "--tp-size", "--log-requests"}  # fmt: skip
+    assert aliases <= options and aliases <= told
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_configuration_file_of_the_deployment_document_is_read(tmp_path):
+    [text] = re.findall(r"```yaml\n(model:.*?)```", (ROOT / "docs" / "deployment.md").read_text(), re.DOTALL)
+    (tmp_path / "trireme.yaml").write_text(text)
+    values = read_config_file(tmp_path / "trireme.yaml")
+    assert len(values) == len(yaml.safe_load(text))
+    parsed = OptionParser(prog="launch.py").parse(["--config", str(tmp_path / "trireme.yaml")])
+    config = config_from(parsed)
+    assert config.model.max_model_len == 8192 and config.log.enable_log_requests
+
+
+def test_the_commands_of_the_unit_and_the_container_are_taken():
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    [unit] = re.findall(r"^ExecStart=\S+ serve (.*)$", text, re.MULTILINE)
+    assert serve.parse(shlex.split(unit)).config == "/etc/trireme.yaml"
+    [entry] = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
+    [arguments] = re.findall(r"^docker run .* trireme (\S+ --max.*)$", text, re.MULTILINE)
+    words = yaml.safe_load(entry)
+    assert words[:2] == ["trireme", "serve"]
+    config = config_from(serve.parse(words[2:] + shlex.split(arguments)))
+    assert (config.server.host, config.model.model, config.model.max_model_len) == ("0.0.0.0", "Qwen/Qwen3-0.6B", 8192)
