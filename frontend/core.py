@@ -35,7 +35,7 @@ from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
 from frontend.figures import Figures
 from frontend.outbox import Outbox
-from frontend.request import Request, Sample
+from frontend.request import Request, Sample, error_of
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
 from frontend.token_rows import Row, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
@@ -44,9 +44,6 @@ FRUITLESS_LIMIT = 2
 """How often a request may be lost with scheduler or worker without a token in between: it may be what ends them."""
 
 logger = logging.getLogger(__name__)
-
-EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
 
 Observer = Callable[[Request, str], None]
 """Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
@@ -407,14 +404,7 @@ class Core:
     def _take_failure(self, message: RequestFailed) -> None:
         request = self._live.get(message.request_id)
         if request is not None:
-            error = RequestError(
-                message.message,
-                code=message.error_code,
-                param=message.param,
-                status=message.status,
-                retry_after_ms=message.retry_after_ms,
-            )
-            self._fail(request, error)
+            self._fail(request, error_of(message))
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 

@@ -66,13 +66,15 @@ class Outbox:
 
     def flush(self) -> None:
         """Send the aborts that have gathered."""
-        if self._abort_ids and not self.suspended:
-            self._send(AbortRequests(self._abort_ids).to_wire())
-        if self._abort_samples and not self.suspended:
-            ids, indices = zip(*self._abort_samples, strict=True)
-            self._send(AbortSamples(array("i", ids), array("B", indices)).to_wire())
-        if self._abort_ids or self._abort_samples:
-            self._abort_ids, self._abort_samples = array("i"), []
+        ids, samples = self._abort_ids, self._abort_samples
+        if not (ids or samples):
+            return
+        self._abort_ids, self._abort_samples = array("i"), []
+        if ids and not self.suspended:
+            self._send(AbortRequests(ids).to_wire())
+        if samples and not self.suspended:
+            numbers, indices = zip(*samples, strict=True)
+            self._send(AbortSamples(array("i", numbers), array("B", indices)).to_wire())
 
     def flush_cache(self) -> None:
         """Have the scheduler forget every cached prefix that no live request holds."""
