@@ -219,18 +219,20 @@ class FusedForward:
         first = self._layers[0][1].input_layernorm
         rms_norm(hidden, first.weight, first.eps, normed)
         for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
-            attention = layer.self_attn
+            attention, norm, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
+            ahead = self._ahead(attention.o_proj.weight, tokens)
             if self._is_fused(bucket, attention):
                 qkv = self._qkv[:tokens]
-                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace)
+                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace, upcoming=ahead)
             else:
-                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace)
+                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace, ahead)
             attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
-            norm, mlp = layer.post_attention_layernorm, layer.mlp
-            parts = linear_parts(attended, attention.o_proj.weight, workspace)
+            ahead = self._ahead(mlp.gate_up_proj.weight, tokens)
+            parts = linear_parts(attended, attention.o_proj.weight, workspace, ahead)
             rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
-            skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True)
-            parts = linear_parts(activated, mlp.down_proj.weight, workspace)
+            ahead = self._ahead(mlp.down_proj.weight, tokens)
+            skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True, upcoming=ahead)
+            parts = linear_parts(activated, mlp.down_proj.weight, workspace, self._ahead(self._after(index), tokens))
             rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
         return self._logits_of(self._sampled_rows(normed, bucket, inputs))
 
