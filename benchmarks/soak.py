@@ -41,6 +41,7 @@ OPTIONS = (
 WARM_UP_S = 20.0
 WATCH_INTERVAL_S = 2.0
 IDLE_TIMEOUT_S = 60.0
+SETTLING_S = 5.0
 AT_ONCE = 48
 GROWTH_LIMIT_MB = 2.0
 GROWTH_MINUTES = 5.0
@@ -193,12 +194,11 @@ async def idle_state(engine: Engine) -> dict[str, int]:
 
 
 async def settled(engine: Engine, watch: Watch) -> dict[str, Any]:
-    """What the idle engine holds, once connections that have just been closed are gone from its sockets too."""
-    await idle_state(engine)
-    await asyncio.sleep(3.0)
+    """What the idle engine holds, once the connections of whoever asked are gone from its sockets too."""
     left = await idle_state(engine)
     async with AsyncClient(engine.ready["client_endpoint"]) as sdk:
         figures = (await sdk.status()).figures
+    await asyncio.sleep(SETTLING_S)
     return {"left": left, "figures": figures, "processes": watch.look()}
 
 
