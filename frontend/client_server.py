@@ -23,9 +23,9 @@ from common.errors import RequestError, WireError
 from frontend.client_access import ClientAccess, key_of
 from frontend.client_door import ClientDoor
 from frontend.client_records import ClientRecord, ClientSink, EmbedSink, error_reply
-from frontend.core import EMBEDDING_PARAMS
 from frontend.engine import Engine
 from frontend.prompt import ChatPrompt, Prompt
+from frontend.request_checks import EMBEDDING_PARAMS
 from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536

@@ -36,7 +36,7 @@ from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
 from frontend.figures import Figures
-from frontend.request import Request, Sample
+from frontend.request import Request, Sample, error_of
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
 from frontend.token_rows import Row, is_sound, note_beginning, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
@@ -45,9 +45,6 @@ FRUITLESS_LIMIT = 2
 """How often a request may be lost with scheduler or worker without a token in between: it may be what ends them."""
 
 logger = logging.getLogger(__name__)
-
-EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
 
 Observer = Callable[[Request, str], None]
 """Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
@@ -421,11 +418,7 @@ class Core:
     def _take_failure(self, message: RequestFailed) -> None:
         request = self._live.get(message.request_id)
         if request is not None:
-            error = RequestError(
-                message.message, code=message.error_code, param=message.param, status=message.status,
-                retry_after_ms=message.retry_after_ms,
-            )  # fmt: skip
-            self._fail(request, error)
+            self._fail(request, error_of(message))
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
@@ -490,9 +483,10 @@ class Core:
             observer(request, outcome)
 
     def _send_aborts(self) -> None:
-        if self._abort_ids and not self._suspended:
-            self._send(AbortRequests(self._abort_ids).to_wire())
-        if self._abort_samples and not self._suspended:
-            ids, indices = zip(*self._abort_samples, strict=True)
-            self._send(AbortSamples(array("i", ids), array("B", indices)).to_wire())
+        ids, samples = self._abort_ids, self._abort_samples
         self._abort_ids, self._abort_samples = array("i"), []
+        if ids and not self._suspended:
+            self._send(AbortRequests(ids).to_wire())
+        if samples and not self._suspended:
+            numbers, indices = zip(*samples, strict=True)
+            self._send(AbortSamples(array("i", numbers), array("B", indices)).to_wire())

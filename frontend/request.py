@@ -7,7 +7,8 @@ import dataclasses
 from array import array
 from collections.abc import Iterable, Sequence
 
-from common.messages import AddRequest, TokenLogprobs
+from common.errors import RequestError
+from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
 from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
 from frontend.stop_strings import StopMatcher, StopStrings
@@ -241,3 +242,14 @@ class Request:
             prompt_logprobs = (None,) * len(self.prompt_token_ids)
         samples = tuple(sample.result() for sample in self.samples)
         return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings, self.embedding)
+
+
+def error_of(message: RequestFailed) -> RequestError:
+    """The scheduler's refusal or failure of a request, as its client gets it."""
+    return RequestError(
+        message.message,
+        code=message.error_code,
+        param=message.param,
+        status=message.status,
+        retry_after_ms=message.retry_after_ms,
+    )

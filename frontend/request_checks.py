@@ -11,6 +11,9 @@ from common.messages.fields import SHORT_IDS_LIMIT
 from common.sampling_params import SamplingParams
 from frontend.tokenizer import Tokenizer
 
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
+
 
 def not_serving(state: str, why: str) -> RequestError:
     """The error (503) for a request that comes in any of the core's states but `serving`.

@@ -91,7 +91,7 @@ def _convert_tile(
         low = low_words.slice(piece * PIECE_ROWS, PIECE_ROWS).load(rows)
         scaled = gl.inline_asm_elementwise(
             INT8_TO_BF16 if FORMAT == 1 else FP8_TO_BF16,
-            "=r,=r,r,r,r,r,r,r,r,r,r",
+            "=&r,=&r,r,r,r,r,r,r,r,r,r",
             [stored, gl.expand_dims(high, 1), gl.expand_dims(low, 1)],
             dtype=gl.bfloat16,
             is_pure=True,

@@ -123,31 +123,6 @@ def bytes_moved(
 
 
 @triton.jit
-def normed_rotated_heads(
-    heads, weight, rope_row, eps, offset, column, inside,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """Heads [H, D] at `heads` + `offset`, normed and rotated in float32; `rope_row`: the position's cosines."""
-    x = tl.load(heads + offset, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = x * scale * tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    if HALF > 0:
-        rotary = column < 2 * HALF  # elements that take part
-        first = column < HALF
-        partner = tl.where(first, column + HALF, column - HALF)
-        y = tl.load(heads + offset + (partner - column)[None, :], mask=inside & rotary[None, :], other=0.0)
-        y = y.to(tl.float32)
-        if HAS_NORM:
-            y = y * scale * tl.load(weight + partner, mask=rotary, other=0.0).to(tl.float32)[None, :]
-        angle = tl.where(first, column, column - HALF)
-        cos = tl.load(rope_row + angle, mask=rotary, other=1.0)
-        sin = tl.load(rope_row + HALF + angle, mask=rotary, other=0.0)
-        x = x * cos[None, :] + y * tl.where(first, -sin, sin)[None, :]
-    return x
-
-
-@triton.jit
 def _loaded(row, part_stride, head, column, inside, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr):
     """Elements `column` of heads `head`, float32 [H, D]; the sum of their parts."""
     place = row + head[:, None] * HEAD_DIM + column[None, :]

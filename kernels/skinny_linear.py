@@ -381,7 +381,7 @@ def _by_hopper(plan, x, weight, out, silu_mul) -> None:
     skinny_linear_hopper.launch(plan, x, weight, out, silu_mul, launch_options(x)["PDL"])
 
 
-def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace) -> torch.Tensor:
+def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace, upcoming=None) -> torch.Tensor:
     """`linear_parts` with one given plan, for the tuner."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     if plan.kernel == "library":
@@ -393,11 +393,14 @@ def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace) -> torch.T
         _by_hopper(plan, x, weight, parts, silu_mul=False)
         return parts
     strides = (x.stride(0), weight.stride(0), 0, 0)
-    _small_m_kernel[(triton.cdiv(outputs, plan.block_n), plan.split_k)](
-        x, weight, weight, parts, parts, parts, workspace.counters, weight, 0, rows, outputs, *strides, 0.0,
+    tiles = triton.cdiv(outputs, plan.block_n)
+    lines, lines_each = prefetch_share(upcoming, tiles * plan.split_k)
+    ahead = (weight if upcoming is None else upcoming, lines)
+    _small_m_kernel[(tiles, plan.split_k)](
+        x, weight, weight, parts, parts, parts, workspace.counters, *ahead, rows, outputs, *strides, 0.0,
         K=inputs, BLOCK_M=max(triton.next_power_of_2(rows), 16), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=True, HAS_NORM=False, HAS_RESIDUAL=False,
-        SILU_MUL=False, PREFETCH=0, num_warps=plan.num_warps, **launch_options(x),
+        SILU_MUL=False, PREFETCH=lines_each, num_warps=plan.num_warps, **launch_options(x),
     )  # fmt: skip
     return parts
 
@@ -407,8 +410,12 @@ def parts_plan(rows: int, weight: torch.Tensor) -> LinearPlan | None:
     return measured_plan(weight.device, weight.dtype, rows, operation_key(*weight.shape, False, False, in_parts=True))
 
 
-def linear_parts(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+def linear_parts(
+    x: torch.Tensor, weight: torch.Tensor, workspace: Workspace, upcoming: torch.Tensor | None = None
+) -> torch.Tensor:
     """y = x W^T as parts [S, M, N] that the reader adds up; they stay until the workspace's next use.
+
+    `upcoming` as in `skinny_linear`; a kernel that holds all of W ahead leaves it out.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the module's table, or a small workspace.
     """
@@ -418,7 +425,7 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, workspace: Workspace) ->
     plan = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = parts_plan(x.shape[0], weight) or LIBRARY
-    return run_parts_plan(plan, x, weight, workspace)
+    return run_parts_plan(plan, x, weight, workspace, upcoming)
 
 
 def skinny_linear(

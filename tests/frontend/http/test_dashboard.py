@@ -61,7 +61,7 @@ def test_a_row_holds_what_happened_in_its_second(api, timed):
         EngineStats(
             running_count=2, waiting_count=1, total_block_count=100, free_block_count=50, cached_block_count=20,
             steps=4, decode_tokens=8, chunk_tokens=60, prefix_query_tokens=100, prefix_hit_tokens=25, preemptions=3,
-            parts_us=array("i", [10, 20, 30, 4000, 50, 60]), step_sizes=array("i", [1, 3]),
+            parts_us=array("i", [10, 20, 30, 4000, 50, 60]), step_sizes=array("i", [0, 1, 3]),
         )
     )  # fmt: skip
     row = second(2.0)
