@@ -16,7 +16,6 @@ for the first time. So a sink sees a pause and nothing else.
 """
 
 import logging
-import math
 import random
 import time
 from array import array
@@ -37,7 +36,7 @@ from frontend.figures import Figures
 from frontend.outbox import Outbox
 from frontend.request import Request, Sample, error_of
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
-from frontend.token_rows import Row, rows_of, silent_index, stop_token
+from frontend.token_rows import Row, is_sound, note_beginning, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
 
 FRUITLESS_LIMIT = 2
@@ -103,7 +102,6 @@ class Core:
         self._next_id = 0
         self._held_limit = held_limit
         self._past_stats = EngineStats()
-        self._previous_s: list[float | None] = []  # when the samples of a step got their tokens before
 
     @property
     def live_count(self) -> int:
@@ -257,8 +255,7 @@ class Core:
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
             self._take_rows(out, now)
-        self.figures.note_gaps(now, self._previous_s)
-        self._previous_s.clear()
+        self.figures.note_gaps(now)
         self._outbox.flush()
 
     def _take_single_tokens(self, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
@@ -291,7 +288,7 @@ class Core:
 
     def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
         """Note the time of a sample's new tokens."""
-        self._previous_s.append(sample.last_token_s)
+        self.figures.previous_s.append(sample.last_token_s)
         sample.last_token_s = now_s
         timings = request.timings
         timings.last_token_s = now_s
@@ -310,13 +307,8 @@ class Core:
                 self._break(request, error)
 
     def _take_row(self, request: Request, row: Row, now: float) -> None:
-        request.cached_count = max(request.cached_count, row.cached_count)
-        if row.prompt_logprobs:
-            request.add_prompt_logprobs(row.prompt_logprobs)
+        note_beginning(request, row)
         sample = request.samples[row.sample_index]
-        sample.preemption_count = max(sample.preemption_count, row.preemption_count)
-        if row.prefill_us >= 0 and request.timings.prefill_s is None:
-            request.timings.prefill_s = row.prefill_us / 1e6
         if row.finish is not None and row.finish.reason == "error":
             self._outbox.abort(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
@@ -328,7 +320,7 @@ class Core:
 
     def _take_embedding(self, request: Request, sample: Sample, row: Row, now: float) -> None:
         """The end of a request for one; the row's token is nobody's."""
-        if row.embedding is None or not math.isfinite(math.hypot(*row.embedding)):
+        if not is_sound(row.embedding):
             text = "the model's hidden states for this prompt were not numbers"
             return self._fail(request, RequestError(text, code="sample_failed", status=500))
         self._mark_token(request, sample, now)
