@@ -34,13 +34,14 @@ from frontend import AsyncClient
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = (
-    "--max-model-len", "1024", "--block-size", "4", "--num-kv-blocks", "768", "--max-num-seqs", "16", "--cpu-threads",
+    "--max-model-len", "1024", "--block-size", "4", "--num-kv-blocks", "288", "--max-num-seqs", "16", "--cpu-threads",
     "1", "--policy", "priority", "--preemption", "auto", "--swap-space-bytes", "4MiB", "--dtype", "float32",
 )  # fmt: skip
 """float32: in bfloat16 oneDNN keeps code for each shape of a product, which is growth that is no leak."""
 WARM_UP_S = 20.0
 WATCH_INTERVAL_S = 2.0
 IDLE_TIMEOUT_S = 60.0
+SETTLING_S = 5.0
 AT_ONCE = 48
 GROWTH_LIMIT_MB = 2.0
 GROWTH_MINUTES = 5.0
@@ -193,11 +194,12 @@ async def idle_state(engine: Engine) -> dict[str, int]:
 
 
 async def settled(engine: Engine, watch: Watch) -> dict[str, Any]:
-    """What the idle engine holds, once connections that have just been closed are gone from its sockets too."""
-    await idle_state(engine)
-    await asyncio.sleep(3.0)
+    """What the idle engine holds, once the connections of whoever asked are gone from its sockets too."""
     left = await idle_state(engine)
-    return {"left": left, "processes": watch.look()}
+    async with AsyncClient(engine.ready["client_endpoint"]) as sdk:
+        figures = (await sdk.status()).figures
+    await asyncio.sleep(SETTLING_S)
+    return {"left": left, "figures": figures, "processes": watch.look()}
 
 
 async def soak(engine: Engine, minutes: float, run: Soak) -> dict[str, Any]:
@@ -219,6 +221,7 @@ async def soak(engine: Engine, minutes: float, run: Soak) -> dict[str, Any]:
     if minutes >= GROWTH_MINUTES:
         faults += [f"{name} grew by {mb} MB" for name, mb in growth.items() if mb > GROWTH_LIMIT_MB]
     faults += run.failures + [f"log: {line}"[:300] for line in engine.complaints()[:KEPT_FAILURES]]
+    figures = after["figures"]
     return {
         "ok": not faults and not run.failure_count,
         "faults": faults,
@@ -226,6 +229,8 @@ async def soak(engine: Engine, minutes: float, run: Soak) -> dict[str, Any]:
         "seconds": round(lasted_s, 1),
         "done": dict(sorted(run.counts.items())),
         "done_in_all": sum(run.counts.values()),
+        "output_tokens": figures["output_tokens"],
+        "preemptions": figures["preemptions"],
         "memory_growth_mb": growth,
         "memory_mb": {name: course(found) for name, found in samples.items()},
         "fds": {name: found.fds.total() for name, found in after["processes"].items()},

@@ -31,7 +31,7 @@ import setproctitle
 import zmq
 
 from common import log
-from common.config import EngineConfig
+from common.config import EngineConfig, in_session
 from common.errors import ConfigError, StartupError, TriremeError, WireError, exit_code
 from common.messages import Failed, ForChild, Heartbeat, Profile, Ready, Stop, decode_for_child
 from common.sockets import connect_dealer, new_context
@@ -61,18 +61,20 @@ class SupervisorLink:
         process: this process's name, such as `scheduler` or `worker-0`.
         endpoint: the supervisor's endpoint.
         hang_timeout_s: how long the main loop may leave its orders while it serves.
+        session: tells this process from the lost ones of the same name.
 
     Attributes:
         progress: counts steps or messages, for whoever looks at the heartbeats; nothing depends on it.
         state: `starting`, `serving`, `stopping`, `failed` or that of a trace.
     """
 
-    def __init__(self, process: str, endpoint: str, hang_timeout_s: float = 300) -> None:
+    def __init__(self, process: str, endpoint: str, hang_timeout_s: float = 300, session: int = 0) -> None:
         self.progress = 0
         self.state = "starting"
         self._hang_timeout_s = hang_timeout_s
         self._beats_without_turn = 0
         self._process = process
+        self._identity = in_session(process, session)
         self._endpoint = endpoint
         self._orders: queue.SimpleQueue[ForChild] = queue.SimpleQueue()
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -127,7 +129,7 @@ class SupervisorLink:
 
     def _run(self) -> None:
         context = new_context()
-        socket = connect_dealer(context, self._endpoint, self._process)
+        socket = connect_dealer(context, self._endpoint, self._identity)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_link_fd, zmq.POLLIN)
@@ -195,7 +197,7 @@ def run_child(room: str, main: Callable[[EngineConfig, SupervisorLink, int], int
     watch_supervisor()
     config = EngineConfig.from_json(Path(arguments.config).read_text())
     log.set_up(process, config.log.log_level, config.log.log_format)
-    link = SupervisorLink(process, config.endpoint("supervisor"), HANG_TIMEOUTS_S[room])
+    link = SupervisorLink(process, config.endpoint("supervisor", 0), HANG_TIMEOUTS_S[room], config.session)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: link.order(Stop(int(config.server.shutdown_timeout * 1000))))
     code = _guarded(lambda: main(config, link, arguments.rank), link)

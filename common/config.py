@@ -173,6 +173,10 @@ class ServerOptions:
     metrics_prefix: str = option("trireme:", "before every name in /metrics; vllm: suits dashboards made for vLLM")
     shutdown_timeout: float = option(10.0, "seconds that requests in flight get to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until every process must be ready")
+    restart: bool = option(
+        False, "start a process that is lost again; requests in flight go on from the tokens they had"
+    )
+    restart_limit: int = option(3, "restarts within five minutes at most; one more loss ends the run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +214,7 @@ class EngineConfig:
     Attributes:
         run_dir: the instance's own directory (mode 0700) with its sockets.
         model_dir, tokenizer_dir: the local folders that `model` and `tokenizer` were resolved to.
+        session: how often the engine's processes had been started again when this one was started.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -222,6 +227,7 @@ class EngineConfig:
     run_dir: str = ""
     model_dir: str = ""
     tokenizer_dir: str = ""
+    session: int = 0
 
     def __post_init__(self) -> None:
         check(self)
@@ -249,13 +255,24 @@ class EngineConfig:
             return self.model.served_model_name[0]
         return "smollm2-135m-instruct" if self.model.model == DEFAULT_MODEL else self.model.model
 
-    def endpoint(self, name: str) -> str:
-        """The ipc endpoint of an internal socket: `requests`, `outputs`, `plans-0`, `results`, `supervisor`."""
-        return f"ipc://{Path(self.run_dir) / name}.sock"
+    def endpoint(self, name: str, session: int | None = None) -> str:
+        """The ipc endpoint of an internal socket: `requests`, `outputs`, `plans-0`, `results`, `supervisor`.
+
+        Args:
+            name: the socket's.
+            session: whose sockets; by default this process's. Each session has sockets of its own, so that nothing that
+                a lost process sent can reach its successor. The supervisor's socket is of session 0: it outlives all.
+        """
+        return f"ipc://{Path(self.run_dir) / in_session(name, self.session if session is None else session)}.sock"
 
     def local_client_endpoint(self) -> str:
         """Where this user's programs on this machine reach the client socket without keys."""
-        return self.endpoint("client") if self.server.client_keys else self.server.client_endpoint
+        return self.endpoint("client", 0) if self.server.client_keys else self.server.client_endpoint
+
+
+def in_session(name: str, session: int) -> str:
+    """What a socket or a process is called in a session, so that it is never taken for that of an earlier one."""
+    return f"{name}.{session}" if session else name
 
 
 GROUPS: dict[str, type] = {
@@ -319,6 +336,8 @@ def check(config: EngineConfig) -> None:
         raise ConfigError("--max-model-len and --num-kv-blocks cannot be negative")
     if config.profiling.profile_steps < 1:
         raise ConfigError(f"--profile-steps is {config.profiling.profile_steps}; wanted at least 1")
+    if server.restart and config.profiling.record:
+        raise ConfigError("--record and --restart exclude each other: a recording holds one life of a process")
     if config.worker.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size: only 1 is supported so far")
 
@@ -331,6 +350,8 @@ def _check_server(server: ServerOptions) -> None:
     for name, seconds in (("shutdown", server.shutdown_timeout), ("startup", server.startup_timeout)):
         if not 0 <= seconds <= TIMEOUT_LIMIT_S:  # a NaN is refused too
             raise ConfigError(f"--{name}-timeout is {seconds:g}; wanted 0 to {TIMEOUT_LIMIT_S} seconds (a day)")
+    if server.restart_limit < 1:
+        raise ConfigError(f"--restart-limit is {server.restart_limit}; wanted at least 1")
     if server.stream_interval < 1:
         raise ConfigError(f"--stream-interval is {server.stream_interval}; wanted at least 1")
     if not re.fullmatch(r"([a-zA-Z_:][a-zA-Z0-9_:]*)?", server.metrics_prefix):

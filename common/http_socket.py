@@ -11,7 +11,8 @@ import socket
 from pathlib import Path
 
 from common.config import ServerOptions
-from common.errors import ConfigError
+from common.errors import ConfigError, StartupError
+from common.file_locks import directory_lock
 
 HTTP_SOCKET_VARIABLE = "TRIREME_HTTP_SOCKET"
 """Environment variable with the number of the inherited socket."""
@@ -24,6 +25,7 @@ def bind_http(server: ServerOptions) -> socket.socket:
 
     Raises:
         ConfigError: the address is in use or cannot be had; the message says what to do.
+        StartupError: the directory of a Unix socket is locked by another program.
     """
     if server.uds:
         return _bind_unix(server.uds)
@@ -51,11 +53,15 @@ def bind_http(server: ServerOptions) -> socket.socket:
 def _bind_unix(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
-        if Path(path).is_socket() and listener.connect_ex(path) != 0:
-            os.unlink(path)  # left by a process that is gone
-        listener.bind(path)
-        os.chmod(path, 0o600)
-        listener.listen(BACKLOG)
+        with directory_lock(Path(path).parent):
+            if Path(path).is_socket() and listener.connect_ex(path) != 0:
+                os.unlink(path)  # left by a process that is gone
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            listener.listen(BACKLOG)
+    except StartupError:
+        listener.close()
+        raise
     except OSError as error:
         listener.close()
         raise ConfigError(f"--uds {path}: {error.strerror or error}") from None

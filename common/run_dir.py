@@ -19,7 +19,7 @@ from common.errors import StartupError
 
 PREFIX = "trireme-"
 _SOCKET_PATH_LIMIT = 107  # characters that a Unix socket's address holds
-_LONGEST_NAME = len("/trireme-12345678/supervisor.sock")
+_LONGEST_NAME = len("/trireme-12345678/requests.99999.sock")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ mark: run-ahead and admission control bound what is in flight. The client socket
 size and on what waits for one client. Every socket closes without lingering unless told otherwise.
 """
 
+import contextlib
 import errno
 import os
 import socket as unix
@@ -15,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from common.errors import StartupError
+from common.file_locks import directory_lock
 from common.keys import ClientKeys, KeyPair
 
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
@@ -77,8 +79,6 @@ def bind_client_router(
     Raises:
         StartupError: the endpoint cannot be bound; the message says which and why.
     """
-    if is_served(endpoint):  # ZeroMQ itself would take the file from whoever has it
-        raise StartupError(f"cannot bind {endpoint}: another engine serves there")
     socket = context.socket(zmq.ROUTER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -87,14 +87,27 @@ def bind_client_router(
     socket.set(zmq.RCVHWM, CLIENT_BACKLOG_LIMIT)
     socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
-    if keys:
-        if local_endpoint:
-            _bind(socket, local_endpoint)
-        socket.set(zmq.CURVE_SECRETKEY, keys.secret)  # from here on: options count for later binds only
-        socket.set(zmq.CURVE_SERVER, 1)
-        socket.set(zmq.ZAP_DOMAIN, CLIENT_DOMAIN)
-    _bind(socket, endpoint)
+    try:
+        if keys:
+            if local_endpoint:
+                bind_client_endpoint(socket, local_endpoint)
+            socket.set(zmq.CURVE_SECRETKEY, keys.secret)  # from here on: options count for later binds only
+            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.ZAP_DOMAIN, CLIENT_DOMAIN)
+        bind_client_endpoint(socket, endpoint)
+    except StartupError:
+        socket.close()
+        raise
     return socket
+
+
+def bind_client_endpoint(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Bind a client socket; raises StartupError as `bind_client_router`."""
+    folder = Path(endpoint.removeprefix("ipc://")).parent
+    with directory_lock(folder) if endpoint.startswith("ipc://") else contextlib.nullcontext():
+        if is_served(endpoint):  # ZeroMQ itself would take the file from whoever has it
+            raise StartupError(f"cannot bind {endpoint}: another engine serves there")
+        _bind(socket, endpoint)
 
 
 def is_served(endpoint: str) -> bool:
@@ -156,7 +169,11 @@ def _internal(
     if identity:
         socket.set(zmq.IDENTITY, identity.encode())
     if bind:
-        _bind(socket, endpoint)
+        try:
+            _bind(socket, endpoint)
+        except StartupError:
+            socket.close()
+            raise
     else:
         socket.connect(endpoint)
     return socket
@@ -172,7 +189,6 @@ def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         _allow_ipv6(socket, endpoint)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        socket.close()
         raise StartupError(f"cannot bind {endpoint}: {error}") from None
     if endpoint.startswith("ipc://"):
         path = Path(endpoint.removeprefix("ipc://"))

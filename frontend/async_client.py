@@ -97,6 +97,7 @@ class AsyncClient:
 
         Raises:
             EngineDeadError: nobody answers.
+            RequestError: the engine has as many connections as it may have.
             AccessError: the keys do not fit.
         """
         self._connection = Connection(self.endpoint, self._keys)

@@ -57,6 +57,7 @@ class Client:
 
     Raises:
         EngineDeadError: nobody answers.
+        RequestError: the engine has as many connections as it may have.
         AccessError: the keys do not fit.
         ConfigError: the keys cannot be read.
     """
@@ -119,7 +120,7 @@ class Client:
             RequestError, EngineDeadError, TimeoutError: see the module's docstring; a stream raises them on the way.
         """
         running = self.submit(prompt, params, stream=stream, **options)
-        return running if stream else running.result()
+        return running if stream else running.whole()
 
     @overload
     def chat(
@@ -144,7 +145,7 @@ class Client:
             options: see `ChatOptions`.
         """
         running = self.submit(messages, client_requests.chat_params(params), stream=stream, **options)
-        return running if stream else running.result()
+        return running if stream else running.whole()
 
     def generate_batch(
         self,
@@ -402,6 +403,11 @@ class Stream:
             pass
         assert self.final is not None
         return self.final
+
+    def whole(self) -> wire.Final:
+        """The result, for whoever wants nothing else: the request is aborted if the wait for it ends early."""
+        with self:
+            return self.result()
 
     def abort(self) -> None:
         """End the request; its end follows in the iteration."""

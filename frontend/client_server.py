@@ -21,10 +21,11 @@ import zmq
 from common import client_messages as wire
 from common.errors import RequestError, WireError
 from frontend.client_access import ClientAccess, key_of
+from frontend.client_door import ClientDoor
 from frontend.client_records import ClientRecord, ClientSink, EmbedSink, error_reply
-from frontend.core import EMBEDDING_PARAMS
 from frontend.engine import Engine
 from frontend.prompt import ChatPrompt, Prompt
+from frontend.request_checks import EMBEDDING_PARAMS
 from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536
@@ -66,8 +67,7 @@ class ClientServer:
         )
         self._looks_left = 0
         self._next_look: asyncio.TimerHandle | None = None
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._monitor_reader = ZmqReader(self._monitor, lambda _: None, self._on_disconnect)
+        self._door = ClientDoor(socket, engine.connections, self._on_disconnect)
 
     def flush(self) -> None:
         """Send what has gathered since the last flush. Never blocks."""
@@ -92,9 +92,7 @@ class ClientServer:
             task.cancel()
         if self._next_look is not None:
             self._next_look.cancel()
-        self._monitor_reader.close()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._door.close()
         self._reader.close()
         self._socket.close(linger=linger_ms)
 
@@ -319,6 +317,7 @@ class ClientServer:
                 f"{wire.CLIENT_PROTOCOL_VERSION}",
                 code="protocol_version",
             )
+        self._engine.connections.check()
         limits = self._engine.limits
         self._reply(
             client,
@@ -341,7 +340,9 @@ class ClientServer:
             self._engine.model_names,
             self._engine.core.live_count,
             {name: getattr(limits, name) for name in names} if limits else {},
-            {name: getattr(stats, name) for name in stats.GAUGES} | self._engine.core.figures.step_totals_us(),
+            {name: getattr(stats, name) for name in stats.GAUGES}
+            | {"restarts": health.restarts}
+            | self._engine.core.figures.step_totals_us(),
         )
 
 

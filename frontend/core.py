@@ -9,6 +9,10 @@ passed in. `engine.Engine` owns the one instance of a frontend process; tests dr
 A request's sink gets exactly one of `on_final` and `on_failed`, as its last call. A request is live from `submit` until
 then, and its number is not given out again meanwhile. What the scheduler says about requests that are not live is
 ignored: an abort and the last tokens may cross on the way.
+
+When scheduler or worker are lost and started again (`suspend`), nothing is sent until the next EngineReady. Then every
+live request is sent once more with the tokens that have come, to go on from there; those that came in between are sent
+for the first time. So a sink sees a pause and nothing else.
 """
 
 import logging
@@ -21,6 +25,7 @@ from collections.abc import Callable, Sequence
 from common.errors import RequestError
 from common.messages import (
     AbortRequests,
+    AbortSamples,
     AddRequest,
     EngineReady,
     EngineStats,
@@ -32,15 +37,15 @@ from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
 from frontend.figures import Figures
-from frontend.request import Request, Sample
-from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids
+from frontend.request import Request, Sample, error_of
+from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
 from frontend.token_rows import Row, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+FRUITLESS_LIMIT = 2
+"""How often a request may be lost with scheduler or worker without a token in between: it may be what ends them."""
 
-EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
+logger = logging.getLogger(__name__)
 
 Observer = Callable[[Request, str], None]
 """Called once for each request that ends, with its outcome: `stop`, `length`, `abort` or an error code."""
@@ -54,16 +59,19 @@ class Core:
         send: takes a message for the scheduler; must not block.
         seed: of the random numbers for requests that bring no seed.
         stream_interval: tokens per delta; a sample's first and last are not held back.
+        session: how often processes of the engine had been started again before.
+        held_limit: requests that may come while scheduler or worker are being started again.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
 
     Attributes:
-        state: `starting`, `serving`, `draining` or `dead`.
+        state: `starting`, `serving`, `restarting`, `draining` or `dead`.
         limits: the engine's, once it is ready.
         stats: the last figures from the scheduler.
         figures: what is counted here.
         observers: called when a request ends.
-        error: why the engine is dead.
+        error: why the engine is dead, or restarting.
+        session: how often processes of the engine have been started again.
         token_count: output tokens since start.
     """
 
@@ -74,6 +82,8 @@ class Core:
         *,
         seed: int = 0,
         stream_interval: int = 1,
+        session: int = 0,
+        held_limit: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -84,6 +94,7 @@ class Core:
         self.figures = Figures()
         self.observers: list[Observer] = [self.figures.note_end]
         self.error = ""
+        self.session = session
         self.token_count = 0
         self._send = send
         self._random = random.Random(seed)
@@ -93,6 +104,11 @@ class Core:
         self._live: dict[int, Request] = {}
         self._next_id = 0
         self._abort_ids = array("i")
+        self._abort_samples: list[tuple[int, int]] = []
+        self._suspended = False
+        self._held: set[int] = set()  # live requests that were never sent
+        self._held_limit = held_limit
+        self._past_stats = EngineStats()
         self._previous_s: list[float | None] = []  # when the samples of a step got their tokens before
 
     @property
@@ -165,16 +181,29 @@ class Core:
             pooling=pooling,
         )
         deadline_s = None if timeout_s is None else timings.arrived_at_s + timeout_s
-        message = AddRequest(
+        request.message = AddRequest(
             request_id=request.request_id, prompt_token_ids=prompt_token_ids, params=params,
             end_token_ids=tuple(sorted(end_token_ids)), bad_token_ids=bad_token_ids, priority=priority,
             client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
             pooling=pooling,
         )  # fmt: skip
-        self._send(message.to_wire())
-        timings.submitted_s = self._clock()
-        self._live[request.request_id] = request
+        self._enter(request)
         return request
+
+    def _enter(self, request: Request) -> None:
+        """The request is live; it is sent now, or when the engine is back."""
+        if self._suspended:
+            self._held.add(request.request_id)
+        else:
+            self._send_request(request)
+        self._live[request.request_id] = request
+
+    def _send_request(self, request: Request) -> None:
+        """Send it, or send it once more with what it has."""
+        self._send(request.continued_message().to_wire())
+        request.sent_count = request.output_count
+        if request.timings.submitted_s is None:
+            request.timings.submitted_s = self._clock()
 
     def abort(self, request_id: int) -> None:
         """End a request: its sink gets `on_final`, open samples as `abort`. Unknown ids are ignored."""
@@ -202,23 +231,19 @@ class Core:
 
     def flush_cache(self) -> None:
         """Have the scheduler forget every cached prefix that no live request holds."""
-        self._send(FlushCache().to_wire())
+        if not self._suspended:  # a new one knows none
+            self._send(FlushCache().to_wire())
 
     def check_serving(self) -> EngineReady:
         """The engine's limits.
 
         Raises:
-            RequestError: it is not serving (503), and why.
+            RequestError: it is not serving (503), and why; while it is being started again only if many wait already.
         """
-        if self.state == "serving" and self.limits is not None:
+        waits = self.state == "restarting" and len(self._held) < self._held_limit
+        if (self.state == "serving" or waits) and self.limits is not None:
             return self.limits
-        reasons = {
-            "starting": ("the engine is still starting", "starting", 1000),
-            "draining": ("the engine is shutting down and takes no new requests", "shutting_down", None),
-            "dead": (f"the engine is down: {self.error}", "engine_dead", None),
-        }
-        message, code, retry_after_ms = reasons[self.state]
-        raise RequestError(message, code=code, status=503, retry_after_ms=retry_after_ms)
+        raise not_serving(self.state, self.error)
 
     def _allot_id(self) -> int:
         while self._next_id in self._live:
@@ -235,14 +260,16 @@ class Core:
             case TokensOut():
                 self._take_tokens(message)
             case EngineStats():
-                self.stats = message
+                self.stats = message.after(self._past_stats)
                 self.figures.note_stats(message)
             case RequestFailed():
                 self._take_failure(message)
             case EngineReady():
                 self.limits = message
-                if self.state == "starting":
-                    self.state = "serving"
+                if self.state in ("starting", "restarting"):
+                    self.state, self.error = "serving", ""
+                if self._suspended:
+                    self._resume()
 
     def _take_tokens(self, out: TokensOut) -> None:
         now = self._clock()
@@ -253,7 +280,7 @@ class Core:
             self._take_rows(out, now)
         self.figures.note_gaps(now, self._previous_s)
         self._previous_s.clear()
-        if self._abort_ids:
+        if self._abort_ids or self._abort_samples:
             self._send_aborts()
 
     def _take_single_tokens(self, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
@@ -275,10 +302,9 @@ class Core:
         self.token_count += 1
         self._mark_token(request, sample, now)
         if sample.finish_reason is not None:
-            request.stopped_early = True
             if request.stream:
                 self._emit(request, sample, text, (token_id,))
-            self._sample_ended(request)
+            self._sample_ended(request, sample, early=True)
         elif request.stream:
             if self._stream_interval == 1:
                 request.sink.on_token(sample.index, text, token_id)
@@ -330,7 +356,7 @@ class Core:
         self._mark_token(request, sample, now)
         request.embedding = row.embedding
         sample.finish_reason = "stop"
-        self._sample_ended(request)
+        self._sample_ended(request, sample, early=False)
 
     def _break(self, request: Request, error: Exception) -> None:
         """Our own mistake costs the request it concerns, not those beside it."""
@@ -351,14 +377,13 @@ class Core:
         self.token_count += new_count
         if new_count:
             self._mark_token(request, sample, now)
-        if sample.finish_reason is not None:
-            request.stopped_early |= row.finish is None
-        elif row.finish is not None:
+        early = sample.finish_reason is not None and row.finish is None
+        if sample.finish_reason is None and row.finish is not None:
             text += sample.end(row.finish.reason, stop_token(request, row))
         if request.stream:
             self._emit(request, sample, text, row.token_ids[:new_count], sample.logprobs[old_logprob_count:])
         if sample.finish_reason is not None:
-            self._sample_ended(request)
+            self._sample_ended(request, sample, early=early)
 
     def _emit(
         self,
@@ -388,25 +413,44 @@ class Core:
         if request.stream:
             self._emit(request, sample, text, ())
 
-    def _sample_ended(self, request: Request) -> None:
+    def _sample_ended(self, request: Request, sample: Sample, *, early: bool) -> None:
+        """A sample has all it will have; `early` if by a stop string, of which the scheduler knows nothing."""
         request.open_count -= 1
-        if request.open_count:
-            return
-        if request.stopped_early:
+        if early and request.open_count:
+            self._abort_samples.append((request.request_id, sample.index))
+        elif early:
             self._abort_ids.append(request.request_id)
-        self._finish(request)
+        if not request.open_count:
+            self._finish(request)
 
     def _take_failure(self, message: RequestFailed) -> None:
         request = self._live.get(message.request_id)
         if request is not None:
-            error = RequestError(
-                message.message,
-                code=message.error_code,
-                param=message.param,
-                status=message.status,
-                retry_after_ms=message.retry_after_ms,
-            )
-            self._fail(request, error)
+            self._fail(request, error_of(message))
+
+    # -- restarts ------------------------------------------------------------------------------------------------------
+
+    def suspend(self, why: str, session: int) -> None:
+        """Scheduler and worker start anew: send nothing until they are ready, then go on.
+
+        A request that was lost with them more than once without a token in between ends here: it may be the cause.
+        """
+        if self.state == "serving":
+            self.state = "restarting"
+        self.error, self.session = why, session
+        self._suspended = True
+        self._past_stats = self.stats = EngineStats().after(self.stats)
+        for request in list(self._live.values()):
+            if request.note_loss() >= FRUITLESS_LIMIT:
+                text = f"the engine was lost {FRUITLESS_LIMIT} times while it worked on this request: {why}"
+                self._fail(request, RequestError(text, code="engine_restarted", status=503))
+
+    def _resume(self) -> None:
+        """Send all live requests to a scheduler that knows none."""
+        self._suspended = False
+        self._held.clear()
+        for request in self._live.values():
+            self._send_request(request)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -442,10 +486,15 @@ class Core:
     def _retire(self, request: Request, outcome: str) -> None:
         request.timings.finished_s = self._clock()
         del self._live[request.request_id]
+        self._held.discard(request.request_id)
         for observer in self.observers:
             observer(request, outcome)
 
     def _send_aborts(self) -> None:
-        if self._abort_ids:
-            self._send(AbortRequests(self._abort_ids).to_wire())
-            self._abort_ids = array("i")
+        ids, samples = self._abort_ids, self._abort_samples
+        self._abort_ids, self._abort_samples = array("i"), []
+        if ids and not self._suspended:
+            self._send(AbortRequests(ids).to_wire())
+        if samples and not self._suspended:
+            numbers, indices = zip(*samples, strict=True)
+            self._send(AbortSamples(array("i", numbers), array("B", indices)).to_wire())

@@ -25,6 +25,7 @@ from common.messages import POOLINGS, EngineReady, EngineStats, Profile
 from common.recording import Recorder
 from common.sampling_params import SamplingParams
 from frontend import request_log
+from frontend.connections import Connections
 from frontend.core import Core
 from frontend.events import Delta, Final
 from frontend.prompt import ChatPrompt, Prompt
@@ -38,14 +39,20 @@ TIMEOUT_LIMIT_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine serves: `starting`, `serving`, `draining` or `dead`, and for `dead` why."""
+    """Whether the engine serves: `starting`, `serving`, `restarting`, `draining` or `dead`.
+
+    Attributes:
+        detail: for `restarting` and `dead` why.
+        restarts: how often a process that was lost has been started again.
+    """
 
     state: str
     detail: str = ""
+    restarts: int = 0
 
     @property
     def ok(self) -> bool:
-        """Whether new requests are taken."""
+        """Whether new requests are taken and run at once."""
         return self.state == "serving"
 
 
@@ -184,6 +191,7 @@ class Engine:
         core: the requests' life cycle.
         tokenizer: the model's tokenizer.
         order_profile: has a process of the engine traced; None where there is no supervisor.
+        connections: of clients, all ways in together.
     """
 
     def __init__(
@@ -196,8 +204,12 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.order_profile: Callable[[Profile], None] | None = None
+        self.connections = Connections.allowed()
         make_core = Core if recorder is None else partial(RecordedCore, RecorderLog(recorder))
-        self.core = make_core(tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval)
+        self.core = make_core(
+            tokenizer, send, seed=config.model.seed, stream_interval=config.server.stream_interval,
+            session=config.session, held_limit=config.scheduler.max_num_queued_reqs,
+        )  # fmt: skip
         self._texts = TextWork(config, tokenizer)
         if config.log.enable_log_requests:
             request_log.attach(self.core)
@@ -321,7 +333,7 @@ class Engine:
 
     def health(self) -> Health:
         """Whether new requests are taken, and if not, why."""
-        return Health(self.core.state, self.core.error)
+        return Health(self.core.state, self.core.error, self.core.session)
 
     def close(self) -> None:
         """End threads and processes; work that has not begun is dropped."""

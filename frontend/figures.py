@@ -125,7 +125,6 @@ class Figures:
         self.ended: Counter[str] = Counter()
         self.step_sizes: list[int] = []
         self._part_totals_us = [0] * len(STEP_PARTS)
-        self._step_count = 0
 
     # -- fed by the core -----------------------------------------------------------------------------------------------
 
@@ -163,10 +162,9 @@ class Figures:
 
     def note_stats(self, stats: EngineStats) -> None:
         """The scheduler's figures of the steps since the last time."""
-        step_count = stats.steps - self._step_count
-        self._step_count = stats.steps
+        step_count = sum(stats.step_sizes)
         for index, mean_us in enumerate(stats.parts_us):
-            self._part_totals_us[index] += mean_us * max(step_count, 0)
+            self._part_totals_us[index] += mean_us * step_count
         missing = len(stats.step_sizes) - len(self.step_sizes)
         self.step_sizes += [0] * missing
         for index, count in enumerate(stats.step_sizes):

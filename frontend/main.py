@@ -6,7 +6,8 @@ endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders com
 Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
 answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
 finish within the grace, end the rest with an error. A failed peer, or bytes of the scheduler's that are no message:
-every request ends with an error, then exit code 1.
+every request ends with an error, then exit code 1. A peer that is started again (`--restart`): new sockets to the
+scheduler, those of the new session, and the requests wait until it is ready.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ import zmq
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import EngineReady, PeerFailed, Profile, Stop, TokensOut, decode_for_frontend
+from common.messages import EngineReady, NewSession, PeerFailed, Profile, Stop, TokensOut, decode_for_frontend
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
@@ -79,23 +80,20 @@ class Frontend:
         self._http: HttpServer | None = None
         self._started = False
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
-        requests = connect_push(self._context, config.endpoint("requests"))
-        outputs = bind_pull(self._context, config.endpoint("outputs"))
+        self._connect_scheduler(config.session)
         self._access = ClientAccess(self._context, Path(folder)) if (folder := config.server.client_keys) else None
         router = self._bind_clients()
         self._client_endpoint = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         started_s = time.monotonic()
         tokenizer = Tokenizer.load(config.tokenizer_dir or config.model_dir, config.model.chat_template)
         self._tokenizer_ms = (time.monotonic() - started_s) * 1000
-        self._requests = requests
         self._recorder = recorder_for(config, "frontend")
         send = sending(self._recorder, Link.REQUESTS, self._send_to_scheduler)
         self._engine = Engine(config, tokenizer, send, self._recorder)
         self._engine.order_profile = link.profile
         self._traces: StepTraces | None = None
         self._clients = ClientServer(self._engine, router, self._access)
-        self._outputs = outputs
-        self._outputs_reader = ZmqReader(outputs, self._on_output, self._clients.flush)
+        self._outputs_reader = self._read_outputs()
         asyncio.get_running_loop().add_reader(link.wake_fd, self._on_orders)
 
     async def run(self) -> int:
@@ -113,8 +111,15 @@ class Frontend:
         await self._finish(grace_s)
         return code
 
+    def _connect_scheduler(self, session: int) -> None:
+        self._requests = connect_push(self._context, self._config.endpoint("requests", session))
+        self._outputs = bind_pull(self._context, self._config.endpoint("outputs", session))
+
+    def _read_outputs(self) -> ZmqReader:
+        return ZmqReader(self._outputs, self._on_output, self._clients.flush)
+
     def _bind_clients(self) -> "zmq.Socket[bytes]":
-        local = self._config.endpoint("client")
+        local = self._config.endpoint("client", 0)
         endpoint = self._config.server.client_endpoint or local
         keys = self._access.server_keys if self._access is not None else None
         return bind_client_router(self._context, endpoint, keys, local)
@@ -140,9 +145,9 @@ class Frontend:
             self._announce()
 
     def _announce(self) -> None:
-        """Tell the supervisor that we serve, once both the engine and our own sockets are ready."""
+        """Tell the supervisor that we serve, once both the engine and our own sockets are ready for the first time."""
         ready = self._engine.limits
-        if ready is None or not self._started:
+        if ready is None or not self._started or self._traces is not None:
             return
         where = f"client socket {self._client_endpoint}"
         if self._http is not None:
@@ -164,6 +169,20 @@ class Frontend:
                         self._traces.order(order)
                 case PeerFailed():
                     self._fail(order.message)
+                case NewSession():
+                    self._begin_session(order)
+
+    def _begin_session(self, order: NewSession) -> None:
+        """Scheduler and worker start anew: what the old ones still say is not heard any more."""
+        core = self._engine.core
+        logger.warning("%s: %d requests wait until it is back", order.message, core.live_count)
+        core.suspend(order.message, order.session)
+        self._clients.flush()
+        self._outputs_reader.close()
+        self._outputs.close(linger=0)
+        self._requests.close(linger=0)
+        self._connect_scheduler(order.session)
+        self._outputs_reader = self._read_outputs()
 
     def _fail(self, why: str) -> None:
         """The engine cannot serve any more: every request ends with an error, then the process ends."""

@@ -3,10 +3,12 @@
 Knows nothing of sockets, clocks or other requests. `core.Core` feeds it tokens and passes its events on.
 """
 
+import dataclasses
 from array import array
 from collections.abc import Iterable, Sequence
 
-from common.messages import TokenLogprobs
+from common.errors import RequestError
+from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
 from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
 from frontend.stop_strings import StopMatcher, StopStrings
@@ -125,11 +127,17 @@ class Request:
         pooling: what is wanted is an embedding of the prompt, by this one of POOLINGS.
         name: what the asker calls it, for the log.
         client_key: who the asker is.
+
+    Attributes:
+        message: what the scheduler is told of it.
+        sent_count: output tokens that it had when it was sent last; -1 if no scheduler has it now.
+        fruitless_count: how often it was lost since its last token.
     """
 
     __slots__ = (
-        "cached_count", "client_key", "embedding", "end_token_ids", "name", "open_count", "params", "pooling",
-        "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sink", "starts_text", "stopped_early", "stops",
+        "cached_count", "client_key", "embedding", "end_token_ids", "fruitless_count", "message", "name", "open_count",
+        "params", "pooling", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sent_count", "sink",
+        "starts_text", "stops",
         "stream", "timings", "tokenizer",
     )  # fmt: skip
 
@@ -167,7 +175,29 @@ class Request:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.samples = [Sample(self, index) for index in range(params.n)]
         self.open_count = params.n
-        self.stopped_early = False  # a stop string ended a sample that the scheduler still runs
+        self.message: AddRequest | None = None
+        self.sent_count = -1
+        self.fruitless_count = 0
+
+    @property
+    def output_count(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    def continued_message(self) -> AddRequest:
+        """What the scheduler is told: of a request that it, or one before it, was told before, where it stands."""
+        assert self.message is not None, f"request {self.request_id} has no message"
+        if self.timings.submitted_s is None:
+            return self.message
+        outputs = tuple(None if s.finish_reason is not None else s.token_ids for s in self.samples)
+        return dataclasses.replace(self.message, outputs=outputs)
+
+    def note_loss(self) -> int:
+        """Scheduler or worker are lost; how often that was so since the last token, while they had this request."""
+        if self.sent_count >= 0:
+            self.fruitless_count = self.fruitless_count + 1 if self.output_count == self.sent_count else 0
+        self.sent_count = -1
+        return self.fruitless_count
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Take the log probabilities of the prompt's tokens, from the second on."""
@@ -203,8 +233,7 @@ class Request:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        output_count = sum(len(sample.token_ids) for sample in self.samples)
-        return Usage(len(self.prompt_token_ids), output_count, self.cached_count)
+        return Usage(len(self.prompt_token_ids), self.output_count, self.cached_count)
 
     def final(self) -> Final:
         """The whole request, once every sample has ended."""
@@ -213,3 +242,14 @@ class Request:
             prompt_logprobs = (None,) * len(self.prompt_token_ids)
         samples = tuple(sample.result() for sample in self.samples)
         return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings, self.embedding)
+
+
+def error_of(message: RequestFailed) -> RequestError:
+    """The scheduler's refusal or failure of a request, as its client gets it."""
+    return RequestError(
+        message.message,
+        code=message.error_code,
+        param=message.param,
+        status=message.status,
+        retry_after_ms=message.retry_after_ms,
+    )

@@ -11,6 +11,25 @@ from common.messages.fields import SHORT_IDS_LIMIT
 from common.sampling_params import SamplingParams
 from frontend.tokenizer import Tokenizer
 
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
+
+
+def not_serving(state: str, why: str) -> RequestError:
+    """The error (503) for a request that comes in any of the core's states but `serving`.
+
+    Args:
+        why: for `restarting` and `dead`.
+    """
+    reasons = {
+        "starting": ("the engine is still starting", "starting", 1000),
+        "restarting": (f"the engine is being started again, and many requests wait for it: {why}", "restarting", 1000),
+        "draining": ("the engine is shutting down and takes no new requests", "shutting_down", None),
+        "dead": (f"the engine is down: {why}", "engine_dead", None),
+    }
+    message, code, retry_after_ms = reasons[state]
+    return RequestError(message, code=code, status=503, retry_after_ms=retry_after_ms)
+
 
 def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
     """Refuse a prompt that is empty, too long, or holds ids that the model lacks; raises RequestError."""

@@ -133,9 +133,10 @@ def describe(earlier: StatusReply | None, reply: StatusReply, seconds: float) ->
     if earlier is not None and reply.live_count:
         lines.append("  speed     " + _speed(earlier.figures, figures, seconds))
     found = figures["prefix_hit_tokens"] / max(1, figures["prefix_query_tokens"])
+    restarts = f", {figures['restarts']} restarts" if figures.get("restarts") else ""
     lines.append(
         f"  in all    {figures['prompt_tokens']:,} tokens in ({found:.0%} from the prefix cache), "
-        f"{figures['output_tokens']:,} out, {figures['preemptions']:,} preemptions"
+        f"{figures['output_tokens']:,} out, {figures['preemptions']:,} preemptions{restarts}"
     )
     return lines
 

@@ -8,12 +8,12 @@ For each row r and query head h, with g = h // group, n = context_lengths[r] and
 computed in tiles with a running maximum and normaliser [1], the query heads of a group as the rows of one tile so that
 each K/V tile is read once and both products run on tensor cores, and the keys of a row split between programs [2].
 
-How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head. All tiles
-of all rows form one line, row by row and head by head; every program takes an equal piece of that line [3]. A piece
-that covers a whole (row, head) writes the output; any other writes maximum, normaliser and a float32 accumulator, and
-the program that comes last at that (row, head), by an atomic counter, merges the parts by log-sum-exp. A program's
-piece can be cut only at its two ends, so two partial places a program are enough whatever the lengths are, and one
-captured graph is right, and balanced, for every mix of lengths.
+How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head, and
+`start_tiles` more for what beginning one costs. All tiles of all rows form one line, row by row and head by head; every
+program takes an equal piece of that line [3]. A piece that covers a whole (row, head) writes the output; any other
+writes maximum, normaliser and a float32 accumulator, and the program that comes last at that (row, head), by an atomic
+counter, merges the parts by log-sum-exp. A program's piece can be cut only at its two ends, so two partial places a
+program are enough whatever the lengths are, and one captured graph is right, and balanced, for every mix of lengths.
 
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|
@@ -43,7 +43,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.kv_format import vector_bytes
+from kernels.decode_tile import (
+    MEASURED_ONLY,
+    add_weighted,
+    has_single_keys,
+    is_native,
+    merge_parts,
+    merge_sizes,
+    query_parts,
+    scores_of,
+    whole_sums,
+)
+from kernels.kv_format import cache_format, vector_bytes
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
     attend_row,
@@ -58,7 +70,6 @@ from kernels.paged_kv import (
 
 MAX_ROWS = 1024
 MAX_GROUP = 128
-MERGE_ELEMENTS = 4096
 
 
 def reference_decode_attention(
@@ -101,6 +112,7 @@ class DecodePlan:
     dim_tile: int
     rows_tile: int
     min_tiles: int
+    start_tiles: int
     num_warps: int
     num_stages: int
     max_registers: int | None
@@ -119,7 +131,8 @@ def launch_plan(
     tile_tokens: int | None = None,
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
-    num_warps: int = 4,
+    start_tiles: int | None = None,
+    num_warps: int | None = None,
     num_stages: int | None = None,
     max_registers: int | None = None,
 ) -> DecodePlan:
@@ -130,9 +143,14 @@ def launch_plan(
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
-    tile_tokens = tile_tokens or (64 if dim_tile <= 128 else 32)
-    # Not yet measured for 8 bits: more of the smaller tiles on their way from memory. Tiles twice as long spill.
-    num_stages = num_stages or (5 if quantised else 3)
+    if quantised and dim_tile <= 128:
+        # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
+        tile_tokens, num_stages = tile_tokens or 128, num_stages or 3
+        if not MEASURED_ONLY:
+            num_warps, max_registers = num_warps or 8, max_registers or 128
+    tile_tokens, num_stages, num_warps = tile_tokens or (64 if dim_tile <= 128 else 32), num_stages or 3, num_warps or 4
+    if start_tiles is None:
+        start_tiles = 0 if MEASURED_ONLY else 1
     program_count = multiprocessor_count * (programs_per_multiprocessor or 2)
     group_rows = max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
@@ -142,6 +160,7 @@ def launch_plan(
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
+        start_tiles=start_tiles,
         num_warps=num_warps,
         num_stages=num_stages,
         max_registers=max_registers,
@@ -165,16 +184,16 @@ def _decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
     soft_cap,
-    QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_ROW_COUNT: tl.constexpr,
-    TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr, ROWS_TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+    HAS_ROW_COUNT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
+    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
 
     # 1. Lay all tiles of all rows on one line and take an equal piece of it.
     rows = tl.arange(0, ROWS_TILE)
@@ -183,11 +202,12 @@ def _decode_kernel(
         row_count = tl.minimum(tl.load(row_count_ptr), max_rows)
     is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
     slots = tl.load(slots_ptr + rows, mask=is_row, other=-1)
-    lengths = tl.load(lengths_ptr + rows, mask=is_row & (slots >= 0), other=0)  # edge: padding rows have no tiles
+    lengths = tl.load(lengths_ptr + rows, mask=is_row, other=0)
+    lengths = tl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
     tile_counts = tl.cdiv(lengths, TILE)
     if WINDOW > 0:
         tile_counts -= tl.maximum(lengths - WINDOW, 0) // TILE
-    ends = tl.cumsum(tile_counts, axis=0)
+    ends = tl.cumsum(tl.where(tile_counts > 0, tile_counts + START_TILES, 0), axis=0)
     total = tl.max(ends) * KV_HEADS
     piece = tl.maximum(tl.cdiv(total, programs), MIN_TILES)
     work = program * piece
@@ -199,6 +219,16 @@ def _decode_kernel(
     is_query = (group_rows < GROUP)[:, None] & is_dim[None, :]  # edge: groups smaller than a tensor core's tile
     head_places = group_rows[:, None] * HEAD_DIM + dims[None, :]
     tile_places = tl.arange(0, TILE)
+    # A tile is loaded as elements, or as pairs of 8-bit elements; keys that are multiplied singly, as elements.
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
+    units = tl.arange(0, DIM_TILE if FORMAT == 0 else DIM_TILE // 2)
+    is_unit = (units < WIDTH)[None, :]  # edge: head dims that are no power of two
+    DTYPE: tl.constexpr = query_ptr.dtype.element_ty
+    key_tiles_ptr, value_tiles_ptr = key_ptr, value_ptr
+    if FORMAT > 0:
+        if not SINGLE:
+            key_tiles_ptr = key_ptr.to(tl.pointer_type(tl.int16))
+        value_tiles_ptr = value_ptr.to(tl.pointer_type(tl.int16))
 
     while work < work_end:
         # 2. Locate: which row and head, and which of its tiles are in this piece.
@@ -209,45 +239,51 @@ def _decode_kernel(
         if WINDOW > 0:
             first_position = (tl.maximum(length - WINDOW, 0) // TILE) * TILE
         row_tiles = tl.cdiv(length - first_position, TILE)
-        head = (work - row_start) // row_tiles
-        segment_start = row_start + head * row_tiles
+        head = (work - row_start) // (row_tiles + START_TILES)
+        segment_start = row_start + head * (row_tiles + START_TILES) + START_TILES
         segment_end = tl.minimum(work_end, segment_start + row_tiles)
-        first_tile = work - segment_start
-        tile_end = segment_end - segment_start
+        first_tile = tl.maximum(work - segment_start, 0)
+        tile_end = segment_end - segment_start  # not above 0 where this piece ends before the first tile
+        positions = first_position + first_tile * TILE + tile_places
 
-        query = tl.load(
-            query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places,
-            mask=is_query,
-            other=0.0,
-        )
         maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
         normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
-        accumulator = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=tl.float32)
+        query_places = query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places
+        query = tl.load(query_places, mask=is_query, other=0.0)
+        even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
+        odd_sums = even_sums
+        first_query, second_query, query_unit = query_parts(query, FORMAT, NATIVE, SINGLE)
 
         # 3. Load and accumulate. The block ids of a tile are read one tile ahead of its keys and values, and so are its
         # scales, which are too short for the compiler to do it.
-        positions = first_position + first_tile * TILE + tile_places
+        in_block = positions % BLOCK_SIZE
+        if TILE % BLOCK_SIZE == 0:  # tiles are aligned to blocks
+            in_block = tile_places % BLOCK_SIZE
         blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < length, other=0)
-        if QUANTISED:
-            scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + positions % BLOCK_SIZE
+        key_scale, value_scale = blocks, blocks
+        if FORMAT > 0:
+            scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + in_block
             key_scale = tl.load(key_scales_ptr + scale_places, mask=positions < length, other=0.0)
             value_scale = tl.load(value_scales_ptr + scale_places, mask=positions < length, other=0.0)
         for tile in range(first_tile, tile_end):
             is_token = positions < length  # edge: the row's last tile
-            offsets = (blocks.to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM)
-            offsets += (positions % BLOCK_SIZE) * HEAD_DIM
-            places = offsets[:, None] + dims[None, :]
-            is_loaded = is_token[:, None] & is_dim[None, :]
+            offsets = blocks.to(tl.int64) * (KV_HEADS * BLOCK_SIZE * WIDTH) + (head * BLOCK_SIZE + in_block) * WIDTH
+            places = offsets[:, None] + units[None, :]
             next_positions = positions + TILE
             is_next = (next_positions < length) & (tile + 1 < tile_end)  # edge: no tile follows
+            if TILE % BLOCK_SIZE != 0:
+                in_block = next_positions % BLOCK_SIZE
             blocks = tl.load(table_ptr + next_positions // BLOCK_SIZE, mask=is_next, other=0)
-            key = tl.load(key_ptr + places, mask=is_loaded, other=0.0).to(query.dtype)
-            if QUANTISED:  # here rather than beside its product: 196 registers a thread instead of 254
-                stored_value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
-            scores = tl.dot(query, tl.trans(key))
-            if QUANTISED:
+            if SINGLE:
+                key_places = (offsets * 2)[:, None] + dims[None, :]
+                keys = tl.load(key_tiles_ptr + key_places, mask=is_token[:, None] & is_dim[None, :], other=0.0)
+            else:
+                keys = tl.load(key_tiles_ptr + places, mask=is_token[:, None] & is_unit, other=0)
+            values = tl.load(value_tiles_ptr + places, mask=is_token[:, None] & is_unit, other=0)
+            scores = scores_of(first_query, second_query, query_unit, keys, FORMAT, NATIVE, SINGLE)
+            if FORMAT > 0:
                 scores = scores * (key_scale.to(tl.float32) * scale_log2)[None, :]
-                scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + next_positions % BLOCK_SIZE
+                scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + in_block
                 key_scale = tl.load(key_scales_ptr + scale_places, mask=is_next, other=0.0)
             else:
                 scores = scores * scale_log2
@@ -259,25 +295,24 @@ def _decode_kernel(
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             # Every tile holds a seen position, so the new maximum is finite.
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-            probabilities = tl.exp2(scores - new_maximum[:, None])
+            weights = tl.exp2(scores - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
-            normaliser = normaliser * shrink + tl.sum(probabilities, axis=1)
+            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
             maximum = new_maximum
-            if QUANTISED:
-                probabilities = probabilities * value_scale.to(tl.float32)[None, :]
+            even_sums, odd_sums = add_weighted(
+                even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
+            )
+            if FORMAT > 0:
                 value_scale = tl.load(value_scales_ptr + scale_places, mask=is_next, other=0.0)
-                value = stored_value.to(query.dtype)
-            else:
-                value = tl.load(value_ptr + places, mask=is_loaded, other=0.0)
-            accumulator = tl.dot(probabilities.to(query.dtype), value, accumulator * shrink[:, None])
             positions = next_positions
+        accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
 
         # 4. Store: a whole (row, head) at once, or this piece's part of it.
         output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
         if (first_tile == 0) & (tile_end == row_tiles):
             result = accumulator * (1.0 / normaliser)[:, None]
             tl.store(output_places + head_places, result.to(output_ptr.dtype.element_ty), mask=is_query)
-        else:
+        elif tile_end > 0:
             part = program * 2 + (first_tile == 0).to(tl.int32)
             statistics_ptr = partials_ptr + programs * (2 * GROUP_ROWS * DIM_TILE)
             tl.store(
@@ -295,19 +330,9 @@ def _decode_kernel(
             if arrived == part_count - 1:
                 # 5. Merge: the last to arrive reads every part.
                 tl.store(counter_ptr, 0)
-                _merge_parts(
-                    output_places,
-                    partials_ptr,
-                    statistics_ptr,
-                    first_program,
-                    part_count,
-                    GROUP,
-                    HEAD_DIM,
-                    GROUP_ROWS,
-                    DIM_TILE,
-                    MERGE_PARTS,
-                    MERGE_GROUP,
-                )
+                # A (row, head) starts inside its first program's piece and at the start of every later one's.
+                merge_parts(output_places, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
+                            GROUP, HEAD_DIM, GROUP_ROWS, DIM_TILE, MERGE_PARTS, MERGE_GROUP)  # fmt: skip
         work = segment_end
 
     # 6. Rows without tokens get zeros.
@@ -317,45 +342,6 @@ def _decode_kernel(
                 empty_places = output_ptr + tl.cast(empty, tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
                 zeros = tl.zeros([GROUP_ROWS, DIM_TILE], dtype=output_ptr.dtype.element_ty)
                 tl.store(empty_places + head_places, zeros, mask=is_query)
-
-
-@triton.jit
-def _merge_parts(
-    output_ptr, partials_ptr, statistics_ptr, first_program, part_count,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
-    PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one (row, head) into its output, PARTS parts of MERGE_GROUP query heads at a time."""
-    dims = tl.arange(0, DIM_TILE)
-    for first_query in range(0, GROUP, MERGE_GROUP):
-        queries = first_query + tl.arange(0, MERGE_GROUP)
-        maximum = tl.full([MERGE_GROUP], float("-inf"), dtype=tl.float32)
-        normaliser = tl.zeros([MERGE_GROUP], dtype=tl.float32)
-        accumulator = tl.zeros([MERGE_GROUP, DIM_TILE], dtype=tl.float32)
-        for first_part in range(0, part_count, PARTS):
-            parts = first_part + tl.arange(0, PARTS)
-            is_part = (parts < part_count)[:, None] & (queries < GROUP)[None, :]
-            # A (row, head) starts inside its first program's piece and at the start of every later one's.
-            slots = (first_program + parts) * 2 + (parts == 0).to(tl.int32)
-            statistics = statistics_ptr + slots[:, None] * (2 * GROUP_ROWS) + queries[None, :]
-            part_maximum = tl.load(statistics, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            part_normaliser = tl.load(statistics + GROUP_ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
-            places = (slots[:, None] * GROUP_ROWS + queries[None, :])[:, :, None] * DIM_TILE + dims[None, None, :]
-            part_accumulator = tl.load(partials_ptr + places, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
-            new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=0))
-            # Query rows that pad the group have no maximum; they are not stored.
-            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(part_maximum - base[None, :])
-            shrink = tl.exp2(maximum - base)
-            normaliser = normaliser * shrink + tl.sum(part_normaliser * weights, axis=0)
-            accumulator = accumulator * shrink[:, None] + tl.sum(part_accumulator * weights[:, :, None], axis=0)
-            maximum = new_maximum
-        result = accumulator * (1.0 / tl.where(queries < GROUP, normaliser, 1.0))[:, None]
-        tl.store(
-            output_ptr + queries[:, None] * HEAD_DIM + dims[None, :],
-            result.to(output_ptr.dtype.element_ty),
-            mask=(queries < GROUP)[:, None] & (dims < HEAD_DIM)[None, :],
-        )
 
 
 def _check_workspace(
@@ -402,14 +388,15 @@ def decode_attention(
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
-    merge_group = min(triton.next_power_of_2(shape.group), 4)
+    merge_parts_count, merge_group = merge_sizes(shape.group, plan.dim_tile)
+    options = launch_options(output) if pdl else {"PDL": False}
     _decode_kernel[(plan.program_count,)](
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
         partials, counters, key_scales, value_scales,
-        max_rows, output.stride(0), query.stride(0), block_tables.stride(0),
-        scale * LOG2_E,
-        soft_cap,
-        QUANTISED=key_scales is not None,
+        max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E, soft_cap,
+        FORMAT=cache_format(key_cache.dtype),
+        NATIVE=is_native(query, key_cache),
+        SINGLE=has_single_keys(query, key_cache),
         KV_HEADS=shape.kv_heads,
         GROUP=shape.group,
         HEAD_DIM=shape.head_dim,
@@ -422,10 +409,11 @@ def decode_attention(
         DIM_TILE=plan.dim_tile,
         ROWS_TILE=plan.rows_tile,
         MIN_TILES=plan.min_tiles,
-        MERGE_PARTS=max(1, MERGE_ELEMENTS // (merge_group * plan.dim_tile)),
+        START_TILES=plan.start_tiles,
+        MERGE_PARTS=merge_parts_count,
         MERGE_GROUP=merge_group,
-        PDL=pdl,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **compile_options(plan.max_registers, pdl),
+        **options,
+        **compile_options(plan.max_registers),
     )  # fmt: skip

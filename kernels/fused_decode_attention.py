@@ -15,10 +15,11 @@ takes the new token. One captured graph is right for every mix of lengths.
 
 | tensor             | axes                | dtype        | notes                                             |
 |--------------------|---------------------|--------------|---------------------------------------------------|
-| qkv                | [R, (hq + 2 hkv) d] | as the cache | last axis 1; q heads, k, then v                   |
-| output             | [R, hq, d]          | as the cache | rows of slot -1 or length 0 get zeros             |
+| qkv                | [R, (hq + 2 hkv) d] | any float    | last axis 1; q heads, k, then v                   |
+| output             | [R, hq, d]          | as qkv       | rows of slot -1 or length 0 get zeros             |
 | rope_table         | [max_position, d]   | float32      | cosines, then sines; as the other kernel's        |
 | q_weight, k_weight | [d]                 | any float    | both or neither                                   |
+| k_scales, v_scales | [block, hkv, pos]   | float16      | beside 8-bit caches; else None                    |
 | partials           | [workspace_floats]  | float32      | contents never matter                             |
 | counters           | [R hkv]             | int32        | zero before the first call and after each         |
 
@@ -38,15 +39,32 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
+from kernels.decode_tile import (
+    MEASURED_ONLY,
+    add_weighted,
+    is_native,
+    load_tile,
+    merge_parts,
+    merge_sizes,
+    prefetch_tile,
+    query_parts,
+    scores_of,
+    split_sums,
+    tile_places,
+    whole_sums,
+)
+from kernels.fused_decode_parts import fused_decode_parts_kernel
+from kernels.kv_format import TOPS, cache_format
+from kernels.kv_quant import check_scales
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
+from kernels.new_token import NewTokens, new_queries, norm_gains, rotation, stored_new_token
 from kernels.paged_kv import LOG2_E, attend_row, gather_row
-from kernels.qk_norm_rope_store import normed_rotated_heads, qk_norm_rope_store_reference
+from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
 GROUP_ROWS = 16  # query rows of a tensor core's tile
 PROGRAM_TARGET = 264  # two for each multiprocessor of the card that this was measured on
 MAX_SPLITS = 32
-MERGE_ELEMENTS = 8192  # numbers of the parts that a merge holds at a time
 
 
 def fused_decode_attention_reference(
@@ -63,6 +81,8 @@ def fused_decode_attention_reference(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stores K and V in place and returns [R, hq, d] in float32; zeros for padding rows. Synchronises."""
     block_size = k_cache.shape[2]
@@ -74,12 +94,15 @@ def fused_decode_attention_reference(
     ]
     query = qk_norm_rope_store_reference(
         qkv, k_cache, v_cache, torch.tensor(places, device=qkv.device), (context_lengths - 1).clamp(min=0), rope_table,
-        query_heads, q_weight, k_weight, eps,
+        query_heads, q_weight, k_weight, eps, k_scales, v_scales,
     )  # fmt: skip
     result = torch.zeros(query.shape, device=qkv.device)
     for row, (slot, n) in enumerate(zip(slots, lengths, strict=True)):
         if real[row]:
-            key, value = (gather_row(cache, block_tables[slot], n, torch.float32) for cache in (k_cache, v_cache))
+            key, value = (
+                gather_row(cache, block_tables[slot], n, torch.float32, scales)
+                for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
+            )
             result[row] = attend_row(query[row : row + 1], key, value, scale=scale)[0]
     return result
 
@@ -94,51 +117,36 @@ class FusedDecodePlan:
     """Everything a launch fixes; a pure function of the bucket and the head shape."""
 
     splits: int
-    min_share: int
     tile: int
     num_warps: int
+    is_apart: bool
     workspace_floats: int
 
 
-def launch_plan(row_count: int, kv_heads: int, head_dim: int) -> FusedDecodePlan:
-    """As many splits, a power of two, as keep the number of programs near what the card holds at once."""
+def launch_plan(
+    row_count: int, kv_heads: int, head_dim: int, *, program_target: int = PROGRAM_TARGET, tile: int | None = None,
+    num_warps: int = 4, is_apart: bool = not MEASURED_ONLY,
+) -> FusedDecodePlan:  # fmt: skip
+    """As many splits, a power of two, as keep the number of programs near what the card holds at once.
+
+    The keyword arguments override the usual choice; `is_apart`: the new token is a part of its own.
+    """
     splits = 1
-    while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= PROGRAM_TARGET:
+    while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= program_target:
         splits *= 2
     floats = row_count * kv_heads * splits * GROUP_ROWS * (head_dim + 2)
-    tile = 64 if head_dim <= 128 else 32
-    return FusedDecodePlan(splits, min_share=1, tile=tile, num_warps=4, workspace_floats=floats)
-
-
-@triton.jit
-def _tile_places(table, position, cached, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                 HEAD_DIM: tl.constexpr):  # fmt: skip
-    """Offsets [tile, d] of cached positions in either cache, and which of them hold a token."""
-    column = tl.arange(0, HEAD_DIM)
-    inside = position < cached
-    block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    start = ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
-    return start[:, None] + column[None, :], inside
-
-
-@triton.jit
-def _take(scores, values, maximum, normaliser, accumulator):
-    """Take a tile's scores [G, tile] (in powers of two) and values [tile, d] into the running sums."""
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-    base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # nothing seen yet
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(maximum - base)
-    accumulator = tl.dot(weights.to(values.dtype), values, accumulator * shrink[:, None], input_precision="ieee")
-    return new_maximum, normaliser * shrink + tl.sum(weights, axis=1), accumulator
+    return FusedDecodePlan(splits, tile or (64 if head_dim <= 128 else 32), num_warps, is_apart, floats)
 
 
 @triton.jit
 def _fused_decode_kernel(
-    qkv, output, k_cache, v_cache, block_tables, row_slots, context_lengths, rope_table, q_weight, k_weight,
-    partials, counters, qkv_stride, output_stride, table_stride, eps, scale_log2,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SHARE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    qkv, output, k_cache, v_cache, k_scales, v_scales, next_k_cache, next_v_cache, block_tables, row_slots,
+    context_lengths, rope_table, q_weight, k_weight, partials, counters,
+    qkv_stride, output_stride, table_stride, eps, scale_log2,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_NEXT: tl.constexpr, MERGE_HEADS: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: one split of one K/V head of one row. Nothing read here is written by the kernels just ahead.
     let_next_start(PDL)
@@ -150,11 +158,12 @@ def _fused_decode_kernel(
     is_real = (slot >= 0) & (length > 0)
     cached = tl.where(is_real, length - 1, 0)
     tiles = tl.cdiv(cached, TILE)
-    share = tl.maximum(tl.cdiv(tiles, SPLITS), MIN_SHARE)
+    share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
     active = tl.maximum(tl.cdiv(tiles, share), 1)
+    HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, HEAD_DIM)
     query = tl.arange(0, ROWS)
-    in_group = query[:, None] < GROUP
+    in_group = (query[:, None] < GROUP) & (column[None, :] >= 0)
     place = output + row.to(tl.int64) * output_stride + (head * GROUP + query[:, None]) * HEAD_DIM + column[None, :]
     if is_real == 0:
         wait_for_inputs(PDL)
@@ -162,49 +171,65 @@ def _fused_decode_kernel(
             tl.store(place, tl.zeros([ROWS, HEAD_DIM], dtype=output.dtype.element_ty), mask=in_group)
     elif split < active:
         table = block_tables + slot.to(tl.int64) * table_stride
-        # 2. Load the first tile of keys and values, which earlier steps wrote.
+        DTYPE: tl.constexpr = qkv.dtype.element_ty
+        WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
+        k_tiles, v_tiles, next_k_tiles, next_v_tiles = k_cache, v_cache, next_k_cache, next_v_cache
+        if FORMAT > 0:
+            k_tiles = k_cache.to(tl.pointer_type(tl.int16))
+            v_tiles = v_cache.to(tl.pointer_type(tl.int16))
+            next_k_tiles = next_k_cache.to(tl.pointer_type(tl.int16))
+            next_v_tiles = next_v_cache.to(tl.pointer_type(tl.int16))
+        # 2. Load the first tile of keys and values, which earlier steps wrote, and what turns the new token's heads.
         first = split * share
         last = tl.minimum(first + share, tiles)
         lane = tl.arange(0, TILE)
-        places, inside = _tile_places(table, first * TILE + lane, cached, head, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        keys = tl.load(k_cache + places, mask=inside[:, None], other=0.0)
-        values = tl.load(v_cache + places, mask=inside[:, None], other=0.0)
+        inside = first * TILE + lane < cached
+        tile_place = tile_places(table, first * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
+        keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
+        values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
         new_block = tl.load(table + (length - 1) // BLOCK_SIZE).to(tl.int64)
         rope_row = rope_table + (length - 1).to(tl.int64) * HEAD_DIM
+        cos, sin = rotation(rope_row, column, HALF)
+        q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
+        k_gain, k_partner_gain = norm_gains(k_weight, column, HEAD_DIM, HALF, HAS_NORM)
+        if HAS_NEXT:
+            prefetch_tile(next_k_tiles, tile_place, inside, WIDTH, PDL)
+            prefetch_tile(next_v_tiles, tile_place, inside, WIDTH, PDL)
         wait_for_inputs(PDL)
         # 3. The group's queries, and the new token's key and value, which split 0 stores and attends to.
         source = qkv + row.to(tl.int64) * qkv_stride
-        offset = (head * GROUP + query[:, None]) * HEAD_DIM + column[None, :]
-        inside_group = in_group & (column[None, :] >= 0)
-        at = (KV_HEADS * GROUP + head + tl.arange(0, 1)[:, None]) * HEAD_DIM + column[None, :]
-        owns_new = (split == 0) & (at >= 0)
-        v = tl.load(source + at + KV_HEADS * HEAD_DIM, mask=owns_new, other=0.0).to(v_cache.dtype.element_ty)
-        k = normed_rotated_heads(
-            source, k_weight, rope_row, eps, at, column, owns_new, HEAD_DIM, HEAD_DIM // 2, HAS_NORM
+        owns_new = (split == 0) & (column[None, :] >= 0)
+        new_place = (new_block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
+        q = new_queries(source, head, column, column >= 0, q_gain, q_partner_gain, cos, sin, eps,
+                        GROUP, HEAD_DIM, HALF, HAS_NORM, ROWS)  # fmt: skip
+        k, v = stored_new_token(
+            source, k_cache, v_cache, k_scales, v_scales, head, new_place, column, owns_new,
+            k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
         )  # fmt: skip
-        q = normed_rotated_heads(
-            source, q_weight, rope_row, eps, offset, column, inside_group, HEAD_DIM, HEAD_DIM // 2, HAS_NORM
-        )  # fmt: skip
-        k = k.to(k_cache.dtype.element_ty)
-        q = q.to(k_cache.dtype.element_ty)
-        target = ((new_block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE) * HEAD_DIM + column[None, :]
-        tl.store(k_cache + target, k, mask=owns_new)
-        tl.store(v_cache + target, v, mask=owns_new)
-        score = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2
+        score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
         maximum = tl.where(split == 0, score, float("-inf"))
         normaliser = tl.where(split == 0, 1.0, 0.0) + tl.zeros([ROWS], dtype=tl.float32)
-        accumulator = v.to(tl.float32) + tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32)
+        even_q, odd_q, unit = query_parts(q, FORMAT, NATIVE, False)
+        even_sums, odd_sums = split_sums(v + tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32), FORMAT, NATIVE)
         # 4. The cached tokens of this split, the next tile loaded behind each.
         for tile in range(first, last):
-            scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
-            scores = tl.where(inside[None, :], scores, float("-inf"))
-            maximum, normaliser, accumulator = _take(scores, values, maximum, normaliser, accumulator)
-            position = (tile + 1) * TILE + lane
-            places, inside = _tile_places(
-                table, position, tl.where(tile + 1 < last, cached, 0), head, KV_HEADS, BLOCK_SIZE, HEAD_DIM
-            )  # fmt: skip
-            keys = tl.load(k_cache + places, mask=inside[:, None], other=0.0)
-            values = tl.load(v_cache + places, mask=inside[:, None], other=0.0)
+            scores = scores_of(even_q, odd_q, unit, keys, FORMAT, NATIVE, False)
+            if FORMAT > 0:
+                scores *= key_scale.to(tl.float32)[None, :]
+            scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))  # every tile holds a cached token
+            weights = tl.exp2(scores - new_maximum[:, None])
+            shrink = tl.exp2(maximum - new_maximum)
+            even_sums, odd_sums = add_weighted(
+                even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
+            )
+            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
+            maximum = new_maximum
+            inside = ((tile + 1) * TILE + lane < cached) & (tile + 1 < last)
+            tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
+            keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
+            values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+        accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
         # 5. Store the result, or this split's part of it.
         if active == 1:
             result = accumulator / normaliser[:, None]
@@ -220,58 +245,27 @@ def _fused_decode_kernel(
             if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == active - 1:
                 # 6. Merge: the last to arrive reads every part.
                 tl.store(counters + pair, 0)
-                _merge(output + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM), partials, statistics,
-                       pair * SPLITS, active, GROUP, HEAD_DIM, SPLITS, ROWS, HEADS, PARTS)  # fmt: skip
+                merge_parts(
+                    output + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM), partials, statistics,
+                    pair * SPLITS, 1, 0, active, GROUP, HEAD_DIM, ROWS, HEAD_DIM, PARTS, MERGE_HEADS,
+                )  # fmt: skip
 
 
-@triton.jit
-def _merge(output, partials, statistics, first_part, active, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-           SPLITS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Merge the splits of one (row, head), PARTS of them at a time, all loads of a time at once."""
-    column = tl.arange(0, HEAD_DIM)
-    query = tl.arange(0, HEADS)
-    maximum = tl.full([HEADS], float("-inf"), dtype=tl.float32)
-    normaliser = tl.zeros([HEADS], dtype=tl.float32)
-    accumulator = tl.zeros([HEADS, HEAD_DIM], dtype=tl.float32)
-    for first in tl.static_range(0, SPLITS, PARTS):
-        split = first + tl.arange(0, PARTS)
-        is_part = (split < active)[:, None] & (query < GROUP)[None, :]
-        part = (first_part + split)[:, None]
-        statistic = statistics + part * (2 * ROWS) + query[None, :]
-        place = partials + (part * ROWS + query[None, :])[:, :, None] * HEAD_DIM + column[None, None, :]
-        part_maximum = tl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        part_normaliser = tl.load(statistic + ROWS, mask=is_part, other=0.0, cache_modifier=".cg")
-        part_accumulator = tl.load(place, mask=is_part[:, :, None], other=0.0, cache_modifier=".cg")
-        new_maximum = tl.maximum(maximum, tl.max(part_maximum, axis=0))
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # query rows that pad the group
-        weight = tl.exp2(part_maximum - base[None, :])
-        shrink = tl.exp2(maximum - base)
-        normaliser = normaliser * shrink + tl.sum(part_normaliser * weight, axis=0)
-        accumulator = accumulator * shrink[:, None] + tl.sum(part_accumulator * weight[:, :, None], axis=0)
-        maximum = new_maximum
-    result = accumulator / tl.where(query < GROUP, normaliser, 1.0)[:, None]
-    place = output + query[:, None] * HEAD_DIM + column[None, :]
-    tl.store(place, result.to(output.dtype.element_ty), mask=(query < GROUP)[:, None])
-
-
-def _check(output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths, rope_table, weights) -> None:
+def _check(
+    output: torch.Tensor, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    row_slots: torch.Tensor, context_lengths: torch.Tensor,
+) -> None:  # fmt: skip
+    check_tensor("qkv", qkv, (None, None), FLOATS)
+    check_tensor("k_cache", k_cache, (None, None, None, None), (qkv.dtype, *TOPS), like=qkv)
     _, kv_heads, block_size, head_dim = k_cache.shape
-    check_tensor("k_cache", k_cache, (None, None, None, None), FLOATS)
     check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, like=k_cache)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_size & (block_size - 1):
         raise ValueError(f"k_cache, v_cache: wanted contiguous blocks of a power of two of positions, got {block_size}")
-    check_tensor("output", output, (None, None, head_dim), k_cache.dtype, like=k_cache)
+    check_tensor("output", output, (None, None, head_dim), qkv.dtype, like=k_cache)
     rows, query_heads, _ = output.shape
-    check_tensor("qkv", qkv, (rows, (query_heads + 2 * kv_heads) * head_dim), k_cache.dtype, like=k_cache)
     check_tensor("block_tables", block_tables, (None, None), torch.int32, like=k_cache)
     check_tensor("row_slots", row_slots, (rows,), torch.int32, like=k_cache)
     check_tensor("context_lengths", context_lengths, (rows,), torch.int32, like=k_cache)
-    check_tensor("rope_table", rope_table, (None, head_dim), torch.float32, like=k_cache)
-    for name, weight in weights.items():
-        if weight is not None:
-            check_tensor(name, weight, (head_dim,), FLOATS, like=k_cache)
-    if (weights["q_weight"] is None) != (weights["k_weight"] is None):
-        raise ValueError("q_weight and k_weight: wanted both or neither, got one")
     if rows > MAX_ROWS or query_heads % kv_heads or not supports(head_dim, query_heads // kv_heads, head_dim, 0):
         raise ValueError(f"output: wanted at most {MAX_ROWS} rows of heads that `supports` takes, got {output.shape}")
 
@@ -284,25 +278,27 @@ def fused_decode_attention(
     block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     context_lengths: torch.Tensor,
-    rope_table: torch.Tensor,
     partials: torch.Tensor,
     counters: torch.Tensor,
     plan: FusedDecodePlan,
+    new: NewTokens,
     *,
     scale: float,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    next_caches: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Store the new tokens' K and V and write their attention to `output`. Shapes: the module's table.
 
-    `plan` is `launch_plan` of the bucket. Raises ValueError for a shape, dtype, stride or device that differs from the
-    table, or a workspace that is too small.
+    `plan` is `launch_plan` of the bucket. `next_caches`: K and V of the layer that follows, of which what its first
+    tiles will be is brought into the level-2 cache meanwhile. Raises ValueError for a shape, dtype, stride or device
+    that differs from the table, or a workspace that is too small.
     """
-    weights = {"q_weight": q_weight, "k_weight": k_weight}
-    _check(output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths, rope_table, weights)
+    _check(output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths)
+    check_scales(k_cache, k_scales=k_scales, v_scales=v_scales)
     rows, query_heads, head_dim = output.shape
     kv_heads, block_size = k_cache.shape[1:3]
+    new.check(qkv, output, kv_heads)
     if partials.numel() < plan.workspace_floats or counters.numel() < rows * kv_heads:
         raise ValueError(
             f"workspace: wanted {plan.workspace_floats} floats and {rows * kv_heads} counters, "
@@ -310,14 +306,21 @@ def fused_decode_attention(
         )
     if rows == 0:
         return
-    has_norm = q_weight is not None
-    heads = triton.next_power_of_2(query_heads // kv_heads)
-    _fused_decode_kernel[(plan.splits, kv_heads, rows)](
-        qkv, output, k_cache, v_cache, block_tables, row_slots, context_lengths, rope_table,
-        q_weight if has_norm else qkv, k_weight if has_norm else qkv, partials, counters,
-        qkv.stride(0), output.stride(0), block_tables.stride(0), eps, scale * LOG2_E,
-        KV_HEADS=kv_heads, GROUP=query_heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLITS=plan.splits,
-        MIN_SHARE=plan.min_share, TILE=plan.tile, ROWS=GROUP_ROWS, HAS_NORM=has_norm, HEADS=heads,
-        PARTS=min(plan.splits, max(1, MERGE_ELEMENTS // (heads * head_dim))), num_warps=plan.num_warps,
-        **launch_options(qkv),
+    group = query_heads // kv_heads
+    options = {
+        "FORMAT": cache_format(k_cache.dtype), "NATIVE": is_native(qkv, k_cache), "KV_HEADS": kv_heads, "GROUP": group,
+        "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SPLITS": plan.splits, "TILE": plan.tile, "ROWS": GROUP_ROWS,
+        "HAS_NORM": new.q_weight is not None, "HAS_NEXT": next_caches is not None,
+    }  # fmt: skip
+    parts, merge_heads = merge_sizes(group, head_dim, 8 * plan.num_warps if plan.is_apart else 64)
+    if plan.is_apart:
+        options["HEADS"] = triton.next_power_of_2(group)
+    else:
+        parts = min(plan.splits, parts)
+    kernel = fused_decode_parts_kernel if plan.is_apart else _fused_decode_kernel
+    kernel[(plan.splits, kv_heads, rows)](
+        qkv, output, k_cache, v_cache, k_scales, v_scales, *(next_caches or (k_cache, v_cache)), block_tables,
+        row_slots, context_lengths, new.rope_table, new.q_weight, new.k_weight, partials, counters,
+        qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale * LOG2_E,
+        MERGE_HEADS=merge_heads, PARTS=parts, num_warps=plan.num_warps, **options, **launch_options(qkv),
     )  # fmt: skip

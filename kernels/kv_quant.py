@@ -53,6 +53,26 @@ def quantised(x, FORMAT: tl.constexpr):
     return quantised_elements(x, divisor, FORMAT), scale
 
 
+@triton.jit
+def store_vector(cache, scales, x, place, column, inside, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """Store a float32 vector [1, D] at a place of a contiguous cache; returns what reading it gives, in float32.
+
+    `place`: (block * kv_heads + head) * block_size + position. Padding of `x` must hold zeros.
+    """
+    target = cache + place * HEAD_DIM + column[None, :]
+    if FORMAT == 0:
+        stored = x.to(cache.dtype.element_ty)
+        tl.store(target, stored, mask=inside)
+        read = stored.to(tl.float32)
+    else:
+        stored, scale = quantised(x, FORMAT)
+        tl.store(target, stored, mask=inside)
+        first = tl.max(inside.to(tl.int32), axis=1) > 0
+        tl.store(scales + place + tl.arange(0, 1), scale, mask=first)
+        read = stored.to(tl.float32) * scale.to(tl.float32)[:, None]
+    return read
+
+
 def check_scales(cache: torch.Tensor, **named_scales: torch.Tensor | None) -> None:
     """Scales stand beside a quantised cache and beside no other; ValueError names what differs."""
     for name, scales in named_scales.items():

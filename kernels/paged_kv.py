@@ -118,7 +118,7 @@ def check_options(scale: float, sliding_window: int, soft_cap: float) -> None:
     wanted(soft_cap >= 0, "soft_cap", ">= 0 (0: none)", soft_cap)
 
 
-def compile_options(max_registers: int | None, pdl: bool) -> dict[str, int | bool]:
+def compile_options(max_registers: int | None, pdl: bool = False) -> dict[str, int | bool]:
     """Compiler options that older Triton does not know, left out where they say nothing."""
     options: dict[str, int | bool] = {}
     if max_registers is not None:

@@ -24,14 +24,13 @@ its number and each later one from a ticket counter, so a program that drew shor
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
-Where `can_specialise` allows it, buckets for which `is_specialised_size` take kernels/prefill_attention_hopper.py, unless
-the cache is quantised (CONVERTS). Rows with few new tokens and a long context fill few programs: their keys are not
-split.
+How a bucket is computed, and by which kernel, is a plan of kernels/prefill_plans.py: large buckets of long rows take
+kernels/prefill_attention_hopper.py where they can. Rows with few new tokens and a long context fill few programs: their
+keys are not split.
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit 234bd89, by
-`python -m benchmarks.kernels.bench_prefill_attention`: 4x4096 400 TFLOP/s without the Hopper kernel. In one masked loop,
-side by side with torch on contiguous tensors (docs/log.md): 8x32 tokens 5.2 us (torch 8.6), 8x64 5.5 (8.5), 8x128 8.6
-(8.8).
+`python -m benchmarks.kernels.bench_prefill_attention`: 4x4096 400 TFLOP/s without the Hopper kernel. In one
+masked loop, beside torch on contiguous tensors (docs/log.md): 8x32 5.2 us (torch 8.6), 8x64 5.5 (8.5), 8x128 8.6 (8.8).
 
 Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
 
@@ -39,8 +38,6 @@ Sources: [1] Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -58,15 +55,9 @@ from kernels.paged_kv import (
     soft_capped,
     wanted,
 )
+from kernels.prefill_plans import PrefillPlan, can_specialise
 
-MAX_ROWS = 1024
-MAX_GROUP = 128
 COUNTER_COUNT = 2
-SPECIALISED_TOKENS = 1024
-SPECIALISED_ROW_TOKENS = 64
-LARGE_TOKENS = 4096
-CONVERTS = False
-"""Whether the Hopper kernel takes 8-bit caches. Compiled, but not yet confirmed on a card: they take the plain one."""
 
 
 def reference_prefill_attention(
@@ -100,132 +91,6 @@ def reference_prefill_attention(
             query[start:end], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
         )
     return result
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Rows of queries and keys of a tile, and how the compiler is to take them."""
-
-    tile_rows: int
-    key_tile: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None = None
-    one_loop: bool = False
-
-
-HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
-
-
-def is_specialised_size(token_count: int, row_count: int) -> bool:
-    """Whether the Hopper kernel is the faster one for a bucket of that many query tokens with room for so many rows.
-
-    It costs more to start, so a step that is just large enough but made of many short rows is the plain kernel's.
-    """
-    has_long_rows = token_count > SPECIALISED_ROW_TOKENS * row_count
-    return token_count >= (SPECIALISED_TOKENS if has_long_rows else 2 * SPECIALISED_TOKENS)
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
-
-    program_count: int
-    wave: int
-    specialised: bool
-    tile_rows: int
-    query_tile: int
-    key_tile: int
-    dim_tile: int
-    rows_tile: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-    one_loop: bool
-
-
-def can_specialise(
-    shape: HeadShape,
-    dtype: torch.dtype,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    *,
-    quantised: bool = False,
-    capability_major: int = 9,
-    triton_version: str = triton.__version__,
-) -> bool:
-    """Whether kernels/prefill_attention_hopper.py computes such calls on a card of that compute capability.
-
-    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
-    """
-    is_plain = sliding_window == 0 and soft_cap == 0 and (CONVERTS or not quantised)
-    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
-    is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
-    return is_plain and is_size and is_here and (dtype == torch.bfloat16 or dtype == torch.float16 and not quantised)
-
-
-def launch_plan(
-    token_count: int,
-    max_rows: int,
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    multiprocessor_count: int,
-    *,
-    specialised: bool = False,
-    quantised: bool = False,
-    tile_rows: int | None = None,
-    key_tile: int | None = None,
-    programs_per_multiprocessor: int = 2,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
-    max_registers: int | None = None,
-    one_loop: bool | None = None,
-) -> PrefillPlan:
-    """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
-
-    The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
-    token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`; a `quantised` cache takes
-    it only where CONVERTS says so. The other keyword arguments override the measured choice.
-    """
-    specialised = specialised and (CONVERTS or not quantised)
-    group = query_heads // kv_heads
-    wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
-    wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
-    dim_tile = triton.next_power_of_2(head_dim)
-    chosen = HOPPER_TILES if specialised else measured_tiles(token_count, dim_tile)
-    if quantised:  # not yet measured; a limit that costs bf16 little makes these spill 700 bytes a thread
-        chosen = replace(chosen, max_registers=None)
-    tile_rows = max(tile_rows or chosen.tile_rows, triton.next_power_of_2(group))
-    query_tile = tile_rows // group
-    tile_bound = (token_count // query_tile + min(max_rows, token_count)) * kv_heads
-    resident = multiprocessor_count * (1 if specialised else programs_per_multiprocessor)
-    return PrefillPlan(
-        program_count=max(1, min(resident, tile_bound)),
-        wave=multiprocessor_count,
-        specialised=specialised,
-        tile_rows=tile_rows,
-        query_tile=query_tile,
-        key_tile=key_tile or chosen.key_tile,
-        dim_tile=dim_tile,
-        rows_tile=triton.next_power_of_2(max_rows),
-        num_warps=num_warps or chosen.num_warps,
-        num_stages=num_stages or chosen.num_stages,
-        max_registers=max_registers or chosen.max_registers,
-        one_loop=chosen.one_loop if one_loop is None else one_loop,
-    )
-
-
-def measured_tiles(token_count: int, dim_tile: int) -> Tiles:
-    """The plain kernel's tiles: the best of a sweep on an NVIDIA H200 at 8x32 to 1x16384 tokens, group 2, bf16."""
-    if token_count < LARGE_TOKENS:
-        return Tiles(tile_rows=64, key_tile=64 if dim_tile <= 128 else 32, num_warps=4, num_stages=2, one_loop=True)
-    if dim_tile == 64:
-        return Tiles(tile_rows=128, key_tile=64, num_warps=4, num_stages=2)
-    if dim_tile == 128:
-        return Tiles(tile_rows=128, key_tile=64, num_warps=8, num_stages=2, max_registers=128)
-    return Tiles(tile_rows=128, key_tile=64, num_warps=8, num_stages=2)
 
 
 def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int, head_dim: int) -> int:
@@ -491,8 +356,9 @@ def prefill_attention(
         from kernels import prefill_attention_hopper
 
         prefill_attention_hopper.launch(
-            *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan.program_count, plan.rows_tile, scale * LOG2_E, pdl
-        )
+            *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan.program_count, plan.rows_tile,
+            scale * LOG2_E, pdl,
+        )  # fmt: skip
         return
     _prefill_kernel[(plan.program_count,)](
         *inputs, decode_row_count, counters, key_scales, value_scales,

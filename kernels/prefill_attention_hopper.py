@@ -2,9 +2,10 @@
 
 Two warps move: one draws tiles of queries, posts each in a mailbox in shared memory and copies its queries and keys,
 the other copies its values, block by block with the tensor copy engine (a block of one K/V head is a contiguous box of
-the cache). Two warp groups compute, each on 64 of the tile's 128 rows: while the tensor cores multiply probabilities by
-values and the next keys by queries, the group's threads work out the next softmax [1]. Key tiles are taken from the
-diagonal backwards, so that the masked ones come first.
+the cache). Over an 8-bit cache four warps more convert what was copied (kernels/prefill_attention_hopper_convert.py).
+Two warp groups compute, each on 64 of the tile's 128 rows: while the tensor cores multiply probabilities by values and
+the next keys by queries, the group's threads work out the next softmax [1]. Key tiles are taken from the diagonal
+backwards, so that the masked ones come first.
 
     warps 0-3     rows 0-63     S = Q K^T | O += P V | softmax   wait for *_full, signal *_empty
     warps 4-7     rows 64-127   the same, on their own
@@ -12,8 +13,9 @@ diagonal backwards, so that the masked ones come first.
     warp 9        values[i % stages]                             reads the mail, waits for value_empty, fills
 
 Layouts, padding and results are those of kernels/prefill_attention.py, its only caller. Limits beside those there:
-compute capability 9, Triton 3.6, bf16 or f16, head_dim 64 or 128, block_size 8..128, no sliding window, no soft cap
-(`can_specialise` there). Its start costs more than the plain kernel's: it pays from about a thousand tokens on.
+compute capability 9, Triton 3.6, bf16 or (over a plain cache) f16, head_dim 64 or 128, block_size 8..128, no sliding
+window, no soft cap (kernels/prefill_plans.py). Its start costs more than the plain kernel's: it pays from about a
+thousand tokens on.
 
 The scalars of a tile are read from shared memory one by one, not summed out of a vector: only so does the compiler keep
 them in uniform registers, and addresses and descriptors leave the loop. And the copies have a warp each because one
@@ -80,7 +82,10 @@ def _softmax(scores, maximum, normaliser, positions, first_key, scale_log2, MASK
 
 @gluon.jit
 def _held(values):
-    """The values, in an instruction that the assembler moves no wait across."""
+    """The values, unchanged, behind an instruction that is never executed and across which the assembler moves nothing.
+
+    Left to itself ptxas hoists the wait for the products above the exponentials, and the overlap is gone.
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p pmevent 1; mov.b32 $0, $1; }",
         "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1,
@@ -89,7 +94,7 @@ def _held(values):
 
 @gluon.jit
 def _narrow(values, dtype: gl.constexpr):
-    """The values in `dtype`, converted here: left to itself the compiler does it later and keeps both alive."""
+    """The values in `dtype`, converted here: left to itself the compiler does it later and holds registers."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [values], dtype=gl.bfloat16, is_pure=False, pack=2
@@ -307,9 +312,10 @@ def _hopper_kernel(
                 (
                     produce_keys,
                     (
-                        query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows, table_stride,
-                        query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE,
-                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                        query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
+                        max_rows, table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full,
+                        mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP,
+                        HEAD_DIM, COPY_QUERY,
                     ),
                 ),
                 (
@@ -368,9 +374,10 @@ def _hopper_kernel(
                 (
                     produce_keys,
                     (
-                        query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows, table_stride,
-                        query_boxes, key_pages, raw_key_full, raw_key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE,
-                        KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                        query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
+                        max_rows, table_stride, query_boxes, key_pages, raw_key_full, raw_key_empty, mail, mail_full,
+                        mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1),
+                        ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
                     ),
                 ),
                 (

@@ -1,17 +1,17 @@
 """Eight-bit caches in kernels/prefill_attention_hopper.py: the warps that make bfloat16 of what the copy engine brings.
 
-The copying warps bring a tile of stored elements to shared memory as it is, half as many bytes as a plain one. Four warps
-turn it into the tile that the computing groups expect, each vector multiplied by its scale, so that those groups are the
-same for every cache. A tile of 128 keys meets 128 rows of queries: scaling it here is as many multiplications as scaling
-scores and weights would be, two at a time, and not in the warps that the tensor cores wait for.
+The copying warps bring a tile of stored elements to shared memory as it is, half as many bytes as a plain one. Four
+warps turn it into the tile that the computing groups expect, each vector multiplied by its scale, so that those groups
+are the same for every cache. A tile of 128 keys meets 128 rows of queries: scaling it here is as many multiplications
+as scaling scores and weights would be, two at a time, and not in the warps that the tensor cores wait for.
 
     x' = bfloat16(q * scale), correctly rounded but for one part in 2^17
 
 Four bytes become two words of two bfloat16 each. int8: a byte's low seven bits are put below the exponent of 128, its
-sign below that of 128 or 256, and one taken from the other. FP8 (e4m3): exponent and mantissa moved to bfloat16's places
-are the number times 2^-120, subnormals included; the bits of its NaN become 480. The scale, float16, is the sum of two
-bfloat16, so two multiplications in pairs round like one by the scale itself. No byte becomes NaN or infinity, and keys at
-or past the row's end get the scale 0: what lies there never reaches a product.
+sign below that of 128 or 256, and one taken from the other. FP8 (e4m3): exponent and mantissa moved to bfloat16's
+places are the number times 2^-120, subnormals included; the bits of its NaN become 480. The scale, float16, is the sum
+of two bfloat16, so two multiplications in pairs round like one by the scale itself. No byte becomes NaN or infinity,
+and keys at or past the row's end get the scale 0: what lies there never reaches a product.
 
 Knows the mailbox of kernels/prefill_attention_hopper_copy.py. Called by kernels/prefill_attention_hopper.py alone.
 """
@@ -91,7 +91,7 @@ def _convert_tile(
         low = low_words.slice(piece * PIECE_ROWS, PIECE_ROWS).load(rows)
         scaled = gl.inline_asm_elementwise(
             INT8_TO_BF16 if FORMAT == 1 else FP8_TO_BF16,
-            "=r,=r,r,r,r,r,r,r,r,r,r",
+            "=&r,=&r,r,r,r,r,r,r,r,r,r",
             [stored, gl.expand_dims(high, 1), gl.expand_dims(low, 1)],
             dtype=gl.bfloat16,
             is_pure=True,

@@ -3,8 +3,8 @@
 A letter holds, as int32: 1 (0 in the last letter), the row's first query token, its number of query tokens, the tile's
 first token within them, the row's context length, the K/V head, the end of the keys that the tile sees, and the row's
 line in the block tables. The warp that copies keys draws the tiles and writes the letters; the warp that copies values,
-both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that lie
-beside it, are free again when all of them have said so.
+both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that
+lie beside it, are free again when all of them have said so.
 
 Called by kernels/prefill_attention_hopper.py alone.
 """

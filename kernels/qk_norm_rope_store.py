@@ -28,8 +28,8 @@ rounding to a float type between.
 With early launch (`launch.py`), slot_mapping and positions are read while the kernel ahead still runs: what writes them
 must have completed when that one starts. A step's embedding kernel sees to it.
 
-Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_qk_norm_rope_store`: for 16 + 2 x 8
-heads of 128: 1.6 us for one token, 3.1 for 64, 5.5 for 256; 1.94 TB/s for 8,192, 42 % of the read limit of that run.
+Measured on an H200 at commit cf6694d by `python -m benchmarks.kernels.bench_qk_norm_rope_store`: for 16 + 2 x 8
+heads of 128: 3.55 TB/s for 8,192 tokens, 84 % of a copy's rate in that run; from two parts 1.9 us for 64, 3.1 for 256.
 """
 
 from dataclasses import dataclass
@@ -120,31 +120,6 @@ def bytes_moved(
     stored = head_dim * element_bytes if cache_dtype is None else vector_bytes(head_dim, cache_dtype)
     read = (query_heads + 2 * kv_heads) * head_dim * element_bytes
     return token_count * (read + query_heads * head_dim * element_bytes + 2 * kv_heads * stored)
-
-
-@triton.jit
-def normed_rotated_heads(
-    heads, weight, rope_row, eps, offset, column, inside,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """Heads [H, D] at `heads` + `offset`, normed and rotated in float32; `rope_row`: the position's cosines."""
-    x = tl.load(heads + offset, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        x = x * scale * tl.load(weight + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    if HALF > 0:
-        rotary = column < 2 * HALF  # elements that take part
-        first = column < HALF
-        partner = tl.where(first, column + HALF, column - HALF)
-        y = tl.load(heads + offset + (partner - column)[None, :], mask=inside & rotary[None, :], other=0.0)
-        y = y.to(tl.float32)
-        if HAS_NORM:
-            y = y * scale * tl.load(weight + partner, mask=rotary, other=0.0).to(tl.float32)[None, :]
-        angle = tl.where(first, column, column - HALF)
-        cos = tl.load(rope_row + angle, mask=rotary, other=1.0)
-        sin = tl.load(rope_row + HALF + angle, mask=rotary, other=0.0)
-        x = x * cos[None, :] + y * tl.where(first, -sin, sin)[None, :]
-    return x
 
 
 @triton.jit

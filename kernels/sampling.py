@@ -37,10 +37,9 @@ search runs over all: slower, and as exact. The last program of a row to finish 
 | out_ranks     | [R]    | int32          | of the chosen id among the raw logits, 1: the largest; where asked |
 | top_ids, top_logprobs | [R, n] | int32, float32 | the n largest where asked for, else untouched              |
 
-Measured on an H200 at commit a3503ac by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
-for 1 / 64 / 256 rows: greedy 4.4 / 20 / 58 us (2.7 TB/s at 256 rows, 60 % of the read limit of that run; torch's
-argmax alone 10 / 26 / 55), plain temperature 8.7 / 46 / 155, min-p 0.1 11 / 57 / 183, greedy with 5 logprobs 11 / 29 /
-91.
+Measured on an H200 at commit cf6694d by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
+for 1 / 64 / 256 rows: greedy 4.4 / 20 / 53 us (2.9 TB/s at 256 rows, 64 % of the read limit of that run; torch's
+argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91.
 """
 
 from dataclasses import dataclass

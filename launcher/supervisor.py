@@ -6,6 +6,15 @@ the control socket, ended children, missing heartbeats, signals. Order of stop: 
 first, then the others. A child that ends or stops responding ends the run: the frontend is told, so that requests in
 flight get their error, and one line on stderr names the process and its error.
 
+With `--restart` it is started again instead, in a new *session*, whose sockets nothing of an earlier one can reach:
+
+    lost                   started again            the others are told (NewSession)
+    scheduler or worker    scheduler and workers    the frontend: its requests wait, and go on
+    frontend               frontend                 the scheduler: it drops the old one's requests
+    anything, while another process is not ready    those and that one
+
+One loss more than `--restart-limit` allows ends the run as above, as does any loss before the engine was ready.
+
 Knows nothing of models or requests; torch is never loaded here. Called by `launcher.serve`.
 """
 
@@ -13,22 +22,23 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from common.child import READING_VOCABULARY
-from common.config import DEFAULT_MODEL, EngineConfig, with_changes
+from common.config import DEFAULT_MODEL, EngineConfig, in_session, with_changes
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, file_identity, http_url, remove_own
-from common.messages import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
+from common.messages import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
 from common.model_cache import ready_model_dir
 from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
 from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir
 from common.sockets import bind_router, new_context
+from launcher.restarts import WINDOW_S, Restarts
 
 HEARTBEAT_TIMEOUT_S = 2.0
 SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
@@ -66,9 +76,10 @@ class ProcessLost(EngineDeadError):
 
 @dataclass
 class Peer:
-    """A child with its side of the control link."""
+    """A child with its side of the control link, where it is known by its identity."""
 
     child: Child
+    identity: str
     started_at: float
     last_heard_at: float
     ready_after_s: float | None = None
@@ -106,6 +117,9 @@ class Supervisor:
         self._exit_fds: set[int] = set()
         self._peers: dict[str, Peer] = {}
         self._timeline: list[str] = []
+        self._was_ready = False
+        self._restarts = Restarts(config.server.restart_limit if config.server.restart else 0)
+        self._restart_deadline_s = 0.0
         self._death_pipe = DeathPipe()
         self._http_socket = bind_http(config.server) if config.server.http else None
         self._uds_identity = file_identity(config.server.uds)
@@ -129,17 +143,13 @@ class Supervisor:
         model_dir, tokenizer_dir = self._folders()
         self._mark("model folder", time.monotonic() - began)
         self.config = with_changes(self.config, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
-        config_path = self._run_dir.write("config.json", self.config.to_json())
-        for name, arguments in self._rooms.items():
-            self._spawn(name, [*arguments, "--config", str(config_path)])
+        self._spawn(self._rooms)
         deadline = time.monotonic() + self.config.server.startup_timeout
-        while waited_for := [name for name, peer in self._peers.items() if peer.ready_after_s is None]:
+        while self._unready():
             if time.monotonic() > deadline:
-                raise StartupError(
-                    f"{' and '.join(waited_for)} not ready within --startup-timeout, which is "
-                    f"{self.config.server.startup_timeout:g} s"
-                )
+                raise StartupError(self._not_in_time())
             self._turn()
+        self._was_ready = True
         logger.info("start-up time: %s", ", ".join(self._timeline))
 
     def run_until(self, done: Callable[[], bool]) -> None:
@@ -150,15 +160,17 @@ class Supervisor:
     def stop(self, grace_s: float) -> None:
         """End the processes in order, the frontend first; a second signal cuts it short.
 
-        An engine that has not come up has nothing to finish: `close` ends it.
+        An engine that has not come up has nothing to finish: `close` ends it. What is just being started again may come
+        up within the grace and finish its requests.
         """
-        if not self._peers or any(peer.ready_after_s is None for peer in self._peers.values()):
+        if not self._was_ready or "frontend" in self._unready():
             return
         others = [name for name in self._peers if name != "frontend"]
         for names, seconds in ((["frontend"], grace_s), (others, 0.0)):
             began = time.monotonic()
             self._order(names, Stop(int(seconds * 1000)))
-            if not self._wait_ended(names, seconds + EXIT_TIMEOUT_S):
+            ready = [name for name in names if name not in self._unready()]
+            if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S):
                 return
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 
@@ -183,14 +195,28 @@ class Supervisor:
             self._http_socket.close()
         remove_own(self.config.server.uds, self._uds_identity)
 
-    def _spawn(self, name: str, arguments: list[str]) -> None:
-        inherits = name == "frontend" and self._http_socket is not None
-        fds = [self._http_socket.fileno()] if inherits and self._http_socket else []
-        variables = {HTTP_SOCKET_VARIABLE: str(fds[0])} if fds else {}
-        child = Child(name, arguments, self._death_pipe, variables=variables, inherited_fds=fds)
-        now = time.monotonic()
-        self._peers[name] = Peer(child, now, now)
-        self._watch_end(child)
+    def _spawn(self, names: Iterable[str]) -> None:
+        """Start processes, in the session that has begun."""
+        session = self._restarts.count
+        config_path = self._run_dir.write("config.json", with_changes(self.config, session=session).to_json())
+        for name in names:
+            inherits = name == "frontend" and self._http_socket is not None
+            fds = [self._http_socket.fileno()] if inherits and self._http_socket else []
+            variables = {HTTP_SOCKET_VARIABLE: str(fds[0])} if fds else {}
+            arguments = [*self._rooms[name], "--config", str(config_path)]
+            child = Child(name, arguments, self._death_pipe, variables=variables, inherited_fds=fds)
+            now = time.monotonic()
+            self._peers[name] = Peer(child, in_session(name, session), now, now)
+            self._watch_end(child)
+
+    def _unready(self) -> list[str]:
+        return [name for name, peer in self._peers.items() if peer.ready_after_s is None]
+
+    def _not_in_time(self) -> str:
+        return (
+            f"{' and '.join(self._unready())} not ready within --startup-timeout, which is "
+            f"{self.config.server.startup_timeout:g} s"
+        )
 
     def _watch_end(self, child: Child) -> None:
         if child.exit_fd < 0:
@@ -245,8 +271,12 @@ class Supervisor:
         self._wait()
         self._take_messages()
         self._check_orders()
-        self._check_ended()
-        self._check_heartbeats()
+        try:
+            self._check_ended()
+            self._check_heartbeats()
+            self._check_restart()
+        except ProcessLost as lost:
+            self._restart(lost)
 
     def _wait(self) -> None:
         ready = dict(self._poller.poll(self._turn_limit_ms))
@@ -259,15 +289,15 @@ class Supervisor:
 
     def _take_messages(self) -> None:
         while self._router.poll(0):
-            name, data = self._router.recv_multipart()[:2]
-            peer = self._peers.get(name.decode(errors="replace"))
+            identity, data = self._router.recv_multipart()[:2]
+            peer = next((p for p in self._peers.values() if p.identity == identity.decode(errors="replace")), None)
             try:
                 message = decode_for_supervisor(data)
             except WireError as error:
                 logger.error("dropped a message on the control socket: %s", error)
                 continue
             if peer is None:
-                continue
+                continue  # the last words of one that was started again
             peer.last_heard_at = time.monotonic()
             if isinstance(message, Ready):
                 self._on_ready(peer, message)
@@ -282,6 +312,8 @@ class Supervisor:
         peer.ready_after_s = time.monotonic() - peer.started_at
         self._mark(peer.child.name, peer.ready_after_s)
         logger.info("%s ready after %.1f s: %s", peer.child.name, peer.ready_after_s, message.detail)
+        if self._was_ready and not self._unready():
+            logger.info("serving again (restarts so far: %d)", self._restarts.count)
 
     def _check_orders(self) -> None:
         new = len(self._wakeup.signals) - self._signals_seen
@@ -314,10 +346,46 @@ class Supervisor:
             if silence_s > SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
-    def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile) -> None:
+    # -- restarts ------------------------------------------------------------------------------------------------------
+
+    def _check_restart(self) -> None:
+        """Processes that were started again have a deadline too."""
+        if self._was_ready and self._unready() and time.monotonic() > self._restart_deadline_s:
+            raise ProcessLost(self._unready()[0], self._not_in_time(), None)
+
+    def _restart(self, lost: ProcessLost) -> None:
+        """Start the lost process again, and those that cannot go on without what it knew; or raise its loss."""
+        if not self._was_ready or not self.config.server.restart:
+            raise lost
+        if not self._restarts.take():
+            limit = f"--restart-limit is {self._restarts.limit} within {WINDOW_S / 60:g} minutes"
+            raise ProcessLost(lost.process, f"{lost}; it is not started again: {limit}", lost.exit_code)
+        names = self._to_restart(lost.process)
+        logger.error("%s; starting again: %s (restart %d)", lost, ", ".join(names), self._restarts.count)
+        order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
+        self._order([name for name in ("frontend", "scheduler") if name not in names], order)
         for name in names:
-            if name in self._peers and not self._peers[name].child.ended():
-                self._router.send_multipart([name.encode(), order.to_wire()])
+            self._remove(name)
+        self._restart_deadline_s = time.monotonic() + self.config.server.startup_timeout
+        self._spawn(names)
+
+    def _to_restart(self, lost: str) -> list[str]:
+        """All that start again together: orders reach only processes that are ready."""
+        unready = {lost, *self._unready()}
+        back = any(name != "frontend" for name in unready)
+        return [name for name in self._rooms if (name in unready if name == "frontend" else back)]
+
+    def _remove(self, name: str) -> None:
+        child = self._peers.pop(name).child
+        self._forget_end(child.exit_fd)
+        child.kill()
+        child.close()
+
+    def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile | NewSession) -> None:
+        for name in names:
+            peer = self._peers.get(name)
+            if peer is not None and not peer.child.ended():
+                self._router.send_multipart([peer.identity.encode(), order.to_wire()])
 
     def _wait_ended(self, names: Sequence[str], timeout_s: float) -> bool:
         """Wait until the named processes have ended; False if a further signal came instead."""

@@ -249,7 +249,8 @@ class Admission:
         state, sequence = self._state, row.sequence
         if sequence.status is Status.WAITING:
             state.waiting.start(sequence)
-            if sequence.sample_index == 0:  # what the others have from this one is no hit
+            if sequence.sample_index == 0 and len(sequence.tokens) == sequence.prompt_count:
+                # what the others have from this one is no hit, nor what was reported before a restart
                 sequence.cached_count = row.cached_count
                 state.counters.prompt_tokens += sequence.prompt_count
                 state.counters.prefix_query_tokens += sequence.prompt_count

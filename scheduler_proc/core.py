@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from common.messages import (
     AbortRequests,
+    AbortSamples,
     AddRequest,
     EngineStats,
     ForFrontend,
@@ -74,6 +75,8 @@ class SchedulerCore:
             return [] if refusal is None else [refusal]
         if isinstance(message, AbortRequests):
             self._abort(message)
+        elif isinstance(message, AbortSamples):
+            self._abort_samples(message)
         else:
             self.state.cache.flush()
         return []
@@ -89,14 +92,14 @@ class SchedulerCore:
         request = Request(message)
         max_len = self._max_len(message)
         namespace = f"{self.limits.namespace}\0{message.cache_salt}"
-        for sample_index in range(message.params.n):
-            sequence = Sequence(request, sample_index, max_len, state.cache.chain(namespace))
-            sequence.grammar = grammars[sample_index] if grammars else None
+        for place, (sample_index, output) in enumerate(message.open_samples()):
+            sequence = Sequence(request, sample_index, max_len, state.cache.chain(namespace), output)
+            sequence.grammar = grammars[place] if grammars else None
             request.sequences.append(sequence)
         request.live_count = len(request.sequences)
         now_s = self._monotonic()
         state.requests[message.request_id] = request
-        state.several_samples_count += request.live_count > 1
+        state.several_samples_count += message.params.n > 1
         state.grammar_count += len(grammars)
         for sequence in request.sequences:
             state.waiting.push(sequence, now_s)
@@ -105,18 +108,25 @@ class SchedulerCore:
         return None
 
     def _start_grammars(self, message: AddRequest) -> list[Grammar]:
-        """One for each sample; none if any output will do."""
+        """One for each sample that is to run, led on to where it stands; none if any output will do."""
         if message.params.structured_outputs is None:
             return []
         if self._grammars is None:
             raise GrammarError("this engine has no grammars")
-        return [self._grammars.start(message) for _ in range(message.params.n)]
+        return [self._grammars.start(message, output) for _, output in message.open_samples()]
 
     def _abort(self, message: AbortRequests) -> None:
         for request_id in message.request_ids:
             request = self.state.requests.get(request_id)
             if request is not None:
                 self.state.end_request(request)
+
+    def _abort_samples(self, message: AbortSamples) -> None:
+        for request_id, sample_index in zip(message.request_ids, message.sample_indices, strict=True):
+            request = self.state.requests.get(request_id)
+            for sequence in request.sequences if request is not None else ():
+                if sequence.sample_index == sample_index and sequence.status is not Status.DONE:
+                    self.state.end(sequence)
 
     def _max_len(self, message: AddRequest) -> int:
         """The length at which the request ends: its own limit, the model's, or what the whole cache holds.
@@ -128,26 +138,38 @@ class SchedulerCore:
         return longest if message.params.max_tokens is None else min(longest, prompt_count + message.params.max_tokens)
 
     def _refusal(self, message: AddRequest) -> RequestFailed | None:
-        limits, prompt_count = self.limits, len(message.prompt_token_ids)
-        if prompt_count == 0:
+        if not message.prompt_token_ids:
             return _failed(message, "invalid_parameter", "the prompt has no tokens", param="prompt")
-        if prompt_count + 1 > limits.max_model_len:
+        return self._too_long(message) or (None if message.outputs else self._too_many(message))
+
+    def _too_long(self, message: AddRequest) -> RequestFailed | None:
+        """The refusal of a request that can never fit."""
+        limits = self.limits
+        output_count = max(len(output) for _, output in message.open_samples())
+        count = len(message.prompt_token_ids) + output_count
+        what = f"the prompt has {count} tokens"
+        if output_count:
+            what = f"prompt and output have {count} tokens; the engine was started again and holds less than before"
+        if count + 1 > limits.max_model_len:
             return _failed(
                 message,
                 "context_length_exceeded",
-                f"the prompt has {prompt_count} tokens; with one token of output that exceeds the context length of "
-                f"{limits.max_model_len}",
+                f"{what}; with one token of output that exceeds the context length of {limits.max_model_len}",
                 param="prompt",
             )
         pool_tokens = limits.block_count * limits.block_size
-        if prompt_count > pool_tokens:
+        if count > pool_tokens:
             return _failed(
                 message,
                 "context_length_exceeded",
-                f"the prompt has {prompt_count} tokens; the KV cache holds {pool_tokens} ({limits.block_count} blocks "
-                f"of {limits.block_size})",
+                f"{what}; the KV cache holds {pool_tokens} ({limits.block_count} blocks of {limits.block_size})",
                 param="prompt",
             )
+        return None
+
+    def _too_many(self, message: AddRequest) -> RequestFailed | None:
+        """The refusal of a new request while as many wait as may."""
+        limits, prompt_count = self.limits, len(message.prompt_token_ids)
         waiting_count = self.state.waiting.request_count
         if waiting_count >= limits.max_queued:
             return self._queue_full(message, f"{waiting_count} requests", limits.max_queued)

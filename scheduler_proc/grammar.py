@@ -12,14 +12,14 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.child import READING_VOCABULARY
 from common.errors import TriremeError
-from common.messages import AbortRequests, AddRequest, FlushCache, RequestFailed
+from common.messages import AbortRequests, AddRequest, ForScheduler, RequestFailed
 from common.structured_outputs import WHITESPACE, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class Grammars:
             raise found
         return found
 
-    def start(self, message: AddRequest) -> Grammar:
-        """A new sample's grammar.
+    def start(self, message: AddRequest, output: Sequence[int] = ()) -> Grammar:
+        """A sample's grammar, after the output that the sample has already.
 
         Raises:
             GrammarError: as `compile`, or nothing can be sampled.
@@ -149,9 +149,13 @@ class Grammars:
         assert params.structured_outputs is not None, f"request {message.request_id} has no grammar"
         matcher = self.compile(params.structured_outputs).deep_copy()
         assert self._tokenizer is not None, "a matcher without a tokenizer"
-        return Grammar(
+        grammar = Grammar(
             matcher, self._tokenizer.eos_tokens, message.end_token_ids, params.min_tokens, params.allowed_token_ids
         )
+        for token_id in output:
+            if not grammar.advance(token_id):
+                raise GrammarError("the output is complete already")
+        return grammar
 
     def _try_compile(self, wanted: StructuredOutputs) -> "LLMatcher | GrammarError":
         from llguidance import LLMatcher
@@ -231,7 +235,7 @@ class Compilation:
         """Nothing is held."""
         return not self._held
 
-    def pass_on(self, message: AddRequest | AbortRequests | FlushCache) -> bool:
+    def pass_on(self, message: ForScheduler) -> bool:
         """Whether the core may have the message now; a request that must wait is kept for `ready`."""
         if isinstance(message, AbortRequests):
             for request_id in message.request_ids:
@@ -257,6 +261,10 @@ class Compilation:
             compiling.exception()  # waits, in a replay; what is wrong with a grammar the core finds out
             self._release(message)
         return [message for message, _ in ready]
+
+    def forget_all(self) -> None:
+        """Nobody wants what is held any more."""
+        self._held.clear()
 
     def fail_all(self, error_code: str, text: str) -> list[RequestFailed]:
         """An end for everything that is still held."""

@@ -3,8 +3,10 @@
 Sockets are in `transport`. Start: bind, wait for the worker's WorkerReady, build the core, send EngineReady, tell the
 supervisor. Run: drain what has come, plan while fewer than run_ahead + 1 plans are in flight, and block when there is
 nothing to plan. Stop: refuse new requests, finish those in flight within the grace period, end the rest with an error,
-exit 0. When another process is gone the supervisor says so, and every request ends with that error; when the supervisor
-is gone this process ends at once (`common.child`).
+exit 0. When another process is gone the supervisor says so, and every request ends with that error; with `--restart` a
+frontend that is lost is started again, and this process drops the requests of the old one and goes on with the new one
+(a worker that is lost takes the scheduler along: both start anew). When the supervisor is gone this process ends at
+once (`common.child`).
 """
 
 import gc
@@ -24,6 +26,7 @@ from common.messages import (
     EngineReady,
     EngineStats,
     ForFrontend,
+    NewSession,
     PeerFailed,
     RequestFailed,
     StepResult,
@@ -108,12 +111,14 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
         logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
     grammars = Grammars(Path(config.tokenizer_dir or config.model_dir) / "tokenizer.json", ready.vocab_size)
     core = SchedulerCore(limits, clocks.wall, grammars, clocks.monotonic)
-    transport.send_out(engine_ready(limits, ready))
+    announcement = engine_ready(limits, ready)
+    transport.send_out(announcement)
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
     gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
     gc.set_threshold(100_000, 50, 100)
     traces = StepTraces("scheduler", config.profiling, link)
-    Loop(core, Compilation(grammars, link.set_state, clocks.compiled), transport, link, clocks, traces).run()
+    compilation = Compilation(grammars, link.set_state, clocks.compiled)
+    Loop(core, compilation, transport, link, clocks, traces, announcement).run()
     traces.stop()
 
 
@@ -204,6 +209,7 @@ class Loop:
         link: hears how far the process is.
         clocks: the process's.
         traces: counts the plans.
+        announcement: what a frontend is told first.
     """
 
     def __init__(
@@ -214,6 +220,7 @@ class Loop:
         link: Link,
         clocks: Clocks,
         traces: StepTraces,
+        announcement: EngineReady,
     ) -> None:
         self._core = core
         self._compilation = compilation
@@ -221,6 +228,7 @@ class Loop:
         self._link = link
         self._clocks = clocks
         self._traces = traces
+        self._announcement = announcement
         self._figures = StepFigures()
         self._outbox: list[ForFrontend] = []
         self._changed = False
@@ -268,8 +276,20 @@ class Loop:
                 self._link.state = "stopping"
             elif isinstance(order, PeerFailed):
                 self._failure = order
+            elif isinstance(order, NewSession):
+                self._serve_new_frontend(order)
             else:
                 self._traces.order(order)
+
+    def _serve_new_frontend(self, order: NewSession) -> None:
+        """Nobody wants the old one's requests any more, nor what was to be said of them."""
+        logger.info("%s; dropping its requests (%d)", order.message, len(self._core.state.requests))
+        self._core.fail_all("engine_dead", order.message)
+        self._compilation.forget_all()
+        self._outbox.clear()
+        self._transport.reopen(order.session)
+        self._transport.send_out(self._announcement)
+        self._changed = True
 
     def _take_results(self) -> None:
         for message in self._transport.results():

@@ -122,6 +122,9 @@ class RecordedTransport:
         """Compare what would go to the frontend."""
         self._comparison.sent(Link.OUTPUTS, message.to_wire())
 
+    def reopen(self, session: int) -> None:
+        """Never ordered: what is started again is not recorded."""
+
     def send_plan(self, message: Message) -> None:
         """Compare what would go to the workers."""
         self._comparison.sent(Link.PLANS, message.to_wire())

@@ -85,6 +85,9 @@ class Sequence:
         started_at_s: when the first plan was made that computed some of its prompt; below 0 before.
         preemption_count: how often it lost its slot before its end.
         prompt_logprobs: by position, collected until the first token is reported; None when not wanted (any more).
+
+    Args:
+        output: int32, what it has already, from before the scheduler or the worker was started again.
     """
 
     __slots__ = (
@@ -94,7 +97,9 @@ class Sequence:
         "status", "swapped_count", "tokens", "uncached_count",
     )  # fmt: skip
 
-    def __init__(self, request: Request, sample_index: int, max_len: int, chain: Chain) -> None:
+    def __init__(
+        self, request: Request, sample_index: int, max_len: int, chain: Chain, output: "array[int] | None" = None
+    ) -> None:
         message = request.message
         self.request = request
         self.request_id = message.request_id
@@ -103,9 +108,10 @@ class Sequence:
         self.status = Status.WAITING
         self.tokens = array("i", message.prompt_token_ids)
         self.prompt_count = len(self.tokens)
+        self.tokens.extend(output or ())
         self.max_len = max_len
         self.computed_count = 0
-        self.planned_len = self.prompt_count
+        self.planned_len = len(self.tokens)
         self.blocks: list[int] = []
         self.capacity = 0
         self.host_blocks: list[int] = []
@@ -122,7 +128,7 @@ class Sequence:
         self.started_at_s = -1.0
         self.preemption_count = 0
         self.grammar: Grammar | None = None
-        wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0
+        wants_logprobs = message.params.prompt_logprobs is not None and sample_index == 0 and not output
         self.prompt_logprobs: dict[int, TokenLogprobs] | None = {} if wants_logprobs else None
 
     @property

@@ -8,16 +8,16 @@ of it. `SimulatedEngine` joins core and worker through encoded messages and keep
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as SequenceABC
+from dataclasses import replace
 from typing import Any
 
 import xxhash
 
 from common.messages import (
-    AbortRequests,
     AddRequest,
-    FlushCache,
+    ForScheduler,
     RequestFailed,
     SlotInit,
     SlotSampling,
@@ -237,10 +237,8 @@ class SimulatedEngine:
     def __init__(
         self, limits: Limits, clock: Callable[[], float] = lambda: 0.0, monotonic: Callable[[], float] | None = None
     ) -> None:
-        self.core = SchedulerCore(limits, clock, monotonic=monotonic)
-        self.worker = SimulatedWorker(limits.block_size, limits.block_count, limits.host_block_count)
-        self.results: deque[StepResult] = deque()
-        self._used_blocks: deque[set[int]] = deque()
+        self._limits, self._clock, self._monotonic = limits, clock, monotonic
+        self._start()
         self.outputs: dict[tuple[int, int], list[int]] = {}
         self.reasons: dict[tuple[int, int], str] = {}
         self.failures: dict[int, RequestFailed] = {}
@@ -250,7 +248,33 @@ class SimulatedEngine:
         self.plans = 0
         self.max_plan_bytes = 0
 
-    def send(self, message: AddRequest | AbortRequests | FlushCache) -> None:
+    def _start(self) -> None:
+        limits = self._limits
+        self.core = SchedulerCore(limits, self._clock, monotonic=self._monotonic)
+        self.worker = SimulatedWorker(limits.block_size, limits.block_count, limits.host_block_count)
+        self.results: deque[StepResult] = deque()
+        self._used_blocks: deque[set[int]] = deque()
+
+    def restart(self, messages: Iterable[AddRequest], aborted: Container[tuple[int, int]] = ()) -> None:
+        """Core and worker are lost with all that is in flight; new ones go on with what is left of these requests.
+
+        Args:
+            messages: those that were not aborted.
+            aborted: samples that were, by request id and index.
+        """
+        self._start()
+        for message in messages:
+            keys = [(message.request_id, index) for index in range(message.params.n)]
+            ended = [key in self.reasons or key in aborted for key in keys]
+            outputs = tuple(
+                None if over else array("i", self.outputs.get(key, ())) for key, over in zip(keys, ended, strict=True)
+            )
+            if message.request_id not in self.failures and any(output is not None for output in outputs):
+                for key in keys:
+                    self.cached_counts.pop(key, None)
+                self.send(replace(message, outputs=outputs))
+
+    def send(self, message: ForScheduler) -> None:
         """A message from the frontend."""
         for out in self.core.handle(decode_for_scheduler(message.to_wire())):
             self._hear(out)

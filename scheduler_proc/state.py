@@ -107,7 +107,7 @@ class State:
         in_flight: plans without result, oldest first.
         pending_count: references to blocks that come back with plans in flight.
         planned_step, completed_step: the last step planned, the last whose result came.
-        several_samples_count: live requests with more than one sample.
+        several_samples_count: live requests with more than one sample, some of which may have ended.
         grammar_count: sequences with a grammar that are not DONE.
         step_time: what steps take.
     """
@@ -197,7 +197,7 @@ class State:
         request.live_count -= 1
         if request.live_count == 0:
             del self.requests[sequence.request_id]
-            self.several_samples_count -= len(request.sequences) > 1
+            self.several_samples_count -= request.message.params.n > 1
             request.sequences = []  # no cycle is left: prompts and outputs are freed at once
 
     def end_request(self, request: Request) -> None:

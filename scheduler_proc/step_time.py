@@ -3,8 +3,9 @@
     step time = decode time + chunk tokens * token time
 
 Both are running means: the decode time from steps without chunks, the token time from what is left of the others, where
-each token counts the same, since a short chunk takes longer for each of its own. Knows no clock. Called by the core (what
-a step took) and the planner (what the next one may hold, and whether computing a victim's tokens again beats swapping).
+each token counts the same, since a short chunk takes longer for each of its own. Knows no clock. Called by the core
+(what a step took) and the planner (what the next one may hold, and whether computing a victim's tokens again beats
+swapping).
 """
 
 WEIGHT = 0.2

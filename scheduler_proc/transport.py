@@ -65,6 +65,9 @@ class Transport(Protocol):
     def send_plan(self, message: Message) -> None:
         """To every worker."""
 
+    def reopen(self, session: int) -> None:
+        """Talk to a frontend that was started again, in a session of its own; what concerned the old one is dropped."""
+
 
 class SocketTransport:
     """The sockets of one scheduler process.
@@ -79,21 +82,33 @@ class SocketTransport:
         self._link = link
         self._recorder = recorder
         self._context = new_context()
-        self._requests = bind_pull(self._context, config.endpoint("requests"))
+        self._config = config
         self._results = bind_pull(self._context, config.endpoint("results"))
-        self._outputs = connect_push(self._context, config.endpoint("outputs"))
         self._plans = [
             connect_push(self._context, config.endpoint(f"plans-{rank}"))
             for rank in range(config.worker.tensor_parallel_size)
         ]
         self._poller = zmq.Poller()
-        for readable in (self._requests, self._results, link.wake_fd):
+        for readable in (self._results, link.wake_fd):
             self._poller.register(readable, zmq.POLLIN)
-        self._receive_request = receiving(recorder, Link.REQUESTS, self._requests.recv)
         self._receive_result = receiving(recorder, Link.RESULTS, self._results.recv)
-        self._send_out = sending(recorder, Link.OUTPUTS, self._outputs.send)
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
         self._dropped_count = 0
+        self._open_frontend_sockets(config.session)
+
+    def _open_frontend_sockets(self, session: int) -> None:
+        self._requests = bind_pull(self._context, self._config.endpoint("requests", session))
+        self._outputs = connect_push(self._context, self._config.endpoint("outputs", session))
+        self._poller.register(self._requests, zmq.POLLIN)
+        self._receive_request = receiving(self._recorder, Link.REQUESTS, self._requests.recv)
+        self._send_out = sending(self._recorder, Link.OUTPUTS, self._outputs.send)
+
+    def reopen(self, session: int) -> None:
+        """Talk to a frontend that was started again, in a session of its own; what concerned the old one is dropped."""
+        self._poller.unregister(self._requests)
+        self._requests.close(linger=0)
+        self._outputs.close(linger=0)
+        self._open_frontend_sockets(session)
 
     def wait(self, timeout_ms: int | None) -> bool:
         """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""

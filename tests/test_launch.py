@@ -19,6 +19,7 @@ from common.run_dir import RunDir
 from common.version import own_version
 from launcher import command
 from launcher import supervisor as supervision
+from launcher.restarts import WINDOW_S, Restarts
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup
 
 ROOM = """
@@ -32,21 +33,24 @@ if how == "import":
 
 from common.child import run_child
 from common.errors import ConfigError
-from common.messages import PeerFailed
+from common.messages import NewSession
 
 def main(config, link, rank):
     if how == "config":
         raise ConfigError("unknown architecture 'Foo'")
     if how == "silent":
         os._exit(7)
+    if how == "lost" and config.session:
+        raise RuntimeError("never again")
     if how != "slow":
-        link.ready("here")
+        link.ready(f"in session {config.session}")
     while True:
         select.select([link.wake_fd], [], [])
         for order in link.take_orders():
             with open(folder / "orders", "a") as file:
                 file.write(f"{room} {order}\\n")
-            return 0
+            if not isinstance(order, NewSession):
+                return 0
 
 run_child(room, main)
 """
@@ -164,6 +168,85 @@ def test_a_stopped_process_is_noticed(engine: Engine, monkeypatch):
     os.kill(engine.pid("scheduler"), signal.SIGSTOP)
     with pytest.raises(ProcessLost, match=r"^scheduler does not respond: no heartbeat for 1\.\d s$"):
         engine.watch()
+
+
+@pytest.fixture
+def restarting(engine: Engine) -> Engine:
+    """An engine that may start processes again twice."""
+    engine.server = dataclasses.replace(engine.server, restart=True, restart_limit=2)
+    return engine
+
+
+def kill_and_wait(engine: Engine, name: str) -> None:
+    """Until all processes are ready again."""
+    os.kill(engine.pid(name), signal.SIGKILL)
+    before = engine.supervisor._restarts.count
+    engine.supervisor.run_until(lambda: engine.supervisor._restarts.count > before and not engine.supervisor._unready())
+
+
+@pytest.mark.parametrize(
+    ("name", "again", "told"),
+    [
+        ("worker-0", {"worker-0", "scheduler"}, "frontend"),
+        ("scheduler", {"worker-0", "scheduler"}, "frontend"),
+        ("frontend", {"frontend"}, "scheduler"),
+    ],
+)
+def test_a_lost_process_is_started_again_with_those_that_need_it(restarting: Engine, name, again, told):
+    supervisor = restarting.start()
+    before = {process: peer.child.pid for process, peer in supervisor._peers.items()}
+    kill_and_wait(restarting, name)
+    assert {process for process, pid in before.items() if restarting.pid(process) != pid} == again
+    supervisor.stop(0.0)
+    orders = restarting.orders()
+    message = (
+        f"{name} was killed by signal 9 (SIGKILL); the system may have run out of memory; it is being started again"
+    )
+    assert orders[0] == f"{told} NewSession(process='{name}', message='{message}', session=1)"
+    assert sorted(order.split("(")[0] for order in orders[1:]) == ["frontend Stop", "scheduler Stop", "worker Stop"]
+
+
+def test_losses_beyond_the_limit_end_the_run(restarting: Engine):
+    restarting.start()
+    kill_and_wait(restarting, "scheduler")
+    kill_and_wait(restarting, "frontend")
+    os.kill(restarting.pid("worker-0"), signal.SIGKILL)
+    wanted = r"^worker-0 was killed.*; it is not started again: --restart-limit is 2 within 5 minutes$"
+    with pytest.raises(ProcessLost, match=wanted):
+        restarting.watch()
+
+
+def test_a_process_that_fails_each_time_ends_the_run(restarting: Engine):
+    restarting.start(worker="lost")
+    os.kill(restarting.pid("worker-0"), signal.SIGKILL)
+    with pytest.raises(ProcessLost, match=r"^worker-0 failed: RuntimeError: never again; it is not started again"):
+        restarting.watch()
+
+
+def test_a_restart_has_a_deadline_too(restarting: Engine, monkeypatch):
+    supervisor = restarting.start()
+    kill_and_wait(restarting, "scheduler")
+    supervisor._peers["scheduler"].ready_after_s = None
+    supervisor._restart_deadline_s = 0.0
+    with pytest.raises(ProcessLost, match="^scheduler not ready within --startup-timeout") as caught:
+        supervisor._check_restart()
+    assert caught.value.process == "scheduler"
+
+
+def test_a_loss_before_the_engine_was_ready_is_final(restarting: Engine):
+    with pytest.raises(ProcessLost, match=r"^frontend ended with exit code 7$"):
+        restarting.start(frontend="silent")
+
+
+def test_restarts_are_counted_within_five_minutes():
+    now = [0.0]
+    restarts = Restarts(2, lambda: now[0])
+    assert [restarts.take() for _ in range(3)] == [True, True, False]
+    now[0] = WINDOW_S - 1
+    assert not restarts.take()
+    now[0] = WINDOW_S
+    assert [restarts.take() for _ in range(3)] == [True, True, False]
+    assert restarts.count == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

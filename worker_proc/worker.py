@@ -16,7 +16,7 @@ import zmq
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import PROTOCOL_VERSION, PeerFailed, Profile, StepPlan, WorkerReady, decode_for_worker
+from common.messages import PROTOCOL_VERSION, PeerFailed, Profile, StepPlan, Stop, WorkerReady, decode_for_worker
 from common.profiling import StepTraces
 from common.recording import Link, receiving, recorder_for, sending
 from common.sockets import bind_pull, connect_push, new_context
@@ -128,9 +128,9 @@ class Worker:
                 quiet_ms = None
 
     def _stop_ordered(self) -> bool:
-        """Carry out orders; whether one of them means the end, as all but those to trace do."""
+        """Carry out orders; whether one of them means the end."""
         orders = self._link.take_orders()
         for order in orders:
             if isinstance(order, Profile) and self._traces is not None:
                 self._traces.order(order)
-        return any(not isinstance(order, Profile) for order in orders)
+        return any(isinstance(order, Stop | PeerFailed) for order in orders)

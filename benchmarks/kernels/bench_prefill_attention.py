@@ -19,13 +19,13 @@ from benchmarks.kernels.shapes import PREFILL_SHAPES, SMOKE_PREFILL_SHAPES, Atte
 from kernels import interpreter
 
 if TYPE_CHECKING:
-    from kernels.prefill_attention import PrefillPlan
+    from kernels.prefill_plans import PrefillPlan
 
 
 def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
     """The plan that the worker would make for the shape as a bucket, unless told otherwise."""
     from kernels.paged_kv import HeadShape
-    from kernels.prefill_attention import can_specialise, is_specialised_size, launch_plan
+    from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
     from worker_proc.cuda.buckets import bucket_of
 
     token_count = shape.batch * shape.query_tokens

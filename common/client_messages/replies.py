@@ -234,12 +234,12 @@ class StatusReply:
     """How the engine is.
 
     Attributes:
-        state: `starting`, `serving`, `draining` or `dead`.
-        detail: for `dead`: why.
+        state: `starting`, `serving`, `restarting`, `draining` or `dead`.
+        detail: for `restarting` and `dead`: why.
         live_count: requests that have not ended.
         limits: the engine's limits by name (EngineReady), empty while it is starting.
-        figures: gauges and counters by name (EngineStats), and `step_<part>_us`: microseconds that each part of the
-            steps (STEP_PARTS) took since start, all steps together.
+        figures: gauges and counters by name (EngineStats); `restarts`: how often a lost process was started again;
+            `step_<part>_us`: microseconds that each part of the steps (STEP_PARTS) took since start, all together.
     """
 
     CODE: ClassVar[int] = 86

@@ -9,6 +9,7 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     1     AddRequest       frontend -> scheduler    request
     2     AbortRequests    frontend -> scheduler    abort, stop string, disconnect
     3     FlushCache       frontend -> scheduler    operator's call
+    4     AbortSamples     frontend -> scheduler    stop string in one of several samples
     10    EngineReady      scheduler -> frontend    start
     11    TokensOut        scheduler -> frontend    step that produced tokens or ended samples
     12    RequestFailed    scheduler -> frontend    request that ends without (further) tokens
@@ -22,17 +23,19 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     50    Stop             supervisor -> child      end of the run
     51    PeerFailed       supervisor -> child      death of another process
     52    Profile          frontend -> supervisor -> child    trace that is asked for
+    53    NewSession       supervisor -> child      restart of the process at the other end
 
 Request ids are int32 numbers that the frontend allots; none is given out again while it is live. A request with n
 samples is one AddRequest; what comes back is addressed by request id and sample index.
 """
 
 from common.errors import WireError
-from common.messages.control import Failed, Heartbeat, PeerFailed, Profile, Ready, Stop
+from common.messages.control import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop
 from common.messages.fields import POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
     AbortRequests,
+    AbortSamples,
     AddRequest,
     EngineReady,
     EngineStats,
@@ -60,6 +63,7 @@ __all__ = [
     "STEP_PARTS",
     "WORKER_PARTS",
     "AbortRequests",
+    "AbortSamples",
     "AddRequest",
     "EngineReady",
     "EngineStats",
@@ -69,6 +73,7 @@ __all__ = [
     "ForFrontend",
     "ForScheduler",
     "Heartbeat",
+    "NewSession",
     "PeerFailed",
     "Profile",
     "Ready",
@@ -90,11 +95,11 @@ __all__ = [
     "decode_from_worker",
 ]
 
-ForScheduler = AddRequest | AbortRequests | FlushCache
+ForScheduler = AddRequest | AbortRequests | AbortSamples | FlushCache
 ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
 FromWorker = WorkerReady | StepResult
 ForSupervisor = Heartbeat | Ready | Failed | Profile
-ForChild = Stop | PeerFailed | Profile
+ForChild = Stop | PeerFailed | Profile | NewSession
 
 
 def decode_for_scheduler(data: bytes) -> ForScheduler:
@@ -105,6 +110,8 @@ def decode_for_scheduler(data: bytes) -> ForScheduler:
             return AddRequest.from_fields(fields)
         case AbortRequests.CODE:
             return AbortRequests.from_fields(fields)
+        case AbortSamples.CODE:
+            return AbortSamples.from_fields(fields)
         case FlushCache.CODE:
             return FlushCache.from_fields(fields)
     raise _unknown(code, "frontend -> scheduler")
@@ -169,6 +176,8 @@ def decode_for_child(data: bytes) -> ForChild:
             return PeerFailed.from_fields(fields)
         case Profile.CODE:
             return Profile.from_fields(fields)
+        case NewSession.CODE:
+            return NewSession.from_fields(fields)
     raise _unknown(code, "supervisor -> child")
 
 

@@ -139,3 +139,34 @@ class Profile:
         message = cls(read.text("process", 64), read.integer("step_count"))
         read.done()
         return message
+
+
+@dataclass(frozen=True)
+class NewSession:
+    """The process at the other end of this one's links is lost and is being started again (`--restart`).
+
+    What was under way with the lost one is settled by the receiver: the frontend goes on with its requests once the new
+    scheduler says that it is ready; the scheduler forgets those of the lost frontend. From now on the two talk over the
+    sockets of the new session (`EngineConfig.endpoint`), where nothing of the old one can turn up.
+
+    Attributes:
+        process: who is lost; message: how it ended.
+        session: counts up with each restart.
+    """
+
+    CODE: ClassVar[int] = 53
+    process: str
+    message: str
+    session: int
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.process, self.message, self.session])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "NewSession":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("NewSession", fields)
+        message = cls(read.text("process", 64), read.text("message", 1 << 16), read.integer("session", 1))
+        read.done()
+        return message

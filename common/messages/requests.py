@@ -1,7 +1,7 @@
 """Messages between the frontend and the scheduler: requests in, tokens and figures out."""
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from common.errors import RequestError, WireError, shown
@@ -39,6 +39,8 @@ class AddRequest:
         cache_salt: requests share cached prefixes only with requests of the same salt.
         deadline_s: wall clock time after which the request is ended with an error; None for never.
         arrived_at_s: wall clock time of arrival at the frontend.
+        outputs: for a request that a process took along when it was lost: what each sample has, int32; None for one
+            that has ended. They go on from there. Empty for a new request.
         pooling: one of POOLINGS; with one, the request asks for an embedding of its prompt: `params` has one sample of
             one token, which nobody reads.
     """
@@ -54,7 +56,13 @@ class AddRequest:
     cache_salt: str = ""
     deadline_s: float | None = None
     arrived_at_s: float = 0.0
+    outputs: "tuple[array[int] | None, ...]" = ()
     pooling: str = ""
+
+    def open_samples(self) -> "list[tuple[int, array[int]]]":
+        """The samples that are to run, by index, with the output that each has already."""
+        outputs = self.outputs or (empty_i32(),) * self.params.n
+        return [(index, output) for index, output in enumerate(outputs) if output is not None]
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -71,6 +79,7 @@ class AddRequest:
                 self.cache_salt,
                 self.deadline_s,
                 self.arrived_at_s,
+                [None if output is None else array_bytes(output) for output in self.outputs],
                 POOLINGS.index(self.pooling),
             ]
         )
@@ -90,12 +99,22 @@ class AddRequest:
             cache_salt=read.text("cache_salt", 1024),
             deadline_s=read.optional_number("deadline_s"),
             arrived_at_s=read.number("arrived_at_s"),
+            outputs=read.entries("outputs", _output),
             pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
         )
         read.done()
         if message.pooling and (message.params.n, message.params.max_tokens) != (1, 1):
             raise WireError("AddRequest: an embedding goes with one sample of one token")
+        message._check_outputs()
         return message
+
+    def _check_outputs(self) -> None:
+        samples, most = self.open_samples(), self.params.max_tokens
+        if len(self.outputs) not in (0, self.params.n) or not samples:
+            raise WireError(f"AddRequest: {len(samples)} open ones of {len(self.outputs)} outputs, n={self.params.n}")
+        longest = max(len(output) for _, output in samples)
+        if most is not None and longest >= most:
+            raise WireError(f"AddRequest: an output of {longest} tokens has ended already: max_tokens is {most}")
 
 
 @dataclass(frozen=True)
@@ -115,6 +134,31 @@ class AbortRequests:
         read = FieldReader("AbortRequests", fields)
         message = cls(read.numbers("request_ids", "i"))
         read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class AbortSamples:
+    """Single samples are not wanted any more, the others of their requests are; as AbortRequests otherwise."""
+
+    CODE: ClassVar[int] = 4
+    request_ids: "array[int]"  # int32
+    sample_indices: "array[int]"  # uint8, aligned
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, array_bytes(self.request_ids), array_bytes(self.sample_indices)])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "AbortSamples":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("AbortSamples", fields)
+        message = cls(read.numbers("request_ids", "i"), read.numbers("sample_indices", "B"))
+        read.done()
+        if len(message.request_ids) != len(message.sample_indices):
+            raise WireError(
+                f"AbortSamples: {len(message.sample_indices)} samples of {len(message.request_ids)} requests"
+            )
         return message
 
 
@@ -331,6 +375,10 @@ class EngineStats:
         "cached_block_count", "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens",
         "prompt_tokens", "output_tokens", "last_decode_rows", "last_chunk_tokens", "decode_tokens", "chunk_tokens",
     )  # fmt: skip
+    COUNTERS: ClassVar[tuple[str, ...]] = (
+        "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens",
+        "output_tokens", "decode_tokens", "chunk_tokens",
+    )  # fmt: skip
     running_count: int = 0
     waiting_count: int = 0
     swapped_count: int = 0
@@ -350,6 +398,11 @@ class EngineStats:
     chunk_tokens: int = 0
     parts_us: "array[int]" = field(default_factory=empty_i32)
     step_sizes: "array[int]" = field(default_factory=empty_i32)
+
+    def after(self, earlier: "EngineStats") -> "EngineStats":
+        """These figures, with counters that go on from those of a scheduler before this one."""
+        sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.COUNTERS}
+        return replace(self, **sums)
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -374,6 +427,10 @@ def _params(values: dict[str, Any]) -> SamplingParams:
         return SamplingParams.from_wire(values)
     except RequestError as error:
         raise WireError(f"AddRequest.params: {error}") from None
+
+
+def _output(value: Any) -> "array[int] | None":
+    return None if value is None else FieldReader("AddRequest", [value]).numbers("outputs", "i")
 
 
 def _counter(value: Any) -> int:

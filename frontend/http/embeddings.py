@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from common.errors import RequestError
 from common.wire import array_bytes
-from frontend.core import EMBEDDING_PARAMS
 from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
 from frontend.http.prompts import completion_prompts
 from frontend.http.requests import EmbeddingsRequest, decode
 from frontend.http.streams import answer_or_abort
+from frontend.request_checks import EMBEDDING_PARAMS
 
 INPUT_LIMIT = 2048
 """Inputs of one request, as many as OpenAI takes."""

@@ -17,8 +17,8 @@ from frontend.figures import Histogram, percentile
 
 INTERVAL_S = 1.0
 KEPT_ROWS = 300
-TTFT_WINDOW_ROWS = 10
-"""Requests come far less often than tokens: their percentiles are over so many seconds."""
+WINDOW_ROWS = 10
+"""Requests come far less often than tokens: their time to first token and prefix hits are over so many seconds."""
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 FIELDS = (
     "time_s", "running", "waiting", "swapped", "kv_used", "kv_cached", "output_tps", "prefill_tps", "finished_ps",
@@ -55,7 +55,8 @@ class History:
         self._rows: deque[Row] = deque(maxlen=KEPT_ROWS)
         self._row_count = 0
         self._started_s = clock()
-        self._first_tokens: deque[list[int]] = deque(maxlen=TTFT_WINDOW_ROWS)
+        self._first_tokens: deque[list[int]] = deque(maxlen=WINDOW_ROWS)
+        self._prefix: deque[tuple[int, int]] = deque([(0, 0)] * WINDOW_ROWS, maxlen=WINDOW_ROWS)
         self._timer: asyncio.TimerHandle | None = None
         self._remember(clock())
 
@@ -145,7 +146,8 @@ class History:
         ended = {name: count - self._ended.get(name, 0) for name, count in core.figures.ended.items()}
         finished = ended.pop("stop", 0) + ended.pop("length", 0)
         aborted = ended.pop("abort", 0)
-        queries, hits = self._since("prefix_query_tokens"), self._since("prefix_hit_tokens")
+        self._prefix.append((self._since("prefix_query_tokens"), self._since("prefix_hit_tokens")))
+        queries, hits = map(sum, zip(*self._prefix, strict=True))
         return {
             "output_tps": (core.token_count - self._token_count) / seconds,
             "prefill_tps": self._since("chunk_tokens") / seconds,

@@ -77,6 +77,8 @@ class Metrics(Collector):
         yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", usage)
         for name, (attribute, text) in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, text, getattr(stats, attribute))
+        restarts = self._engine.health().restarts
+        yield self._family(CounterMetricFamily, "engine_restarts", "Lost processes started again", restarts)
         yield from self._by_label()
         for name, (attribute, text) in HISTOGRAMS.items():
             yield self._histogram(name, text, getattr(figures, attribute))

@@ -5,7 +5,6 @@ process that is out of file descriptors dies in ZeroMQ, so that idle connections
 """
 
 import asyncio
-import resource
 from http import HTTPStatus
 from typing import Any
 
@@ -14,24 +13,24 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import RequestError
+from frontend.connections import Connections
 from frontend.http.direct import CYCLE_KEY
 from frontend.http.errors import error_body
 
 HEAD_LIMIT_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
 """How long a connection may take to send a request's head."""
-RESERVED_FILES = 512
-"""File descriptors that HTTP leaves to everything else, half of them at most."""
-
-
-def connection_limit() -> int:
-    """HTTP connections that this process may have at once."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 30 if files == resource.RLIM_INFINITY else files - min(RESERVED_FILES, files // 2)
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection; `of` gives the class for one application."""
+
+    open_connections: Connections
+
+    @classmethod
+    def of(cls, connections: Connections) -> "type[Protocol]":
+        """The protocol whose connections are counted there."""
+        return type(cls.__name__, (cls,), {"open_connections": connections})
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -42,17 +41,18 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """A client has connected; it is sent away if there are too many."""
         super().connection_made(transport)
-        limit = connection_limit()
-        if len(self.connections) > limit:
-            text = f"{limit} connections are open, as many as the limit of open files (ulimit -n) allows"
-            self._refuse(RequestError(text, code="too_many_connections", status=503))
-        else:
+        self.open_connections.http_count = len(self.connections)
+        try:
+            self.open_connections.check()
             self._await_head()
+        except RequestError as error:
+            self._refuse(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._stop_head_timer()
         super().connection_lost(exc)
+        self.open_connections.http_count = len(self.connections)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the client; ends the connection if a request's head has no end."""

@@ -54,7 +54,7 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 loop="none",
-                http=Protocol,
+                http=Protocol.of(engine.connections),
                 ws="none",
                 server_header=False,
                 backlog=ACCEPTED_AT_ONCE,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,10 +21,14 @@ _STARTED_AT_S = int(time.time())
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine serves; 503 with the state while it starts, drains or is dead."""
+    """200 while the engine serves; 503 with the state while it starts, starts again, drains or is dead."""
     engine: Engine = request.app.state.engine
     now = engine.health()
-    body = {"status": now.state} | ({"detail": now.detail} if now.detail else {})
+    body: dict[str, Any] = {"status": now.state}
+    if now.detail:
+        body["detail"] = now.detail
+    if now.restarts:
+        body["restarts"] = now.restarts
     return JsonResponse(body, status_code=200 if now.ok else 503)
 
 

@@ -40,9 +40,16 @@ EXAMPLES = {
             deadline_s=1.5,
         ),
         m.AddRequest(
+            request_id=8,
+            prompt_token_ids=array("i", [1]),
+            params=SamplingParams(n=3, max_tokens=4),
+            outputs=(array("i", [5, 6]), None, array("i")),
+        ),
+        m.AddRequest(
             request_id=8, prompt_token_ids=array("i", [1]), params=SamplingParams(max_tokens=1), pooling="mean"
         ),
         m.AbortRequests(array("i", [1, 2])),
+        m.AbortSamples(array("i", [1, 1]), array("B", [0, 3])),
         m.FlushCache(),
     ],
     m.decode_for_frontend: [
@@ -109,7 +116,12 @@ EXAMPLES = {
         m.Failed("a", "b"),
         m.Profile("worker", 50),
     ],
-    m.decode_for_child: [m.Stop(1000), m.PeerFailed("worker-0", "killed by signal 9"), m.Profile("worker", 50)],
+    m.decode_for_child: [
+        m.Stop(1000),
+        m.PeerFailed("worker-0", "killed by signal 9"),
+        m.Profile("worker", 50),
+        m.NewSession("worker-0", "killed by signal 9", 2),
+    ],
 }
 CASES = [(decode, message) for decode, messages in EXAMPLES.items() for message in messages]
 

@@ -1,9 +1,15 @@
 """Who may bind an endpoint."""
 
+import threading
+
 import pytest
 import zmq
 
+from common import sockets
+from common.config import ServerOptions
 from common.errors import StartupError
+from common.file_locks import directory_lock
+from common.http_socket import bind_http
 from common.sockets import bind_client_router, new_context
 
 
@@ -35,3 +41,50 @@ def test_a_client_endpoint_left_by_a_dead_engine_is_taken(context, tmp_path):
     kept.rename(path)
     assert path.is_socket()
     bind_client_router(context, f"ipc://{path}").close()
+
+
+def test_two_engines_that_look_at_the_same_moment_do_not_both_take_the_endpoint(context, tmp_path, monkeypatch):
+    """Both found nobody there, and the second removed the first one's file."""
+    both_looked = threading.Barrier(2)
+    look = sockets.is_served
+
+    def look_together(endpoint: str) -> bool:
+        found = look(endpoint)
+        try:
+            both_looked.wait(0.2)
+        except threading.BrokenBarrierError:
+            both_looked.reset()
+        return found
+
+    monkeypatch.setattr(sockets, "is_served", look_together)
+    refused: list[StartupError] = []
+    bound: list[zmq.Socket] = []
+
+    def bind() -> None:
+        try:
+            bound.append(bind_client_router(context, f"ipc://{tmp_path}/client.sock"))
+        except StartupError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=bind) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(bound), len(refused)) == (1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["client.sock"], "nothing else is left behind"
+
+
+def test_an_endpoint_in_a_directory_that_another_program_locks_is_refused(context, tmp_path, monkeypatch):
+    monkeypatch.setattr("common.file_locks.TIMEOUT_S", 0.01)
+    with directory_lock(tmp_path):
+        with pytest.raises(StartupError, match="another program has had it locked for 0.01 s"):
+            bind_client_router(context, f"ipc://{tmp_path}/client.sock")
+        with pytest.raises(StartupError, match="another program"):
+            bind_http(ServerOptions(uds=str(tmp_path / "http.sock")))
+    bind_http(ServerOptions(uds=str(tmp_path / "http.sock"))).close()
+
+
+def test_an_endpoint_in_no_directory_is_refused(context, tmp_path):
+    with pytest.raises(StartupError, match="cannot bind .*No such file or directory"):
+        bind_client_router(context, f"ipc://{tmp_path}/nowhere/client.sock")

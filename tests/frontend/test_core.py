@@ -1,14 +1,18 @@
 """The life of requests, driven by hand: no sockets, no clock, no scheduler."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.fake_scheduler import LIMITS
 from common import messages as m
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
+from frontend.core import Core
+from frontend.engine import Health
 from frontend.events import Final
 
 ALPHABET = "Here is the English alphabet: ABC"
@@ -134,10 +138,10 @@ def test_samples_end_one_by_one_and_the_request_with_the_last(memory_engine, sub
     events = submit(n=2, stop="!")
     say(memory_engine, events, "a!b", sample_index=0)
     assert events.ends == []
-    assert len(memory_engine.sent) == 1
+    assert memory_engine.sent[1:] == [m.AbortSamples(array("i", [0]), array("B", [0]))]
     say(memory_engine, events, "the", sample_index=1, finish="length")
     assert [(s.text, s.finish_reason) for s in events.end.samples] == [("a", "stop"), ("the", "length")]
-    assert isinstance(memory_engine.sent[1], m.AbortRequests)
+    assert len(memory_engine.sent) == 2, "the scheduler knows of the last end"
 
 
 def test_max_tokens_is_the_rest_of_the_context(memory_engine, submit):
@@ -378,3 +382,105 @@ def test_a_bad_word_of_too_many_tokens_is_refused_by_name(memory_engine, submit)
     assert (memory_engine.sent, memory_engine.core.live_count) == ([], 0)
     submit(bad_words=("sea",))
     assert memory_engine.sent[0].bad_token_ids
+
+
+@pytest.fixture
+def restart(memory_engine):
+    """Loses scheduler and worker and starts them again; gives what the new scheduler is told."""
+
+    def make(session: int = 1) -> list:
+        memory_engine.core.suspend("worker-0 was killed", session)
+        del memory_engine.sent[:]
+        memory_engine.core.handle(LIMITS)
+        return memory_engine.sent
+
+    return make
+
+
+def test_a_restart_sends_every_request_once_more_with_what_it_has(memory_engine, submit, restart):
+    first, second = submit("the sea", n=2, seed=5, stop="!"), submit("the sky", timeout_s=60)
+    say(memory_engine, first, "a!")
+    say(memory_engine, first, "bc", sample_index=1)
+    old = {message.request_id: message for message in memory_engine.sent if isinstance(message, m.AddRequest)}
+    known = memory_engine.engine.tokenizer.encode("bc")
+    assert restart() == [replace(old[0], outputs=(None, known)), replace(old[1], outputs=(array("i"),))]
+    say(memory_engine, first, "de", sample_index=1, finish="length")
+    say(memory_engine, second, "x", finish="length")
+    assert [sample.text for sample in first.end.samples] == ["a", "bcde"] and first.text(1) == "bcde"
+    assert second.end.samples[0].text == "x"
+
+
+def test_what_comes_during_a_restart_waits(memory_engine, submit, helpers):
+    core = memory_engine.core
+    gone, old = submit("old"), submit("older")
+    core.suspend("worker-0 was killed", 1)
+    assert (memory_engine.engine.health().state, memory_engine.engine.health().ok) == ("restarting", False)
+    del memory_engine.sent[:]
+    new, dropped = submit("new"), submit("dropped")
+    core.abort(gone.request.request_id)
+    core.abort(dropped.request.request_id)
+    core.flush_cache()
+    assert memory_engine.sent == [], "the new scheduler knows nothing of the old one's requests"
+    core.handle(LIMITS)
+    assert [(sent.request_id, sent.outputs) for sent in memory_engine.sent] == [
+        (old.request.request_id, (array("i"),)),
+        (new.request.request_id, ()),
+    ]
+    assert memory_engine.engine.health() == Health("serving", "", 1)
+    assert gone.end.samples[0].finish_reason == dropped.end.samples[0].finish_reason == "abort"
+
+
+def test_no_more_wait_for_a_restart_than_may_be_queued(byte_tokenizer, submit, helpers):
+    core = Core(byte_tokenizer, lambda data: None, held_limit=2)
+    core.handle(LIMITS)
+    core.suspend("scheduler was killed", 1)
+    for _ in range(2):
+        core.submit(array("i", [5]), SamplingParams(), helpers.Events())
+    with pytest.raises(
+        RequestError, match="being started again, and many requests wait for it: scheduler was killed"
+    ) as caught:
+        core.submit(array("i", [5]), SamplingParams(), helpers.Events())
+    assert (caught.value.code, caught.value.status, caught.value.retry_after_ms) == ("restarting", 503, 1000)
+
+
+def test_a_request_that_may_be_the_cause_is_not_sent_for_ever(memory_engine, submit, restart):
+    """A request whose step kills the worker would do so after every restart."""
+    poison, good = submit("poison"), submit("good")
+    say(memory_engine, poison, "a")
+    for session in (1, 2, 3):
+        assert poison.ends == [], session
+        restart(session)
+        say(memory_engine, good, "b")
+    assert poison.end.code == "engine_restarted"
+    assert good.ends == []
+
+
+def test_losses_while_the_engine_loads_are_nobodys_fault(memory_engine, submit, restart):
+    events = submit("x")
+    for session in range(1, 9):
+        memory_engine.core.suspend("worker-0 was killed", session)
+    restart(9)
+    assert events.ends == []
+
+
+def test_a_drain_during_a_restart_lets_requests_finish(memory_engine, submit):
+    events = submit("x")
+    memory_engine.core.suspend("worker-0 was killed", 1)
+    memory_engine.core.drain()
+    memory_engine.core.handle(LIMITS)
+    assert memory_engine.engine.health().state == "draining"
+    say(memory_engine, events, "y", finish="length")
+    assert events.end.samples[0].text == "y"
+
+
+def test_counters_go_on_after_a_restart(memory_engine):
+    core = memory_engine.core
+    parts = array("i", [10] * 6)
+    core.handle(
+        m.EngineStats(steps=100, output_tokens=50, running_count=3, parts_us=parts, step_sizes=array("i", [100]))
+    )
+    core.suspend("worker-0 was killed", 1)
+    assert (core.stats.steps, core.stats.running_count) == (100, 0)
+    core.handle(m.EngineStats(steps=7, output_tokens=5, running_count=2, parts_us=parts, step_sizes=array("i", [7])))
+    assert (core.stats.steps, core.stats.output_tokens, core.stats.running_count) == (107, 55, 2)
+    assert core.figures.step_totals_us()["step_plan_us"] == 1070

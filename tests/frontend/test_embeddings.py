@@ -9,7 +9,7 @@ from benchmarks.fake_scheduler import EMBEDDING
 from common import messages as m
 from common.errors import RequestError
 from frontend import AsyncClient, Client
-from frontend.core import EMBEDDING_PARAMS
+from frontend.request_checks import EMBEDDING_PARAMS
 
 VECTOR = pytest.approx(list(EMBEDDING))
 LONG = "the sea " * 200  # encoded in a thread

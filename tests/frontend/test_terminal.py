@@ -38,6 +38,10 @@ def test_an_idle_engine_in_four_lines():
     ]
 
 
+def test_restarts_are_told_where_there_were_any():
+    assert describe(None, reply(0, restarts=2), 0.0)[-1].endswith("6,000 out, 2 preemptions, 2 restarts")
+
+
 def test_a_busy_engine_says_how_fast_it_is():
     later = reply(output_tokens=6500, steps=200, chunk_tokens=1400, decode_tokens=700, step_forward_us=310_000,
                   step_plan_us=2000)  # fmt: skip

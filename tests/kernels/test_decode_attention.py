@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import decode_tile
 from kernels.decode_attention import bytes_moved, decode_attention, launch_plan, reference_decode_attention
 from tests.kernels.paged_batches import (
     DEVICES,
@@ -149,6 +150,27 @@ def test_quantised_padding_rows_and_empty_rows_get_zeros(place, cache_dtype):
 def test_quantised_half_precision(cache_dtype):
     skip_unless_here("cpu")
     check(quantise_caches(make_batch(ones(1, 64, 3, 130), "cpu", torch.float16, seed=5), cache_dtype))
+
+
+@pytest.mark.parametrize(
+    "device, dtype",
+    [
+        pytest.param("cpu", torch.float16, id="cpu"),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu, id="gpu"),
+    ],
+)
+@pytest.mark.parametrize("lengths", [(1,), (400, 0, 64), (1, 130)])
+def test_single_quantised_keys(lengths, device, dtype, cache_dtype, monkeypatch):
+    """As bytes or float16 instead of pairs; the interpreter's float32 queries would lose by it."""
+    skip_unless_here(device)
+    monkeypatch.setattr(decode_tile, "MEASURED_ONLY", False)
+    check(quantise_caches(make_batch(ones(*lengths), device, dtype, head_dim=128, seed=3), cache_dtype))
+
+
+@pytest.mark.parametrize("start_tiles", [1, 3])
+@pytest.mark.parametrize("lengths", [(1, 1, 1, 500), (33,) * 7, (130,)])
+def test_weighted_beginnings(lengths, start_tiles, place):
+    check(make_batch(ones(*lengths), *place), plan_options={"start_tiles": start_tiles, "tile_tokens": 16})
 
 
 def test_many_parts_merge(place):

@@ -1,4 +1,4 @@
-"""What an installed copy needs besides the modules: the tuning table, and the benchmarks' model configurations."""
+"""What an installed copy needs besides the modules: the tuning table, the benchmarks' model folders, the dashboard."""
 
 import tomllib
 from pathlib import Path
@@ -18,4 +18,5 @@ def test_installed_packages_carry_their_data():
     }
     configurations = set((ROOT / "benchmarks" / "models").glob("*/config.json"))
     assert len(configurations) >= 2
-    assert {TABLE_PATH, *configurations} <= carried
+    page = ROOT / "frontend" / "http" / "dashboard.html"
+    assert {TABLE_PATH, *configurations, page} <= carried and page.is_file()

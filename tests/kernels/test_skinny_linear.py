@@ -137,6 +137,9 @@ def test_prefetching_the_next_weight_changes_nothing():
         out.fill_(float("nan"))
         run_plan(plan, x, weight, out, norm_weight, 1e-6, None, False, workspace_for(torch.float32), upcoming)
         assert_as_exact(out, want)
+    for plan in PARTS_PLANS:
+        parts = run_parts_plan(plan, x, weight, workspace_for(torch.float32), upcoming)
+        assert_as_exact(parts.sum(0), skinny_linear_reference(x, weight))
     assert prefetch_share(upcoming, 10) == (27 * 1024, 3 * 1024) and prefetch_share(None, 10) == (0, 0)
 
 

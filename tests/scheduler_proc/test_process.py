@@ -20,6 +20,7 @@ from common.messages import (
     EngineStats,
     Failed,
     Heartbeat,
+    NewSession,
     PeerFailed,
     Ready,
     RequestFailed,
@@ -70,7 +71,7 @@ class Harness:
             os.close(fd)
         self.context.destroy(linger=0)
 
-    def order(self, message: Stop | PeerFailed) -> None:
+    def order(self, message: Stop | PeerFailed | NewSession) -> None:
         self.supervisor.send_multipart([b"scheduler", message.to_wire()])
 
     def worker_ready(self, block_count: int = 64) -> EngineReady:
@@ -246,6 +247,28 @@ def test_stop_ends_the_rest_after_the_grace_period(harness):
     assert isinstance(message, RequestFailed)
     assert (message.request_id, message.error_code, message.status) == (1, "shutting_down", 503)
     assert harness.child.wait(20) == 0
+
+
+def test_a_frontend_that_was_started_again_finds_an_engine_without_requests(harness):
+    """Its numbers begin anew: nothing that is said of the old one's request 0 may reach it."""
+    ready = harness.worker_ready()
+    harness.requests.send(simple_request(0, range(20), max_tokens=100).to_wire())
+    for _ in range(3):
+        assert harness.plans.poll(TIMEOUT_MS)
+        harness.results.send(harness.worker.run(decode_for_worker(harness.plans.recv())).to_wire())
+    old = harness.outputs, harness.requests
+    harness.outputs = bind_pull(harness.context, harness.config.endpoint("outputs", 1))
+    harness.requests = connect_push(harness.context, harness.config.endpoint("requests", 1))
+    harness.order(NewSession("frontend", "frontend was killed", 1))
+    assert harness.receive_out() == ready
+    message = simple_request(0, range(5, 30), max_tokens=10)
+    harness.requests.send(message.to_wire())
+    harness.tokens.clear()
+    assert not harness.serve(1)
+    assert harness.tokens == expected_outputs([message])
+    harness.serve_until_idle()
+    for socket in old:
+        socket.close(linger=0)
 
 
 def test_a_dead_worker_ends_every_request(harness):

@@ -5,6 +5,7 @@ Each schedule is drawn from one integer; a failure names it, and `replay(seed)` 
 """
 
 from array import array
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.messages import AbortRequests, AddRequest, FlushCache, StepResult
+from common.messages import AbortRequests, AbortSamples, AddRequest, FlushCache, StepResult
 from scheduler_proc import prefix_cache
 from scheduler_proc.simulation import VOCAB_SIZE, SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
@@ -35,6 +36,7 @@ class Schedule:
         self.engine = SimulatedEngine(self.limits, lambda: self.now_s)
         self.messages: dict[int, AddRequest] = {}
         self.aborted: set[int] = set()
+        self.aborted_samples: set[tuple[int, int]] = set()
         self.broken: set[tuple[int, int]] = set()
         self.prompts: list[list[int]] = []
 
@@ -70,7 +72,11 @@ class Schedule:
             self.abort()
         elif draw < 0.20:
             self.engine.send(FlushCache())
-        elif draw < 0.22:
+        elif draw < 0.21:
+            self.abort_sample()
+        elif draw < 0.215:
+            self.restart()
+        elif draw < 0.23:
             self.engine.tick()
         elif draw < 0.65:
             self.engine.plan()
@@ -123,6 +129,22 @@ class Schedule:
         self.aborted.update(ids)
         self.engine.send(AbortRequests(array("i", ids)))
 
+    def abort_sample(self) -> None:
+        """The frontend aborts single samples only while others of their request go on."""
+        keys = [(i, index) for i, message in self.messages.items() for index in range(message.params.n)]
+        is_open = [key not in self.aborted_samples and key not in self.engine.reasons for key in keys]
+        open_counts = Counter(request_id for (request_id, _), going_on in zip(keys, is_open, strict=True) if going_on)
+        several = [key for key in keys if open_counts[key[0]] > 1]
+        if not several:
+            return
+        request_id, sample_index = self.random.choice(several)
+        self.aborted_samples.add((request_id, sample_index))
+        self.engine.send(AbortSamples(array("i", [request_id, 998]), array("B", [sample_index, 0])))
+
+    def restart(self) -> None:
+        live = [message for request_id, message in self.messages.items() if request_id not in self.aborted]
+        self.engine.restart(live, self.aborted_samples)
+
     def break_one(self, result: StepResult) -> StepResult:
         """One sample's logits were not numbers."""
         if not result.token_ids:
@@ -156,7 +178,8 @@ class Schedule:
     def judge_sample(self, key: tuple[int, int], message: AddRequest, wanted: list[int]) -> None:
         engine = self.engine
         found, reason = engine.outputs.get(key, []), engine.reasons.get(key)
-        if (key in self.broken and reason == "error") or (key[0] in self.aborted and reason is None):
+        aborted = key[0] in self.aborted or key in self.aborted_samples
+        if (key in self.broken and reason == "error") or (aborted and reason is None):
             assert found == wanted[: len(found)]
             return
         assert found == wanted, f"request {key} gives {found}, alone {wanted}"

@@ -29,6 +29,7 @@ GOOD = [
     wire.Detokenize("u", array("i", [5, 6]), True),
     wire.GetStatus("v"),
     wire.Ping("w"),
+    wire.Embed(request_id="e", prompt="x", pooling="mean"),
 ]
 GOOD_BYTES = [message.to_wire() for message in GOOD]
 

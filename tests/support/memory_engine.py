@@ -46,6 +46,7 @@ class Sample:
     finish: str = ""
     embedding: "array[float] | None" = None
     cached_count: int = -1
+    prompt_logprobs: list[float] = field(default_factory=list)
 
 
 class MemoryEngine:
@@ -69,8 +70,19 @@ class MemoryEngine:
         **limits: object,
     ) -> None:
         self.limits = replace(LIMITS, **limits)
+        self._model, self._kv_cache_dtype, self._make_runner = model, kv_cache_dtype, make_runner
+        self._grammars = None if tokenizer_file is None else Grammars(tokenizer_file, model.config.vocab_size)
+        self.samples: dict[tuple[int, int], Sample] = {}
+        self.failures: dict[int, RequestFailed] = {}
+        self._requests: dict[int, AddRequest] = {}
+        self._next_id = 0
+        self._start()
+
+    def _start(self) -> None:
+        """A scheduler and a worker that know nothing yet."""
+        model = self._model
         cache = KVCache(
-            cache_specs(model.config, model.model.norm.weight.dtype, kv_cache_dtype),
+            cache_specs(model.config, model.model.norm.weight.dtype, self._kv_cache_dtype),
             block_size=self.limits.block_size,
             block_count=self.limits.block_count,
             host_block_count=self.limits.host_block_count,
@@ -78,14 +90,10 @@ class MemoryEngine:
         )
         poison(cache)
         step_limits = StepLimits(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
-        self.runner = make_runner(model, cache, step_limits, self.limits.max_model_len, model.config.vocab_size)
-        grammars = None if tokenizer_file is None else Grammars(tokenizer_file, model.config.vocab_size)
-        self.core = SchedulerCore(self.limits, clock=lambda: 0.0, grammars=grammars)
-        self.samples: dict[tuple[int, int], Sample] = {}
-        self.failures: dict[int, RequestFailed] = {}
+        self.runner = self._make_runner(model, cache, step_limits, self.limits.max_model_len, model.config.vocab_size)
+        self.core = SchedulerCore(self.limits, clock=lambda: 0.0, grammars=self._grammars)
         self.swapped_in = 0
         self._in_flight: deque[PendingStep] = deque()
-        self._next_id = 0
 
     def add(
         self, prompt: list[int], params: SamplingParams, end_token_ids: tuple[int, ...] = (), pooling: str = ""
@@ -97,10 +105,20 @@ class MemoryEngine:
             request_id=request_id, prompt_token_ids=array("i", prompt), params=params, end_token_ids=end_token_ids,
             pooling=pooling,
         )  # fmt: skip
+        self._requests[request_id] = message
         for index in range(params.n):
             self.samples[request_id, index] = Sample()
         self._hear(self.core.handle(decode_for_scheduler(message.to_wire())))
         return request_id
+
+    def restart(self) -> None:
+        """Lose scheduler and worker with all that is in flight; requests go on from what was heard of them."""
+        self._start()
+        for request_id, message in self._requests.items():
+            samples = [self.samples[request_id, index] for index in range(message.params.n)]
+            if request_id not in self.failures and not all(sample.finish for sample in samples):
+                outputs = tuple(None if s.finish else array("i", s.token_ids) for s in samples)
+                self._hear(self.core.handle(decode_for_scheduler(replace(message, outputs=outputs).to_wire())))
 
     def abort(self, request_id: int) -> None:
         """Abort a request; known or not."""
@@ -147,6 +165,9 @@ class MemoryEngine:
                 self._take(received)
 
     def _take(self, out: TokensOut) -> None:
+        for row, entries in out.prompt_logprobs:
+            assert not self.samples[out.request_ids[row], 0].prompt_logprobs, "reported twice"
+            self.samples[out.request_ids[row], 0].prompt_logprobs = [entry.logprob for entry in entries]
         for row, embedding in out.embeddings:
             self.samples[out.request_ids[row], 0].embedding = embedding
         start, places = 0, {entry.row_index: entry for entry in out.logprobs}

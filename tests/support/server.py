@@ -20,12 +20,14 @@ class Server:
     """`python launch.py serve` with a model folder and options; a context manager that stops it.
 
     Attributes:
+        model_dir: what it serves.
         process: the supervisor.
         ready: what it wrote when it was ready: `client_endpoint`, `http`, `pid`.
     """
 
     def __init__(self, model_dir: Path | str, *options: str) -> None:
         self._log: str | None = None
+        self.model_dir = model_dir
         self.folder = Path(tempfile.mkdtemp(prefix="tt-"))
         self.ready: dict = {}
         self.stderr_path = self.folder / "stderr"

@@ -8,12 +8,12 @@ where there is no GPU; the CPU's runner everywhere.
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 
 from common.config import StepLimits
 from common.messages import SlotSampling
+from tests.support.ordered_product import use_ordered_products
 from tests.support.poison import poison
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
@@ -29,7 +29,7 @@ TINY_SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
 }
 GREEDY = SlotSampling(temperature=0.0, logprobs=3, prompt_logprobs=2)
 SAMPLED = SlotSampling(temperature=0.9, top_p=0.9, seed=7, logprobs=1)
@@ -40,7 +40,7 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, 131) for _ in range(count)]
 
 
-SMALL = {"cpu": (43, 12, (1, 15, 17, 16, 5), (9, 30, 4)), "kernels": (9, 3, (4,), (5,))}
+SMALL = {"cpu": (43, 12, (1, 15, 17, 16, 5), (9, 30, 4)), "kernels": (6, 2, (4,), (3,))}
 """Prompt length, output length, chunk sizes, the neighbours' prompt lengths."""
 
 
@@ -108,18 +108,13 @@ def make_runner(kind: str, model, cache: KVCache, limits: StepLimits, max_len: i
     return CudaRunner(forward, cache, slots, limits, vocabulary, eager=False)
 
 
-def ordered_product(x: np.ndarray, y: np.ndarray, dtype=None) -> np.ndarray:
-    """A product whose rows are computed alike; NumPy's own takes rows in groups, and the last ones differently."""
-    return np.einsum("mk,kn->mn", np.ascontiguousarray(x), np.ascontiguousarray(y), dtype=dtype)
-
-
 @pytest.fixture
 def case(request, runner, tiny_model, plan_driver, monkeypatch):
     """A case at the runner's size: real shapes in bfloat16 on a GPU, tiny ones in float32 elsewhere."""
     is_real = runner == "cuda"
     device, dtype = torch.device("cuda" if is_real else "cpu"), torch.bfloat16 if is_real else torch.float32
     if runner == "kernels":
-        monkeypatch.setattr(np, "matmul", ordered_product)  # the interpreter's tl.dot
+        use_ordered_products(monkeypatch)
     _, folder = tiny_model("Qwen3", **(REAL_SIZES if is_real else TINY_SIZES))
     model = load_model(folder, device=device, dtype=dtype)
     slot_count, block_count, block_size, tokens, max_len = (

@@ -9,6 +9,7 @@ import torch
 
 from kernels import decode_attention as decode
 from kernels import prefill_attention as prefill
+from kernels import prefill_plans
 from worker_proc.cuda.fused_forward import multiprocessor_count
 from worker_proc.forward_context import ForwardContext
 
@@ -20,7 +21,7 @@ class AttentionPlans:
     decode_plan: decode.DecodePlan
     partials: torch.Tensor
     decode_counters: torch.Tensor
-    prefill_plan: prefill.PrefillPlan
+    prefill_plan: prefill_plans.PrefillPlan
     prefill_counters: torch.Tensor
 
     @classmethod
@@ -30,7 +31,7 @@ class AttentionPlans:
         sizes = (row_count, head_count, kv_head_count, head_dim, multiprocessor_count(cache.device))
         quantised = cache.dtype.itemsize == 1
         decode_plan = decode.launch_plan(*sizes, quantised=quantised)
-        prefill_plan = prefill.launch_plan(token_count, *sizes, quantised=quantised)
+        prefill_plan = prefill_plans.launch_plan(token_count, *sizes, quantised=quantised)
         integers = {"dtype": torch.int32, "device": cache.device}
         return cls(
             decode_plan,

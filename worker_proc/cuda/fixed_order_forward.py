@@ -1,20 +1,22 @@
 """The forward pass of `--deterministic`: a token's bits depend on its own request alone.
 
 The fused pass picks kernels by the size of the step, and each adds up in an order of its own. Here every token takes
-the same way whatever the step holds: one product kernel whose sums run over k in one order, one attention kernel for
-prompts and decoding alike, whose key tiles lie at fixed positions of the context and are taken one after the other,
-and one plan for the norms of heads. So it matters neither what runs beside a request, nor how its prompt was cut into
-chunks, nor whether it was preempted and computed again, nor whether a prefix came from the cache.
+the same way whatever the step holds: products whose sums run over k in one order, attention whose spans of keys lie at
+fixed positions of the context, for prompts and decoding alike, and one plan for the norms of heads. So it matters
+neither what runs beside a request, nor how its prompt was cut into chunks, nor whether it was preempted and computed
+again, nor whether a prefix came from the cache.
 
-The price: a decode row's context is not split over the card, and library products are faster for many rows. Called by
-the GPU runner in place of `FusedForward`, whose buffers it takes.
+The price: fewer things are fused, and library products are faster. Called by the GPU runner in place of `FusedForward`,
+whose buffers it takes.
 """
 
 from dataclasses import replace
 
 import torch
 
+from kernels import fixed_order_attention as spans
 from kernels import prefill_attention as prefill
+from kernels import prefill_plans
 from kernels.embedding import embedding
 from kernels.fixed_order_linear import fixed_order_linear
 from kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -27,16 +29,25 @@ from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 from worker_proc.layers.linear import Linear
 from worker_proc.layers.norm import RMSNorm
-from worker_proc.models.llama import LlamaLayer
+from worker_proc.models.llama import LlamaForCausalLM, LlamaLayer
 
-FEW_TOKENS = 1
-"""Whose attention tiles all steps take."""
+SPLIT_CONTEXTS = True
+"""Attention in spans of keys that the card shares, rather than by the prefill kernel, one tile of keys after the other.
+The two give different bits, each the same every time."""
 
 
 class FixedOrderForward(FusedForward):
     """The pass over one model; arguments and attributes as `FusedForward` has them."""
 
     fixed_order = True
+
+    def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
+        super().__init__(model, max_rows=max_rows, max_tokens=max_tokens, max_positions=max_positions)
+        device = self.hidden.device
+        config = self.config
+        plan = spans.launch_plan(1, max_rows, config.head_count, config.kv_head_count, config.head_dim, 1)
+        self._span_sums = torch.empty(plan.workspace_floats, device=device)
+        self._span_counters = torch.zeros(max_rows * config.kv_head_count, dtype=torch.int32, device=device)
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
@@ -56,13 +67,7 @@ class FixedOrderForward(FusedForward):
             qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
             k_scales=key_scales, v_scales=value_scales, one_plan=True, **_head_norms(attention),
         )  # fmt: skip
-        prefill.prefill_attention(
-            attended, query, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
-            inputs.query_starts, self._prefill_counters, self._one_prefill_plan(bucket, key_scales is not None),
-            scale=attention.scale, sliding_window=attention.sliding_window or 0,
-            key_scales=key_scales, value_scales=value_scales,
-            pdl=hidden.device.type == "cuda" and tokens <= EARLY_TOKENS,
-        )  # fmt: skip
+        self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
         self._product(attended.view(tokens, -1), attention.o_proj, hidden, residual=hidden)
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
@@ -93,11 +98,33 @@ class FixedOrderForward(FusedForward):
     ) -> None:
         fixed_order_linear(x, linear.weight, out, bias=linear.bias, residual=residual)
 
-    def _one_prefill_plan(self, bucket: Bucket, quantised: bool) -> prefill.PrefillPlan:
-        """The tiles of a small step, whatever the size; only the grid follows the bucket."""
-        config = self.config
-        sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
+    def _attend(
+        self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+    ) -> None:  # fmt: skip
+        attention, config = self.model.model.layers[index].self_attn, self.config
+        shared = (
+            output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
+            inputs.context_lengths, inputs.query_starts,
+        )  # fmt: skip
+        options = {
+            "scale": attention.scale,
+            "sliding_window": attention.sliding_window or 0,
+            "key_scales": cache.key_scales[index],
+            "value_scales": cache.value_scales[index],
+            "pdl": output.device.type == "cuda" and bucket.tokens <= EARLY_TOKENS,
+        }
         rows = _row_class(self.logits.shape[0])
-        one = prefill.launch_plan(FEW_TOKENS, rows, *sizes, quantised=quantised, one_loop=True)
-        grid = prefill.launch_plan(bucket.tokens, rows, *sizes, quantised=quantised, tile_rows=one.tile_rows)
-        return replace(one, program_count=grid.program_count)
+        sizes = (rows, config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
+        if SPLIT_CONTEXTS:
+            plan = spans.launch_plan(bucket.tokens, *sizes)
+            has_chunks = bucket.kind != DECODE
+            spans.fixed_order_attention(
+                *shared, self._span_sums, self._span_counters, plan, has_chunks=has_chunks, **options
+            )
+            return
+        tiles = prefill_plans.launch_plan(1, *sizes, quantised=cache.key_scales[index] is not None, one_loop=True)
+        grid = prefill_plans.launch_plan(bucket.tokens, *sizes, tile_rows=tiles.tile_rows)
+        prefill.prefill_attention(
+            *shared, self._prefill_counters, replace(tiles, program_count=grid.program_count), **options
+        )

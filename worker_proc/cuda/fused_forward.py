@@ -19,7 +19,9 @@ import torch
 from kernels import decode_attention as decode
 from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
+from kernels import prefill_plans
 from kernels.embedding import embedding
+from kernels.new_token import NewTokens
 from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
@@ -67,7 +69,9 @@ def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int, quantised: b
         return False
     shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size=16)
     major = torch.cuda.get_device_capability(weight.device)[0]
-    return prefill.can_specialise(shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major)
+    return prefill_plans.can_specialise(
+        shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major
+    )
 
 
 class FusedForward:
@@ -176,19 +180,21 @@ class FusedForward:
         """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts."""
         attention = self.model.model.layers[index].self_attn
         query, attended = self._query[: bucket.tokens], self._attended[: bucket.tokens]
-        norms = _head_norms(attention)
+        new = NewTokens(self._rope_table, **_head_norms(attention))
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
-        if self._is_fused(bucket, attention, cache):
+        if self._is_fused(bucket, attention):
+            following = min(index + 1, len(cache.key_caches) - 1)
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
-                self._rope_table, self._partials, self._decode_counters, self._fused_plan(bucket.rows),
-                scale=attention.scale, **norms,
+                self._partials, self._decode_counters, self._fused_plan(bucket.rows), new, scale=attention.scale,
+                k_scales=key_scales, v_scales=value_scales,
+                next_caches=(cache.key_caches[following], cache.value_caches[following]),
             )  # fmt: skip
         else:
             qk_norm_rope_store(
-                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
-                k_scales=key_scales, v_scales=value_scales, **norms,
+                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, new.rope_table,
+                new.q_weight, new.k_weight, new.eps, key_scales, value_scales,
             )  # fmt: skip
             self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
         return attended
@@ -213,18 +219,20 @@ class FusedForward:
         first = self._layers[0][1].input_layernorm
         rms_norm(hidden, first.weight, first.eps, normed)
         for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
-            attention = layer.self_attn
-            if self._is_fused(bucket, attention, cache):
+            attention, norm, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
+            ahead = self._ahead(attention.o_proj.weight, tokens)
+            if self._is_fused(bucket, attention):
                 qkv = self._qkv[:tokens]
-                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace)
+                skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace, upcoming=ahead)
             else:
-                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace)
+                qkv = linear_parts(normed, attention.qkv_proj.weight, workspace, ahead)
             attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
-            norm, mlp = layer.post_attention_layernorm, layer.mlp
-            parts = linear_parts(attended, attention.o_proj.weight, workspace)
+            ahead = self._ahead(mlp.gate_up_proj.weight, tokens)
+            parts = linear_parts(attended, attention.o_proj.weight, workspace, ahead)
             rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
-            skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True)
-            parts = linear_parts(activated, mlp.down_proj.weight, workspace)
+            ahead = self._ahead(mlp.down_proj.weight, tokens)
+            skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True, upcoming=ahead)
+            parts = linear_parts(activated, mlp.down_proj.weight, workspace, self._ahead(self._after(index), tokens))
             rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
         return self._logits_of(self._sampled_rows(normed, bucket, inputs))
 
@@ -317,9 +325,9 @@ class FusedForward:
         plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
         return plan.kernel != "library"
 
-    def _is_fused(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
+    def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
         """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""
-        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS or cache.key_scales[0] is not None:
+        if bucket.kind != DECODE or bucket.rows > fused.MAX_ROWS:
             return False
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
@@ -332,14 +340,14 @@ class FusedForward:
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         return decode.launch_plan(_row_class(rows), *sizes, quantised=quantised)
 
-    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill.PrefillPlan:
+    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill_plans.PrefillPlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
-        is_large = prefill.is_specialised_size(bucket.tokens, chunk_rows)
+        is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
         is_specialised = is_large and has_hopper_kernel(self.model, sliding_window, quantised)
         rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
-        return prefill.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
+        return prefill_plans.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 
 
 def _head_norms(attention: LlamaAttention) -> dict[str, Any]:

@@ -334,9 +334,11 @@ def test_served_by_uvicorn_on_a_real_socket(make_api, sent, status, found):
     assert second.startswith(b"HTTP/1.1 200"), "a good request after it"
 
 
-def test_idle_connections_leave_file_descriptors(make_api, monkeypatch):
+def test_idle_connections_leave_file_descriptors(make_api):
     """Without any, ZeroMQ aborts the process."""
-    monkeypatch.setattr(protocol, "connection_limit", lambda: 3)
+    api = make_api(port=0).ready()
+    api.engine.connections.limit = 5
+    api.engine.connections.client_count = 2
 
     async def talk(address):
         idle = [await asyncio.open_connection(*address) for _ in range(3)]
@@ -348,7 +350,7 @@ def test_idle_connections_leave_file_descriptors(make_api, monkeypatch):
             pass  # the server has not seen yet that they are gone
         return refused, served
 
-    refused, _ = serve(make_api(port=0).ready(), talk)
+    refused, _ = serve(api, talk)
     assert refused.startswith(b"HTTP/1.1 503 Service Unavailable")
     assert b"too_many_connections" in refused
 
@@ -363,12 +365,6 @@ def test_a_connection_that_sends_no_head_is_ended(make_api, monkeypatch, sent):
     reply = serve(make_api(port=0).ready(), talk)
     assert b"HTTP/1.1 408 Request Timeout" in reply
     assert reply.count(b"HTTP/1.1 200") == (1 if len(sent) > 10 else 0)
-
-
-@pytest.mark.parametrize(("files", "connections"), [(256, 128), (1024, 512), (65_536, 65_024), (-1, 1 << 30)])
-def test_the_limit_of_open_files_bounds_connections(monkeypatch, files, connections):
-    monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
-    assert protocol.connection_limit() == connections
 
 
 @pytest.mark.parametrize("cut", [0, 30, 150, 260])

@@ -61,7 +61,7 @@ def test_a_row_holds_what_happened_in_its_second(api, timed):
         EngineStats(
             running_count=2, waiting_count=1, total_block_count=100, free_block_count=50, cached_block_count=20,
             steps=4, decode_tokens=8, chunk_tokens=60, prefix_query_tokens=100, prefix_hit_tokens=25, preemptions=3,
-            parts_us=array("i", [10, 20, 30, 4000, 50, 60]),
+            parts_us=array("i", [10, 20, 30, 4000, 50, 60]), step_sizes=array("i", [0, 1, 3]),
         )
     )  # fmt: skip
     row = second(2.0)
@@ -74,11 +74,11 @@ def test_a_row_holds_what_happened_in_its_second(api, timed):
     assert 0 <= row["itl_p50"] <= row["itl_p90"] <= row["itl_p99"] and row["ttft_p50"] > 0
     after = second()
     assert after["output_tps"] == after["steps_ps"] == after["preemptions"] == 0 and after["itl_p50"] is None
-    assert after["ttft_p50"] == row["ttft_p50"], "ten seconds count, not one"
+    assert after["ttft_p50"] == row["ttft_p50"] and after["hit_rate"] == 0.25, "ten seconds count, not one"
     assert after["running"] == 2
     for _ in range(10):
         after = second()
-    assert after["ttft_p50"] is None
+    assert after["ttft_p50"] is None and after["hit_rate"] is None
 
 
 def test_a_scheduler_that_starts_anew_makes_no_negative_rates(api, timed):

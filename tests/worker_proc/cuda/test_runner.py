@@ -39,6 +39,21 @@ def test_greedy_batch_equals_transformers(
         assert sample.output == reference_tokens(reference, ids, 3), f"prompt of {len(ids)}"
 
 
+def pretend_measured(monkeypatch, plan_of) -> None:
+    """Let `plan_of` say which plan the table has for an operation."""
+    monkeypatch.setattr(tuning, "measured_plan", lambda *key: plan_of(key[3]))
+    monkeypatch.setattr(skinny_linear, "measured_plan", tuning.measured_plan)
+
+
+def hopper_plan(operation: str) -> LinearPlan | None:
+    """Tiles small enough for the tiny models; W waits in shared memory."""
+    inputs, in_parts = int(operation.split("_")[1][1:]), operation.endswith("_parts")
+    if inputs % 64:
+        return LinearPlan("small_m", 16, 16, 4, 2) if in_parts else None
+    plan = LinearPlan("resident", 16, 64, 4, num_stages=2, split_k=inputs // 64 if in_parts else 1, block_m=64)
+    return plan if in_parts or operation.endswith("_silu") else None
+
+
 @devices
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_products_in_parts_give_the_same_tokens(
@@ -46,8 +61,7 @@ def test_products_in_parts_give_the_same_tokens(
 ):
     """Where a card's table has plans that leave parts: chunks and mixed steps, and decode rows that are not fused."""
     plan = LinearPlan("small_m", block_n=64, block_k=32, num_stages=2, split_k=2)
-    monkeypatch.setattr(tuning, "measured_plan", lambda *key: plan if key[3].endswith("_parts") else None)
-    monkeypatch.setattr(skinny_linear, "measured_plan", tuning.measured_plan)
+    pretend_measured(monkeypatch, lambda operation: plan if operation.endswith("_parts") else None)
     monkeypatch.setattr(fused_forward, "FEWEST_PARTS_TOKENS", 1)
     monkeypatch.setattr(fused_forward.FusedForward, "_is_fused", lambda *_: False)
     products = []
@@ -115,10 +129,13 @@ def test_run_ahead_gives_the_same_tokens(device, library_products, tiny_model, m
 
 
 @pytest.mark.gpu
-def test_bfloat16_logits_are_close_to_float32(tiny_model, make_gpu_driver, fused_sizes):
+@pytest.mark.parametrize("plans", [None, hopper_plan])
+def test_bfloat16_logits_are_close_to_float32(tiny_model, make_gpu_driver, fused_sizes, monkeypatch, plans):
     """By relative error, against the plain modules in float32 on the CPU."""
     from worker_proc.loader import load_model
 
+    if plans is not None:
+        pretend_measured(monkeypatch, plans)
     _, folder = tiny_model("Qwen3", **fused_sizes)
     ids = prompt(40)
     driver = make_gpu_driver(folder, "cuda", eager=True, dtype=torch.bfloat16)
@@ -131,6 +148,23 @@ def test_bfloat16_logits_are_close_to_float32(tiny_model, make_gpu_driver, fused
     reference = plain_logits(model, ids)
     error = (fused - reference).norm() / reference.norm()
     assert error < 2e-2, f"relative error {error:.4f}"
+
+
+@pytest.mark.gpu
+def test_captured_steps_on_hopper_tiles_choose_as_float32_does(tiny_model, make_gpu_driver, fused_sizes, monkeypatch):
+    """Chunks, mixed and decode steps in graphs: what float32 prefers to a chosen token it prefers by bf16's error."""
+    from worker_proc.loader import load_model
+
+    pretend_measured(monkeypatch, hopper_plan)
+    _, folder = tiny_model("Qwen3", **fused_sizes)
+    driver = make_gpu_driver(folder, "cuda", dtype=torch.bfloat16)
+    requests = [driver.add(prompt(length, seed=length)) for length in (3, 20, 9)]
+    driver.run(requests, 6, chunk=8)
+    model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+    for request in requests:
+        logits = plain_logits(model, request.tokens[:-1])[request.prompt_count - 1 :]
+        chosen = logits.gather(1, torch.tensor(request.output)[:, None])[:, 0]
+        assert ((logits.max(dim=1).values - chosen) < 0.1 * logits.std()).all()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,54 @@
+"""A lock on a directory, for looking whether an address in it is free and taking it in one go.
+
+A Unix socket's file outlives its process, so whoever binds removes a file that nobody serves. Two engines that do so at
+the same moment would both find nobody, and the second would remove the first one's file. Used by `sockets` and
+`http_socket`. Nothing is left behind: the lock is on the directory itself, and ends with the process that holds it.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import StartupError
+
+TIMEOUT_S = 5.0
+"""Engines hold the lock for less than a millisecond; this is for programs that mean something else by it."""
+_POLL_S = 0.002
+
+
+@contextlib.contextmanager
+def directory_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a directory; without effect where there are no such locks, or we may not read it.
+
+    Raises:
+        StartupError: somebody else holds it all the time.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # what is to be bound there will say what is wrong
+        yield
+        return
+    try:
+        _lock(fd, path)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise StartupError(
+                    f"cannot bind in {path}: another program has had it locked for {TIMEOUT_S:g} s"
+                ) from None
+            time.sleep(_POLL_S)
+        except OSError:
+            return

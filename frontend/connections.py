@@ -1,0 +1,54 @@
+"""How many clients may be connected at once, over HTTP and the client socket together.
+
+Each connection is a file descriptor, and ZeroMQ aborts a process that has none left. So some are kept for everything
+else, and whoever comes beyond that is refused: by the HTTP protocol, and by the client socket in answer to its Hello. A
+client that stays connected all the same is met by `client_door`. Counted here by both; one object for each frontend.
+"""
+
+import resource
+
+from common.errors import RequestError
+
+RESERVED_FILES = 512
+"""File descriptors that clients leave to everything else, half of them at most."""
+
+
+class Connections:
+    """The connections that are open.
+
+    Args:
+        limit: how many there may be.
+        tolerance: how many more are borne, since who was refused needs a moment to go.
+
+    Attributes:
+        http_count, client_count: over HTTP, and over the client socket.
+    """
+
+    def __init__(self, limit: int, tolerance: int) -> None:
+        self.limit, self.tolerance = limit, tolerance
+        self.http_count = 0
+        self.client_count = 0
+
+    @classmethod
+    def allowed(cls) -> "Connections":
+        """As many as this process's limit of open files allows."""
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files == resource.RLIM_INFINITY:
+            return cls(1 << 30, RESERVED_FILES)
+        reserved = min(RESERVED_FILES, files // 2)
+        return cls(files - reserved, reserved // 2)
+
+    @property
+    def excess(self) -> int:
+        """How many there are beyond the limit; negative while more may come."""
+        return self.http_count + self.client_count - self.limit
+
+    def check(self) -> None:
+        """Refuse the newest connection if it is one too many.
+
+        Raises:
+            RequestError: `too_many_connections` (503).
+        """
+        if self.excess > 0:
+            text = f"{self.limit} connections are open, as many as the limit of open files (ulimit -n) allows"
+            raise RequestError(text, code="too_many_connections", status=503)

@@ -1,0 +1,149 @@
+"""Plans of the prefill kernels: which of them computes a bucket, with how many programs, in which tiles.
+
+A plan is a pure function of the bucket's size and the heads' shape, so that one captured graph serves every mix of rows
+and contexts in the bucket. Knows no tensor; called by kernels/prefill_attention.py and by what launches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from kernels.paged_kv import HeadShape, wanted
+
+MAX_ROWS = 1024
+MAX_GROUP = 128
+SPECIALISED_TOKENS = 1024
+SPECIALISED_ROW_TOKENS = 64
+LARGE_TOKENS = 4096
+CONVERTS = False
+"""Whether the Hopper kernel takes 8-bit caches. Compiled, but not yet confirmed on a card: they take the plain one."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of queries and keys of a tile, and how the compiler is to take them."""
+
+    tile_rows: int
+    key_tile: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    one_loop: bool = False
+
+
+HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
+
+
+def is_specialised_size(token_count: int, row_count: int) -> bool:
+    """Whether the Hopper kernel is the faster one for a bucket of that many query tokens with room for so many rows.
+
+    It costs more to start, so a step that is just large enough but made of many short rows is the plain kernel's.
+    """
+    has_long_rows = token_count > SPECIALISED_ROW_TOKENS * row_count
+    return token_count >= (SPECIALISED_TOKENS if has_long_rows else 2 * SPECIALISED_TOKENS)
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
+
+    program_count: int
+    wave: int
+    specialised: bool
+    tile_rows: int
+    query_tile: int
+    key_tile: int
+    dim_tile: int
+    rows_tile: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    one_loop: bool
+
+
+def can_specialise(
+    shape: HeadShape,
+    dtype: torch.dtype,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    *,
+    quantised: bool = False,
+    capability_major: int = 9,
+    triton_version: str = triton.__version__,
+) -> bool:
+    """Whether kernels/prefill_attention_hopper.py computes such calls on a card of that compute capability.
+
+    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
+    """
+    is_plain = sliding_window == 0 and soft_cap == 0 and (CONVERTS or not quantised)
+    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
+    is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
+    dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
+    return is_plain and is_size and is_here and dtype in dtypes
+
+
+def launch_plan(
+    token_count: int,
+    max_rows: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    multiprocessor_count: int,
+    *,
+    specialised: bool = False,
+    quantised: bool = False,
+    tile_rows: int | None = None,
+    key_tile: int | None = None,
+    programs_per_multiprocessor: int = 2,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    max_registers: int | None = None,
+    one_loop: bool | None = None,
+) -> PrefillPlan:
+    """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
+
+    The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
+    token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
+    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. A `quantised` cache
+    takes it only where CONVERTS says so. The other keyword arguments override the measured choice.
+    """
+    specialised = specialised and (CONVERTS or not quantised)
+    group = query_heads // kv_heads
+    wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
+    wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
+    dim_tile = triton.next_power_of_2(head_dim)
+    chosen = HOPPER_TILES if specialised else measured_tiles(token_count, dim_tile)
+    if quantised:  # not yet measured; a limit that costs bf16 little makes these spill 700 bytes a thread
+        chosen = replace(chosen, max_registers=None)
+    tile_rows = max(tile_rows or chosen.tile_rows, triton.next_power_of_2(group))
+    query_tile = tile_rows // group
+    tile_bound = (token_count // query_tile + min(max_rows, token_count)) * kv_heads
+    resident = multiprocessor_count * (1 if specialised else programs_per_multiprocessor)
+    return PrefillPlan(
+        program_count=max(1, min(resident, tile_bound)),
+        wave=multiprocessor_count,
+        specialised=specialised,
+        tile_rows=tile_rows,
+        query_tile=query_tile,
+        key_tile=key_tile or chosen.key_tile,
+        dim_tile=dim_tile,
+        rows_tile=triton.next_power_of_2(max_rows),
+        num_warps=num_warps or chosen.num_warps,
+        num_stages=num_stages or chosen.num_stages,
+        max_registers=max_registers or chosen.max_registers,
+        one_loop=chosen.one_loop if one_loop is None else one_loop,
+    )
+
+
+def measured_tiles(token_count: int, dim_tile: int) -> Tiles:
+    """The plain kernel's tiles: the best of a sweep on an NVIDIA H200 at 8x32 to 1x16384 tokens, group 2, bf16."""
+    if token_count < LARGE_TOKENS:
+        return Tiles(tile_rows=64, key_tile=64 if dim_tile <= 128 else 32, num_warps=4, num_stages=2, one_loop=True)
+    if dim_tile == 64:
+        return Tiles(tile_rows=128, key_tile=64, num_warps=4, num_stages=2)
+    if dim_tile == 128:
+        return Tiles(tile_rows=128, key_tile=64, num_warps=8, num_stages=2, max_registers=128)
+    return Tiles(tile_rows=128, key_tile=64, num_warps=8, num_stages=2)

@@ -1,0 +1,174 @@
+"""`--restart` with real processes: a lost process is started again, and every request goes on (FAULTS D2, D3)."""
+
+import json
+import os
+import signal
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from common.errors import EngineDeadError, TriremeError
+from frontend import Client, SamplingParams
+from tests.support.server import Server
+
+pytestmark = pytest.mark.timeout(180)
+
+TOKENS = 200
+PARAMS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "logprobs": 1},
+]
+PROMPTS = ["The sea", "A ship", "Three rows of oars", "Salamis"]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model_dir):
+    """One engine for all losses but the last."""
+    options = ["--restart", "--restart-limit", "99", "--dtype", "float32", "--block-size", "4"]
+    with Server(tiny_model_dir, *options, "--num-kv-blocks", "2000", "--shutdown-timeout", "60") as running:
+        yield running
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.ready["http"], timeout=60) as client:
+        yield client
+
+
+class Streams:
+    """Eight streamed requests, four over each way in.
+
+    Args:
+        started: set when each of them has given something.
+    """
+
+    def __init__(self, server: Server, client: Client) -> None:
+        self._client = client
+        self._pool = ThreadPoolExecutor(len(PARAMS))
+        self._first = [threading.Event() for _ in PARAMS]
+        self._http: list[Future[str]] = [
+            self._pool.submit(self._read_http, server.ready["http"], number) for number in range(len(PARAMS))
+        ]
+        self._zmq = [
+            client.generate(prompt, {"max_tokens": TOKENS, "ignore_eos": True, **params}, stream=True)
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        ]
+        self._deltas = [next(stream) for stream in self._zmq]
+        for event in self._first:
+            assert event.wait(60)
+
+    def _read_http(self, base_url: str, number: int) -> str:
+        body = {"prompt": PROMPTS[number], "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
+        text = ""
+        url = f"{base_url}/v1/completions"
+        with httpx.stream("POST", url, json=body | PARAMS[number], timeout=60) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    assert "error" not in chunk, chunk
+                    text += "".join(choice["text"] for choice in chunk["choices"])
+                    self._first[number].set()
+        return text
+
+    def finish(self) -> list:
+        """Text over HTTP; text, token ids and number of log probabilities over ZeroMQ."""
+        results: list = [future.result() for future in self._http]
+        self._pool.shutdown()
+        for stream, first in zip(self._zmq, self._deltas, strict=True):
+            deltas = [first, *stream]
+            final = stream.final
+            assert "".join(delta.text for delta in deltas) == final.text
+            token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+            assert token_ids == list(final.samples[0].token_ids)
+            results.append((final.text, token_ids, len(final.samples[0].logprobs or ())))
+        return results
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server):
+    with Client(server.ready["client_endpoint"]) as client:
+        results = Streams(server, client).finish()
+    assert len({str(result) for result in results}) == len(results)
+    assert {len(ids) for _, ids, _ in results[4:]} == {TOKENS}
+    return results
+
+
+def wait_for_health(http: httpx.Client, status: int) -> dict:
+    while (response := http.get("/health")).status_code != status:
+        pass
+    return response.json()
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("worker-0", signal.SIGKILL), ("scheduler", signal.SIGKILL), ("worker-0", signal.SIGSTOP)]
+)
+def test_streams_go_on_with_the_same_tokens(server, http, undisturbed, name, number):
+    with Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        before = client.status().figures["restarts"]
+        streams = Streams(server, client)
+        pid = server.children()[name]
+        os.kill(pid, number)
+        health = wait_for_health(http, 503)
+        assert health["status"] == "restarting"
+        assert name in health["detail"] and "started again" in health["detail"]
+        meanwhile = client.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
+        assert meanwhile.text == undisturbed[0], "submitted while the engine was down"
+        assert streams.finish() == undisturbed
+        assert wait_for_health(http, 200) == {"status": "serving", "restarts": before + 1}
+        assert f'engine_restarts_total{{model_name="{client.welcome.model_names[0]}"}} {before + 1:.1f}' in (
+            http.get("/metrics").text
+        )
+        assert server.children()[name] != pid
+        while client.status().figures["running_count"]:  # the last figures come a tenth of a second later
+            pass
+
+
+def test_a_lost_frontend_ends_its_requests_and_serves_again(server, http, undisturbed):
+    with Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        pids = server.children()
+        stream = client.generate(PROMPTS[0], {**PARAMS[0], "max_tokens": TOKENS, "ignore_eos": True}, stream=True)
+        next(stream)
+        os.kill(pids["frontend"], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="is lost"):
+            list(stream)
+        wait_for_health(http, 200)
+        again = client.generate(PROMPTS[0], {**PARAMS[0], "max_tokens": TOKENS, "ignore_eos": True})
+        assert again.text == undisturbed[0]
+        assert {n: pid for n, pid in server.children().items() if n != "frontend"} == {
+            n: pid for n, pid in pids.items() if n != "frontend"
+        }, "only the frontend was started again"
+
+
+def test_one_loss_too_many_ends_the_run(tiny_model_dir):
+    options = ["--restart", "--restart-limit", "1", "--dtype", "float32"]
+    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        stream = client.generate("The sea", {"max_tokens": 400, "ignore_eos": True}, stream=True)
+        next(stream)
+        pids = server.children()
+        os.kill(pids["worker-0"], signal.SIGKILL)
+        while server.children().get("worker-0") in (None, pids["worker-0"]):
+            pass
+        os.kill(server.children()["worker-0"], signal.SIGKILL)  # while it loads the model
+        with pytest.raises(TriremeError, match="worker-0 was killed"):
+            list(stream)
+        assert server.process.wait(30) == 1
+        server.assert_nothing_is_left(pids)
+    assert "it is not started again: --restart-limit is 1 within 5 minutes" in server.stderr().splitlines()[-1]
+
+
+def test_a_stop_during_a_restart_lets_requests_finish(tiny_model_dir):
+    options = ["--restart", "--shutdown-timeout", "60"]
+    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        stream = client.generate("The sea", {"max_tokens": 300, "ignore_eos": True}, stream=True)
+        next(stream)
+        os.kill(server.children()["worker-0"], signal.SIGKILL)
+        while client.status().state != "restarting":
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        assert len(stream.result().samples[0].token_ids) == 300
+        assert server.process.wait(30) == 0
