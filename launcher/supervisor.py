@@ -42,6 +42,8 @@ from launcher.restarts import WINDOW_S, Restarts
 
 HEARTBEAT_TIMEOUT_S = 2.0
 SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
+LOADING_SILENCE_S = 120.0
+"""For a process that is not ready: reading libraries from a slow disk can hold the interpreter for long."""
 FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
@@ -118,6 +120,7 @@ class Supervisor:
         self._peers: dict[str, Peer] = {}
         self._timeline: list[str] = []
         self._was_ready = False
+        self._lost_in_stop: ProcessLost | None = None
         self._restarts = Restarts(config.server.restart_limit if config.server.restart else 0)
         self._restart_deadline_s = 0.0
         self._death_pipe = DeathPipe()
@@ -162,6 +165,9 @@ class Supervisor:
 
         An engine that has not come up has nothing to finish: `close` ends it. What is just being started again may come
         up within the grace and finish its requests.
+
+        Raises:
+            ProcessLost: one of the others was lost while the frontend let requests finish; they got their error.
         """
         if not self._was_ready or "frontend" in self._unready():
             return
@@ -170,9 +176,12 @@ class Supervisor:
             began = time.monotonic()
             self._order(names, Stop(int(seconds * 1000)))
             ready = [name for name in names if name not in self._unready()]
-            if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S):
+            needed = [name for name in others if name not in names]
+            if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S, needed):
                 return
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
+        if self._lost_in_stop is not None and self._lost_in_stop.exit_code != 0:  # 0: it was told to, like us
+            raise self._lost_in_stop
 
     def announce_loss(self, lost: ProcessLost) -> None:
         """Tell the other processes, and give the frontend a moment to tell its clients."""
@@ -322,9 +331,9 @@ class Supervisor:
             grace_s = 0.0 if new > 1 else self.config.server.shutdown_timeout
             raise StopRequested(signal.Signals(self._wakeup.signals[-1]).name, grace_s)
 
-    def _check_ended(self) -> None:
+    def _check_ended(self, names: Sequence[str] | None = None) -> None:
         for name, peer in self._peers.items():
-            if peer.child.ended():
+            if peer.child.ended() and (names is None or name in names):
                 self._await_last_words(peer)
                 raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 
@@ -335,15 +344,18 @@ class Supervisor:
             self._router.poll(50)
             self._take_messages()
 
-    def _check_heartbeats(self) -> None:
+    def _check_heartbeats(self, names: Sequence[str] | None = None) -> None:
         now = time.monotonic()
         paused_ourselves = now - self._turned_at > 1.0
         self._turned_at = now
         for name, peer in self._peers.items():
-            if paused_ourselves or peer.ready_after_s is None:
+            if paused_ourselves or not peer.state:  # its first heartbeat has --startup-timeout
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
-            if silence_s > SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S):
+            limit_s = SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S)
+            if peer.ready_after_s is None:
+                limit_s = max(limit_s, LOADING_SILENCE_S)
+            if silence_s > limit_s and (names is None or name in names):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
     # -- restarts ------------------------------------------------------------------------------------------------------
@@ -362,10 +374,11 @@ class Supervisor:
             raise ProcessLost(lost.process, f"{lost}; it is not started again: {limit}", lost.exit_code)
         names = self._to_restart(lost.process)
         logger.error("%s; starting again: %s (restart %d)", lost, ", ".join(names), self._restarts.count)
-        order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
-        self._order([name for name in ("frontend", "scheduler") if name not in names], order)
         for name in names:
             self._remove(name)
+        self._remove_sockets(names)
+        order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
+        self._order([name for name in ("frontend", "scheduler") if name not in names], order)
         self._restart_deadline_s = time.monotonic() + self.config.server.startup_timeout
         self._spawn(names)
 
@@ -381,14 +394,27 @@ class Supervisor:
         child.kill()
         child.close()
 
+    def _remove_sockets(self, names: Sequence[str]) -> None:
+        """Those of the sessions so far, of which nobody makes use any more: closing a socket leaves its file behind."""
+        links = ["requests", "outputs"]
+        if names != ["frontend"]:
+            links += ["plans", "results"]
+        for link in links:
+            for file in self._run_dir.path.glob(f"{link}*.sock"):
+                file.unlink(missing_ok=True)
+
     def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile | NewSession) -> None:
         for name in names:
             peer = self._peers.get(name)
             if peer is not None and not peer.child.ended():
                 self._router.send_multipart([peer.identity.encode(), order.to_wire()])
 
-    def _wait_ended(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Wait until the named processes have ended; False if a further signal came instead."""
+    def _wait_ended(self, names: Sequence[str], timeout_s: float, needed: Sequence[str] = ()) -> bool:
+        """Wait until the named processes have ended; False if a further signal came instead.
+
+        Args:
+            needed: without these the frontend would wait for the rest of its requests in vain.
+        """
         deadline = time.monotonic() + timeout_s
         while waited_for := [name for name in names if name in self._peers and not self._peers[name].child.ended()]:
             if time.monotonic() > deadline:
@@ -398,10 +424,22 @@ class Supervisor:
                 self._wait()
                 self._take_messages()
                 self._check_orders()
+                self._tell_loss(needed)
             except StopRequested as again:
                 logger.warning("%s: stopping at once", again)
                 return False
         return True
+
+    def _tell_loss(self, needed: Sequence[str]) -> None:
+        """Tell the frontend, while it stops, that one of those it needs is lost."""
+        if self._lost_in_stop is not None or not needed:
+            return
+        try:
+            self._check_ended(needed)
+            self._check_heartbeats(needed)
+        except ProcessLost as lost:
+            self._lost_in_stop = lost
+            self._order(["frontend"], PeerFailed(lost.process, str(lost)))
 
     def _mark(self, what: str, seconds: float) -> None:
         self._timeline.append(f"{what} {seconds:.1f} s")
