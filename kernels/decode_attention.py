@@ -45,7 +45,6 @@ import triton
 import triton.language as tl
 
 from kernels.decode_tile import (
-    MEASURED_ONLY,
     add_weighted,
     has_single_keys,
     is_native,
@@ -132,7 +131,7 @@ def launch_plan(
     tile_tokens: int | None = None,
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
-    start_tiles: int | None = None,
+    start_tiles: int = 1,
     num_warps: int | None = None,
     num_stages: int | None = None,
     max_registers: int | None = None,
@@ -147,11 +146,8 @@ def launch_plan(
     if quantised and dim_tile <= 128:
         # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
         tile_tokens, num_stages = tile_tokens or 128, num_stages or 3
-        if not MEASURED_ONLY:
-            num_warps, max_registers = num_warps or 8, max_registers or 128
+        num_warps, max_registers = num_warps or 8, max_registers or 128
     tile_tokens, num_stages, num_warps = tile_tokens or (64 if dim_tile <= 128 else 32), num_stages or 3, num_warps or 4
-    if start_tiles is None:
-        start_tiles = 0 if MEASURED_ONLY else 1
     program_count = multiprocessor_count * (programs_per_multiprocessor or 2)
     group_rows = max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(

@@ -294,7 +294,7 @@ def test_e11_bad_bytes_cost_one_message(server, data):
         codes = [raw.receive()[0]]
         while codes[-1] != 82:
             codes.append(raw.receive()[0])
-        assert codes == [83, 82]
+        assert [code for code in codes if code != 87] == [83, 82]  # a Pong may come unasked
 
 
 def test_e11_random_mutations_of_a_good_message_never_silence_the_engine(server):

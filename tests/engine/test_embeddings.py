@@ -114,3 +114,17 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_number(case):
     [short] = engine.embed([[5, 6]], "mean")
     assert "holds 16" in engine.failures[long].message
     assert short is not None
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("step_count", range(0, 12, 2))
+def test_an_embedding_outlives_the_scheduler_and_the_worker(case, step_count, pooling):
+    """Both are lost in the middle of prompts; what is computed anew is the same."""
+    model, prompts, states = case
+    engine = MemoryEngine(model, max_num_batched_tokens=16)
+    ids = [engine.add(prompt, EMBEDDING, pooling=pooling) for prompt in prompts]
+    for _ in range(step_count):
+        engine.step()
+    engine.restart()
+    engine.run()
+    check([engine.samples[request_id, 0].embedding for request_id in ids], states, pooling)

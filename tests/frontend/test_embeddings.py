@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from benchmarks.fake_scheduler import EMBEDDING
+from benchmarks.fake_scheduler import EMBEDDING, LIMITS
 from common import messages as m
 from common.errors import RequestError
 from frontend import AsyncClient, Client
@@ -106,6 +106,13 @@ def test_the_core_gives_each_request_one_end(memory_engine, helpers):
         )
     )
     assert broken.end.code == "sample_failed"
+    resent, resent_id = submit()
+    core.suspend("worker-0 was killed", 1)
+    core.handle(LIMITS)
+    assert memory_engine.sent[-1].pooling == "mean"
+    assert [list(output) for output in memory_engine.sent[-1].outputs] == [[]]
+    memory_engine.tokens(resent_id, [9], finish="length", embeddings=((0, EMBEDDING),))
+    assert resent.end.embedding == EMBEDDING
     aborted, aborted_id = submit()
     core.abort(aborted_id)
     assert aborted.end.embedding is None
