@@ -243,6 +243,14 @@ async def sdk_abort(traffic: Traffic) -> None:
     check(stream.final is not None and len(stream.final.samples) == params.n, "no end")
 
 
+async def sdk_crowd(traffic: Traffic) -> None:
+    """More at once than there are KV blocks for: some are preempted, all get every token."""
+    params = {"max_tokens": 160, "ignore_eos": True}
+    streams = [await traffic.sdk.submit(traffic.text(15), params, stream=False) for _ in range(14)]
+    finals = await asyncio.gather(*(stream.result() for stream in streams))
+    check({final.completion_tokens for final in finals} == {160}, "a preempted request lost tokens")
+
+
 async def sdk_timeout(traffic: Traffic) -> None:
     """A request whose time is too short."""
     try:
@@ -284,7 +292,7 @@ async def sdk_garbage(traffic: Traffic) -> None:
 KINDS: dict[Kind, int] = {
     http_completion: 10, http_stream: 10, http_disconnect: 5, http_gone_while_waiting: 4, http_bad_input: 6,
     http_json_schema: 4, http_tools: 3, http_slow_reader: 2, http_looks: 2, http_flush: 1,
-    sdk_generate: 14, sdk_abort: 8, sdk_timeout: 3, sdk_vanishes: 3, sdk_long_chat: 3, sdk_garbage: 3,
+    sdk_generate: 14, sdk_abort: 8, sdk_crowd: 1, sdk_timeout: 3, sdk_vanishes: 3, sdk_long_chat: 3, sdk_garbage: 3,
 }  # fmt: skip
 """Each kind with its weight."""
 

@@ -12,7 +12,7 @@ import msgpack
 import zmq
 
 HELLO, GENERATE = 60, 61
-WELCOME, DELTAS, FINAL, ERROR_REPLY = 80, 81, 82, 83
+DELTAS, FINAL, ERROR_REPLY = 81, 82, 83
 
 
 def main(endpoint: str, question: str) -> int:
@@ -21,17 +21,17 @@ def main(endpoint: str, question: str) -> int:
         socket.set(zmq.LINGER, 0)
         socket.connect(endpoint)
 
-        send(socket, HELLO, 1, "raw client")
-        _, version, model_names, *_ = receive(socket)
+        socket.send(msgpack.packb([HELLO, 1, "raw client"]))
+        _, version, model_names, *_ = msgpack.unpackb(socket.recv())
         print(f"{model_names[0]} (protocol version {version})", file=sys.stderr)
 
         messages = [{"role": "user", "content": question}]
         params = {"max_tokens": 100, "temperature": 0.7}
         model_defaults, stream, priority, cache_salt, timeout_ms, add_special_tokens = True, True, 0, "", None, None
-        send(socket, GENERATE, "q1", messages, params, model_defaults, stream, priority, cache_salt, timeout_ms,
-             add_special_tokens, {})  # fmt: skip
+        options = [model_defaults, stream, priority, cache_salt, timeout_ms, add_special_tokens]
+        socket.send(msgpack.packb([GENERATE, "q1", messages, params, *options, {}]))
         while True:
-            code, *fields = receive(socket)
+            code, *fields = msgpack.unpackb(socket.recv())
             if code == DELTAS:
                 for _request_id, _sample_index, text, *_ in fields[0]:
                     print(text, end="", flush=True)
@@ -46,20 +46,9 @@ def report(final: list) -> int:
     """Print how the answer ended."""
     _request_id, samples, prompt_ids, _prompt_logprobs, _prompt_count, completion_count, cached_count, *_ = final
     ids = struct.unpack(f"<{len(prompt_ids) // 4}i", prompt_ids)
-    print(
-        f"\n{samples[0][3]}: {len(ids)} prompt tokens ({cached_count} cached), {completion_count} out", file=sys.stderr
-    )
+    counts = f"{len(ids)} prompt tokens ({cached_count} cached), {completion_count} out"
+    print(f"\n{samples[0][3]}: {counts}", file=sys.stderr)
     return 0
-
-
-def send(socket: zmq.Socket, *message: object) -> None:
-    """One message: a msgpack array that starts with its type code."""
-    socket.send(msgpack.packb(message))
-
-
-def receive(socket: zmq.Socket) -> list:
-    """The next message."""
-    return msgpack.unpackb(socket.recv())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ for the first time. So a sink sees a pause and nothing else.
 """
 
 import logging
-import math
 import random
 import time
 from array import array
@@ -24,12 +23,9 @@ from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
 from common.messages import (
-    AbortRequests,
-    AbortSamples,
     AddRequest,
     EngineReady,
     EngineStats,
-    FlushCache,
     RequestFailed,
     TokensOut,
 )
@@ -37,9 +33,10 @@ from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
 from frontend.figures import Figures
+from frontend.outbox import Outbox
 from frontend.request import Request, Sample, error_of
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
-from frontend.token_rows import Row, rows_of, silent_index, stop_token
+from frontend.token_rows import Row, is_sound, note_beginning, rows_of, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
 
 FRUITLESS_LIMIT = 2
@@ -96,20 +93,15 @@ class Core:
         self.error = ""
         self.session = session
         self.token_count = 0
-        self._send = send
+        self._outbox = Outbox(send, clock)
         self._random = random.Random(seed)
         self._stream_interval = stream_interval
         self._clock = clock
         self._wall_clock = wall_clock
         self._live: dict[int, Request] = {}
         self._next_id = 0
-        self._abort_ids = array("i")
-        self._abort_samples: list[tuple[int, int]] = []
-        self._suspended = False
-        self._held: set[int] = set()  # live requests that were never sent
         self._held_limit = held_limit
         self._past_stats = EngineStats()
-        self._previous_s: list[float | None] = []  # when the samples of a step got their tokens before
 
     @property
     def live_count(self) -> int:
@@ -187,35 +179,21 @@ class Core:
             client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
             pooling=pooling,
         )  # fmt: skip
-        self._enter(request)
-        return request
-
-    def _enter(self, request: Request) -> None:
-        """The request is live; it is sent now, or when the engine is back."""
-        if self._suspended:
-            self._held.add(request.request_id)
-        else:
-            self._send_request(request)
+        self._outbox.request(request)
         self._live[request.request_id] = request
-
-    def _send_request(self, request: Request) -> None:
-        """Send it, or send it once more with what it has."""
-        self._send(request.continued_message().to_wire())
-        request.sent_count = request.output_count
-        if request.timings.submitted_s is None:
-            request.timings.submitted_s = self._clock()
+        return request
 
     def abort(self, request_id: int) -> None:
         """End a request: its sink gets `on_final`, open samples as `abort`. Unknown ids are ignored."""
         request = self._live.get(request_id)
         if request is None:
             return
-        self._abort_ids.append(request_id)
+        self._outbox.abort(request_id)
         for sample in request.samples:
             if sample.finish_reason is None:
                 self._close_sample(request, sample, "abort", None)
         self._finish(request)
-        self._send_aborts()
+        self._outbox.flush()
 
     def abort_named(self, name: str | None) -> int:
         """Abort all live requests, or those whose name is this, or this without what stands before its first `-`.
@@ -231,8 +209,7 @@ class Core:
 
     def flush_cache(self) -> None:
         """Have the scheduler forget every cached prefix that no live request holds."""
-        if not self._suspended:  # a new one knows none
-            self._send(FlushCache().to_wire())
+        self._outbox.flush_cache()
 
     def check_serving(self) -> EngineReady:
         """The engine's limits.
@@ -240,7 +217,7 @@ class Core:
         Raises:
             RequestError: it is not serving (503), and why; while it is being started again only if many wait already.
         """
-        waits = self.state == "restarting" and len(self._held) < self._held_limit
+        waits = self.state == "restarting" and self._outbox.held_count < self._held_limit
         if (self.state == "serving" or waits) and self.limits is not None:
             return self.limits
         raise not_serving(self.state, self.error)
@@ -268,8 +245,8 @@ class Core:
                 self.limits = message
                 if self.state in ("starting", "restarting"):
                     self.state, self.error = "serving", ""
-                if self._suspended:
-                    self._resume()
+                if self._outbox.suspended:
+                    self._outbox.resume(self._live.values())
 
     def _take_tokens(self, out: TokensOut) -> None:
         now = self._clock()
@@ -278,10 +255,8 @@ class Core:
             self._take_single_tokens(out.request_ids, out.token_ids, now)
         else:
             self._take_rows(out, now)
-        self.figures.note_gaps(now, self._previous_s)
-        self._previous_s.clear()
-        if self._abort_ids or self._abort_samples:
-            self._send_aborts()
+        self.figures.note_gaps(now)
+        self._outbox.flush()
 
     def _take_single_tokens(self, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
         """The common step: one token for each first sample, nothing else."""
@@ -313,7 +288,7 @@ class Core:
 
     def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
         """Note the time of a sample's new tokens."""
-        self._previous_s.append(sample.last_token_s)
+        self.figures.previous_s.append(sample.last_token_s)
         sample.last_token_s = now_s
         timings = request.timings
         timings.last_token_s = now_s
@@ -332,15 +307,10 @@ class Core:
                 self._break(request, error)
 
     def _take_row(self, request: Request, row: Row, now: float) -> None:
-        request.cached_count = max(request.cached_count, row.cached_count)
-        if row.prompt_logprobs:
-            request.add_prompt_logprobs(row.prompt_logprobs)
+        note_beginning(request, row)
         sample = request.samples[row.sample_index]
-        sample.preemption_count = max(sample.preemption_count, row.preemption_count)
-        if row.prefill_us >= 0 and request.timings.prefill_s is None:
-            request.timings.prefill_s = row.prefill_us / 1e6
         if row.finish is not None and row.finish.reason == "error":
-            self._abort_ids.append(request.request_id)
+            self._outbox.abort(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
             self._fail(request, RequestError(detail, code="sample_failed", status=500))
         elif request.pooling:
@@ -350,7 +320,7 @@ class Core:
 
     def _take_embedding(self, request: Request, sample: Sample, row: Row, now: float) -> None:
         """The end of a request for one; the row's token is nobody's."""
-        if row.embedding is None or not math.isfinite(math.hypot(*row.embedding)):
+        if not is_sound(row.embedding):
             text = "the model's hidden states for this prompt were not numbers"
             return self._fail(request, RequestError(text, code="sample_failed", status=500))
         self._mark_token(request, sample, now)
@@ -362,7 +332,7 @@ class Core:
         """Our own mistake costs the request it concerns, not those beside it."""
         logger.exception("request %d failed in the frontend", request.request_id)
         if request.request_id in self._live:
-            self._abort_ids.append(request.request_id)
+            self._outbox.abort(request.request_id)
             self._fail(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
 
     def _extend(self, request: Request, sample: Sample, row: Row, now: float) -> None:
@@ -417,9 +387,9 @@ class Core:
         """A sample has all it will have; `early` if by a stop string, of which the scheduler knows nothing."""
         request.open_count -= 1
         if early and request.open_count:
-            self._abort_samples.append((request.request_id, sample.index))
+            self._outbox.abort(request.request_id, sample.index)
         elif early:
-            self._abort_ids.append(request.request_id)
+            self._outbox.abort(request.request_id)
         if not request.open_count:
             self._finish(request)
 
@@ -438,19 +408,12 @@ class Core:
         if self.state == "serving":
             self.state = "restarting"
         self.error, self.session = why, session
-        self._suspended = True
+        self._outbox.suspended = True
         self._past_stats = self.stats = EngineStats().after(self.stats)
         for request in list(self._live.values()):
             if request.note_loss() >= FRUITLESS_LIMIT:
                 text = f"the engine was lost {FRUITLESS_LIMIT} times while it worked on this request: {why}"
                 self._fail(request, RequestError(text, code="engine_restarted", status=503))
-
-    def _resume(self) -> None:
-        """Send all live requests to a scheduler that knows none."""
-        self._suspended = False
-        self._held.clear()
-        for request in self._live.values():
-            self._send_request(request)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -471,9 +434,9 @@ class Core:
             self.state, self.error = "dead", message
         for request in list(self._live.values()):
             if not dead:
-                self._abort_ids.append(request.request_id)
+                self._outbox.abort(request.request_id)
             self._fail(request, RequestError(message, code=code, status=503))
-        self._send_aborts()
+        self._outbox.flush()
 
     def _finish(self, request: Request) -> None:
         self._retire(request, str(request.samples[0].finish_reason))
@@ -486,15 +449,6 @@ class Core:
     def _retire(self, request: Request, outcome: str) -> None:
         request.timings.finished_s = self._clock()
         del self._live[request.request_id]
-        self._held.discard(request.request_id)
+        self._outbox.forget(request.request_id)
         for observer in self.observers:
             observer(request, outcome)
-
-    def _send_aborts(self) -> None:
-        ids, samples = self._abort_ids, self._abort_samples
-        self._abort_ids, self._abort_samples = array("i"), []
-        if ids and not self._suspended:
-            self._send(AbortRequests(ids).to_wire())
-        if samples and not self._suspended:
-            numbers, indices = zip(*samples, strict=True)
-            self._send(AbortSamples(array("i", numbers), array("B", indices)).to_wire())

@@ -6,7 +6,7 @@ tokens, however many tokens the step brought. `/metrics` and the dashboard read 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from common.messages import STEP_PARTS, EngineStats
 from frontend.request import Request
@@ -107,6 +107,7 @@ class Figures:
         prompt_tokens, output_tokens, max_tokens, sample_counts: per request, how many of each.
         ended: requests by outcome: `stop`, `length`, `abort` or an error's code.
         step_sizes: steps by tokens computed: up to 1, 2, 4, ...
+        previous_s: for each sample that gets tokens in this step, when it got the ones before; None for its first.
     """
 
     def __init__(self) -> None:
@@ -124,6 +125,7 @@ class Figures:
         self.sample_counts = sizes(200)
         self.ended: Counter[str] = Counter()
         self.step_sizes: list[int] = []
+        self.previous_s: list[float | None] = []
         self._part_totals_us = [0] * len(STEP_PARTS)
 
     # -- fed by the core -----------------------------------------------------------------------------------------------
@@ -134,11 +136,12 @@ class Figures:
         if timings.first_token_s is not None:
             self.first_token_s.add(timings.first_token_s - timings.arrived_s)
 
-    def note_gaps(self, now_s: float, previous_s: Iterable[float | None]) -> None:
-        """A step brought tokens: when each of its samples had got the ones before, None for a first one."""
-        for then_s, count in Counter(previous_s).items():  # most have been in the same step: one value for all of them
+    def note_gaps(self, now_s: float) -> None:
+        """All tokens of a step are there, and `previous_s` is complete; empties it."""
+        for then_s, count in Counter(self.previous_s).items():  # most had theirs in the same step: one value for all
             if then_s is not None:
                 self.gap_s.add(now_s - then_s, count)
+        self.previous_s.clear()
 
     def note_end(self, request: Request, outcome: str) -> None:
         """A request has ended."""

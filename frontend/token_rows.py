@@ -3,6 +3,7 @@
 Pure functions; `core.Core` calls them for every step that is not the plain one-token-each.
 """
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,22 @@ def rows_of(out: TokensOut) -> Iterator[Row]:
             embeddings.get(index),
         )
         start = end
+
+
+def note_beginning(request: Request, row: Row) -> None:
+    """Take what a sample's first rows tell of its prompt and of how it came to run."""
+    request.cached_count = max(request.cached_count, row.cached_count)
+    if row.prompt_logprobs:
+        request.add_prompt_logprobs(row.prompt_logprobs)
+    sample = request.samples[row.sample_index]
+    sample.preemption_count = max(sample.preemption_count, row.preemption_count)
+    if row.prefill_us >= 0 and request.timings.prefill_s is None:
+        request.timings.prefill_s = row.prefill_us / 1e6
+
+
+def is_sound(embedding: Sequence[float] | None) -> bool:
+    """Whether there is an embedding and all of it is numbers."""
+    return embedding is not None and math.isfinite(math.hypot(*embedding))
 
 
 def silent_index(request: Request, row: Row) -> int:

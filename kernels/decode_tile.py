@@ -59,12 +59,6 @@ FP8_SHIFT = tl.constexpr(2.0**100)
 FP8_UNSHIFT = tl.constexpr(2.0**20)
 
 
-MEASURED_ONLY = True
-"""Whether to leave alone what has passed all tests but has not been measured on a card yet: the kernel for few rows in
-which the new token is a part of its own, a line of tiles weighted by what beginning a row's costs, single 8-bit keys,
-and 8-bit launches with 16 warps a multiprocessor."""
-
-
 def is_native(query: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether a kernel over an 8-bit cache takes pairs apart with instructions of the card."""
     early = query.device.type == "cuda" and not interpreted() and torch.version.hip is None
@@ -73,7 +67,7 @@ def is_native(query: torch.Tensor, cache: torch.Tensor) -> bool:
 
 def has_single_keys(query: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether keys are multiplied as single elements: queries that 15 bits, or float16, do not make less exact."""
-    return not MEASURED_ONLY and cache.dtype in TOPS and query.dtype.itemsize == 2
+    return cache.dtype in TOPS and query.dtype.itemsize == 2
 
 
 @functools.cache

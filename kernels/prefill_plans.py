@@ -18,8 +18,6 @@ MAX_GROUP = 128
 SPECIALISED_TOKENS = 1024
 SPECIALISED_ROW_TOKENS = 64
 LARGE_TOKENS = 4096
-CONVERTS = False
-"""Whether the Hopper kernel takes 8-bit caches. Compiled, but not yet confirmed on a card: they take the plain one."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def can_specialise(
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
-    is_plain = sliding_window == 0 and soft_cap == 0 and (CONVERTS or not quantised)
+    is_plain = sliding_window == 0 and soft_cap == 0
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
     dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
@@ -107,10 +105,9 @@ def launch_plan(
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. A `quantised` cache
-    takes it only where CONVERTS says so. The other keyword arguments override the measured choice.
+    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. The other keyword
+    arguments override the measured choice.
     """
-    specialised = specialised and (CONVERTS or not quantised)
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)

@@ -93,10 +93,18 @@ def _rms_norm_kernel(
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    one_plan: bool = False,
 ) -> None:
     """Write RMSNorm(x) to `out`, or add x or its parts into `residual` and write RMSNorm(residual). Shapes: the
     module's table.
+
+    `one_plan` launches as for one row, so that a row's bits do not depend on how many there are.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
@@ -114,9 +122,9 @@ def rms_norm(
         raise ValueError(f"x: wanted at most {MAX_HIDDEN} columns, got {hidden}")
     if row_count == 0:
         return
-    plan = launch_plan(row_count, hidden)
+    plan = launch_plan(1 if one_plan else row_count, hidden)
     added = x if residual is None else residual
-    _rms_norm_kernel[plan.grid](
+    _rms_norm_kernel[(row_count,)](
         x, weight, added, out, x.stride(0), x.stride(-2), added.stride(-2), out.stride(0), eps,
         HIDDEN=hidden, BLOCK=plan.block_hidden, PARTS=parts, HAS_RESIDUAL=residual is not None,
         num_warps=plan.num_warps, **launch_options(x),

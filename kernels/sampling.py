@@ -410,13 +410,10 @@ def sample(
     workspace: SamplingWorkspace,
     out: SampledTokens,
     vocabulary: int,
-    *,
-    fixed_order: bool = False,
 ) -> None:
     """Choose a token for every row that yields one, write it to `out` and to its slot. Shapes: the module's table.
 
-    `vocabulary` is the number of ids that can be chosen, the first of the logits' columns. `fixed_order` lets one
-    program gather all candidates of a row: top-p then adds their probabilities up in the same order each time.
+    `vocabulary` is the number of ids that can be chosen, the first of the logits' columns.
     Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace of another size.
     """
     outputs = (out.ids, out.logprobs, out.ranks, out.top_ids, out.top_logprobs)
@@ -425,14 +422,13 @@ def sample(
     if rows == 0:
         return
     plan = launch_plan(rows, vocabulary)
-    choose_grid = (rows, 1) if fixed_order else plan.choose_grid
     settings = state.arguments(slot_token_ids)
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
         num_warps=SCAN_WARPS, maxnreg=SCAN_REGISTERS, **common,
     )  # fmt: skip
-    _choose_kernel[choose_grid](
+    _choose_kernel[plan.choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
         settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,

@@ -174,15 +174,16 @@ class Collector:
         embeddings = _embeddings(sequences, flight, result) if result.embeddings else ()
         self._state.counters.output_tokens += len(rows.token_ids) - len(embeddings)
         has_first_tokens = len(flight.sampled) > flight.decode_count
+        new = _new_sequences(flight, sequences) if has_first_tokens else []
         return TokensOut(
             request_ids=array("i", [s.request_id for s in sequences]),
             token_ids=array("i", rows.token_ids),
             sample_indices=array("B", [s.sample_index for s in sequences] if several else ()),
             token_counts=array("B", () if rows.token_counts.count(1) == len(rows.token_counts) else rows.token_counts),
             prompt_logprobs=_first_prompt_logprobs(sequences) if has_first_tokens else (),
-            prefill_us=_first_prefill_us(sequences, now_s) if has_first_tokens else array("i"),
-            preemption_counts=_preemption_counts(flight, sequences) if has_first_tokens else array("B"),
-            cached_counts=_first_cached_counts(sequences) if has_first_tokens else array("i"),
+            prefill_us=_first_prefill_us(new, len(sequences), now_s),
+            preemption_counts=_preemption_counts(new, len(sequences)),
+            cached_counts=_first_cached_counts(new, len(sequences)),
             finishes=tuple(rows.finishes),
             logprobs=_moved_logprobs(rows.sources, result.logprobs),
             embeddings=embeddings,
@@ -214,25 +215,38 @@ def _first_prompt_logprobs(sequences: list[Sequence]) -> tuple[tuple[int, tuple[
     return tuple(found)
 
 
-def _first_prefill_us(sequences: list[Sequence], now_s: float) -> "array[int]":
+def _new_sequences(flight: Flight, sequences: list[Sequence]) -> list[Sequence]:
+    """Those with their first token since they got a slot: the last rows, since decode rows come before chunks."""
+    sampled = set(flight.sampled[flight.decode_count :])
+    count = 0
+    while count < len(sequences) and sequences[-1 - count] in sampled:
+        count += 1
+    return sequences[len(sequences) - count :]
+
+
+def _first_prefill_us(new: list[Sequence], row_count: int, now_s: float) -> "array[int]":
     """How long the prompts took whose first token this is, as `cached_count` still tells."""
-    times = [-1 if s.cached_count < 0 else min(int((now_s - s.started_at_s) * 1e6), INT32_MAX) for s in sequences]
-    return array("i", () if times.count(-1) == len(times) else times)
+    if all(sequence.cached_count < 0 for sequence in new):
+        return array("i")
+    times = [-1 if s.cached_count < 0 else max(0, min(int((now_s - s.started_at_s) * 1e6), INT32_MAX)) for s in new]
+    return array("i", [-1]) * (row_count - len(new)) + array("i", times)
 
 
-def _preemption_counts(flight: Flight, sequences: list[Sequence]) -> "array[int]":
+def _preemption_counts(new: list[Sequence], row_count: int) -> "array[int]":
     """Those of the samples that run again after a preemption."""
-    resumed = {s for s in flight.sampled[flight.decode_count :] if s.preemption_count}
-    return array("B", [min(s.preemption_count, 255) if s in resumed else 0 for s in sequences] if resumed else ())
+    if not any(sequence.preemption_count for sequence in new):
+        return array("B")
+    return array("B", bytes(row_count - len(new))) + array("B", [min(s.preemption_count, 255) for s in new])
 
 
-def _first_cached_counts(sequences: list[Sequence]) -> "array[int]":
-    counts = array("i", [sequence.cached_count for sequence in sequences])
+def _first_cached_counts(new: list[Sequence], row_count: int) -> "array[int]":
+    """Prompt tokens that came from the cache, of samples whose first token this is."""
+    counts = [sequence.cached_count for sequence in new]
     if counts.count(-1) == len(counts):
         return array("i")
-    for sequence in sequences:
+    for sequence in new:
         sequence.cached_count = -1
-    return counts
+    return array("i", [-1]) * (row_count - len(new)) + array("i", counts)
 
 
 def _moved_logprobs(sources: list[int], entries: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:

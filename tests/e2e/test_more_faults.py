@@ -18,6 +18,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
 
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
@@ -139,6 +141,38 @@ def test_a7_usage_is_the_same_whole_and_streamed_and_comes_only_when_asked_for(h
     totals = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert totals == sorted(totals)
     assert last["usage"]["completion_tokens"] == 6
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    """An engine whose tokenizer is of Llama 2's kind: a word begins with a mark for its space."""
+    folder = tiny.save_model(tmp_path_factory.mktemp("model") / "tiny")
+    pieces = ["▁", "▁I", "▁love", "▁you", "▁the", "▁sea", *"loveyuthsa,.éI"]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{value:02X}>": 3 + value for value in range(256)}}
+    vocabulary |= {piece: 259 + number for number, piece in enumerate(pieces)}
+    raw = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    raw.decoder = decoders.Sequence(steps)
+    raw.save(str(folder / "tokenizer.json"))
+    with Server(folder, "--dtype", "float32", "--block-size", "4", "--num-kv-blocks", "64") as running:
+        yield running, raw
+
+
+def test_a9_no_space_is_lost_token_by_token(sentencepiece):
+    server, raw = sentencepiece
+    words = [raw.token_to_id(piece) for piece in ("▁I", "▁love", "▁you", "▁sea", "▁", "é", ".")]
+    with Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        for seed in range(8):
+            params = SamplingParams(temperature=2.0, seed=seed, max_tokens=24, allowed_token_ids=words, ignore_eos=True)
+            for ask, at_start in ((client.generate, False), (client.chat, True)):
+                stream = ask("I love" if not at_start else [{"role": "user", "content": "I"}], params, stream=True)
+                text = "".join(delta.text for delta in stream)
+                ids = list(stream.final.samples[0].token_ids)
+                whole = raw.decode([raw.token_to_id("▁I"), *ids])[1:] if not at_start else raw.decode(ids)
+                assert text == stream.final.text, f"seed {seed}"
+                assert text == whole, f"seed {seed}: {ids}"
 
 
 # -- B: sampling -------------------------------------------------------------------------------------------------------
@@ -318,6 +352,40 @@ def test_d6_a_client_that_leaves_takes_its_queued_requests_along(client, straine
         assert time.monotonic() < deadline_s, client.status()
     for stream in running:
         stream.abort()
+
+
+def test_d1_a_frontend_that_is_killed_while_the_model_loads_ends_the_start(strained):
+    server = Server(strained.model_dir)
+    try:
+        while len(pids := server.children()) < 3:
+            assert server.process.poll() is None, server.stderr()
+        os.kill(pids["frontend"], signal.SIGKILL)
+        assert server.process.wait(30) not in (0, None)
+        server.assert_nothing_is_left(pids)
+        assert "frontend was killed by signal 9" in server.stderr()
+    finally:
+        server.close()
+
+
+def test_d3_nobody_is_told_ready_before_the_model_is(strained):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Server(strained.model_dir, "--port", str(port))  # of two that are given, the last counts
+    try:
+        codes = []
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            while not codes or codes[-1] != 200:
+                assert server.process.poll() is None, server.stderr()
+                with contextlib.suppress(httpx.ConnectError):  # the address is not bound yet
+                    early = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code
+                    codes.append(http.get("/ready").status_code)
+                    assert early in (200, 503)
+                    assert early == 503 or codes[-1] == 200
+            assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+        assert {*codes} <= {200, 503}, codes
+    finally:
+        server.close()
 
 
 # -- E: bad input ------------------------------------------------------------------------------------------------------

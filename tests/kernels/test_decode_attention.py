@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels import decode_tile
 from kernels.decode_attention import bytes_moved, decode_attention, launch_plan, reference_decode_attention
 from tests.kernels.paged_batches import (
     DEVICES,
@@ -160,10 +159,9 @@ def test_quantised_half_precision(cache_dtype):
     ],
 )
 @pytest.mark.parametrize("lengths", [(1,), (400, 0, 64), (1, 130)])
-def test_single_quantised_keys(lengths, device, dtype, cache_dtype, monkeypatch):
+def test_single_quantised_keys(lengths, device, dtype, cache_dtype):
     """As bytes or float16 instead of pairs; the interpreter's float32 queries would lose by it."""
     skip_unless_here(device)
-    monkeypatch.setattr(decode_tile, "MEASURED_ONLY", False)
     check(quantise_caches(make_batch(ones(*lengths), device, dtype, head_dim=128, seed=3), cache_dtype))
 
 

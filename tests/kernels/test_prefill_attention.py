@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kernels import prefill_plans
 from kernels.paged_kv import HeadShape
 from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, reference_prefill_attention
 from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
@@ -325,8 +324,8 @@ def test_the_hopper_kernel_is_for_what_it_can_compute():
     assert not can_specialise(shape, torch.bfloat16, sliding_window=64, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
     assert not can_specialise(shape, torch.float16, quantised=True, triton_version="3.6.0")
-    assert can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0") == prefill_plans.CONVERTS
-    assert launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised == prefill_plans.CONVERTS
+    assert can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0")
+    assert launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised
     assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
     assert not can_specialise(HeadShape(16, 8, 128, block_size=4), torch.bfloat16, triton_version="3.6.0")
@@ -361,7 +360,6 @@ def test_variants_of_the_hopper_kernel(overlap, cache, monkeypatch):
     from kernels import prefill_attention_hopper
 
     monkeypatch.setattr(prefill_attention_hopper, "OVERLAP", overlap)
-    monkeypatch.setattr(prefill_plans, "CONVERTS", True)
     decode_rows = torch.tensor([2], dtype=torch.int32, device="cuda")
     for seed, rows in enumerate(HOPPER_MIXES):
         spare = -sum(count for count, _ in rows) % 64

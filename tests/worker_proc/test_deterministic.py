@@ -111,10 +111,12 @@ def make_runner(kind: str, model, cache: KVCache, limits: StepLimits, max_len: i
 @pytest.fixture
 def case(request, runner, tiny_model, plan_driver, monkeypatch):
     """A case at the runner's size: real shapes in bfloat16 on a GPU, tiny ones in float32 elsewhere."""
-    is_real = runner == "cuda"
+    kind, _, is_split = runner.partition("-")
+    is_real = kind == "cuda"
     device, dtype = torch.device("cuda" if is_real else "cpu"), torch.bfloat16 if is_real else torch.float32
-    if runner == "kernels":
+    if kind == "kernels":
         use_ordered_products(monkeypatch)
+    monkeypatch.setattr("worker_proc.cuda.fixed_order_forward.SPLIT_CONTEXTS", bool(is_split))
     _, folder = tiny_model("Qwen3", **(REAL_SIZES if is_real else TINY_SIZES))
     model = load_model(folder, device=device, dtype=dtype)
     slot_count, block_count, block_size, tokens, max_len = (
@@ -127,10 +129,10 @@ def case(request, runner, tiny_model, plan_driver, monkeypatch):
             host_block_count=0, device=device,
         )  # fmt: skip
         poison(cache)
-        made = make_runner(runner, model, cache, StepLimits(slot_count, tokens), max_len)
+        made = make_runner(kind, model, cache, StepLimits(slot_count, tokens), max_len)
         return plan_driver(lambda plan: made.execute(plan).result(), slot_count, block_count, block_size)
 
-    sizes = (700, 40, (15, 333, 17, 64), tuple(range(5, 800, 37))) if is_real else SMALL[runner]
+    sizes = (700, 40, (15, 333, 17, 64), tuple(range(5, 800, 37))) if is_real else SMALL[kind]
     return Case(make, *sizes)
 
 
@@ -139,9 +141,11 @@ def case(request, runner, tiny_model, plan_driver, monkeypatch):
     [
         *(("cpu", kind, how) for kind in ("auto", "int8") for how in (GREEDY, SAMPLED)),
         pytest.param("kernels", "auto", GREEDY, marks=interpreted),
+        pytest.param("kernels-split", "auto", GREEDY, marks=interpreted),
         pytest.param("cuda", "auto", GREEDY, marks=pytest.mark.gpu),
-        pytest.param("cuda", "auto", SAMPLED, marks=pytest.mark.gpu),
+        pytest.param("cuda-split", "auto", SAMPLED, marks=pytest.mark.gpu),
         pytest.param("cuda", "int8", GREEDY, marks=pytest.mark.gpu),
+        pytest.param("cuda-split", "int8", GREEDY, marks=pytest.mark.gpu),
     ],
     indirect=["case"],
 )

@@ -31,7 +31,7 @@ from worker_proc.layers.linear import Linear
 from worker_proc.layers.norm import RMSNorm
 from worker_proc.models.llama import LlamaForCausalLM, LlamaLayer
 
-SPLIT_CONTEXTS = True
+SPLIT_CONTEXTS = False
 """Attention in spans of keys that the card shares, rather than by the prefill kernel, one tile of keys after the other.
 The two give different bits, each the same every time."""
 
@@ -49,10 +49,25 @@ class FixedOrderForward(FusedForward):
         self._span_sums = torch.empty(plan.workspace_floats, device=device)
         self._span_counters = torch.zeros(max_rows * config.kv_head_count, dtype=torch.int32, device=device)
 
+    def run(
+        self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """See `FusedForward.run`."""
+        hidden = self.hidden[: bucket.tokens]
+        embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
+        for index, layer in self._layers:
+            self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
+            self._feed_forward_block(index, layer, hidden)
+        return self._head(hidden, bucket, inputs)
+
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
         """Float32 logits [count, vocab_size] of any tokens of the last pass; allocates."""
         logits = torch.empty(count, self.config.vocab_size, dtype=torch.float32, device=self.hidden.device)
-        return self._logits_of(self.hidden[first_token : first_token + count], logits)
+        return self._put_logits(self.hidden[first_token : first_token + count], logits)
+
+    def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
+        """Hidden states [count, hidden_size] of any tokens of the last pass, after the last norm; allocates."""
+        return self._normed(self.hidden[first_token : first_token + count], self.model.model.norm).clone()
 
     def _attention_block(
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
@@ -82,15 +97,15 @@ class FixedOrderForward(FusedForward):
         if bucket.kind != DECODE:
             rows = self._sampled[: bucket.rows]
             embedding(inputs.sample_rows, hidden, rows)
-        return self._logits_of(rows, self.logits[: bucket.rows])
+        return self._put_logits(rows, self.logits[: bucket.rows])
 
-    def _logits_of(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _put_logits(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         fixed_order_linear(self._normed(hidden, self.model.model.norm), self.model.lm_head.weight, logits)
         return logits
 
     def _normed(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         normed = self._workspace.rows("normed", *hidden.shape)
-        rms_norm(hidden, norm.weight, norm.eps, normed)
+        rms_norm(hidden, norm.weight, norm.eps, normed, one_plan=True)
         return normed
 
     def _product(

@@ -121,7 +121,7 @@ class StepProgram:
         out = SampledTokens(**{item.name: getattr(whole, item.name)[: bucket.rows] for item in fields(whole)})
         sample(
             logits, inputs.row_slots, inputs.sample_rows, slots.known_lengths, slots.token_ids, slots.sampling,
-            self._workspace, out, self._vocabulary, fixed_order=self._forward.fixed_order,
+            self._workspace, out, self._vocabulary,
         )  # fmt: skip
 
     def inputs(self, bucket: Bucket) -> StepInputs:

@@ -92,9 +92,7 @@ def slow_down(monkeypatch, ways: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "late"), [("auto", ""), ("int8", "out"), ("auto", "in"), ("int8", "out in")]
-)
+@pytest.mark.parametrize(("kv_cache_dtype", "late"), [("auto", ""), ("int8", "out in")])
 def test_swapped_requests_give_the_tokens_of_a_cache_with_room(
     device, kv_cache_dtype, late, library_products, tiny_model, fused_sizes, monkeypatch
 ):

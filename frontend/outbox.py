@@ -1,0 +1,82 @@
+"""What goes to the scheduler, and what does not while there is none.
+
+Requests, gathered aborts, the order to forget prefixes. While scheduler and worker are being started again (`suspend`)
+requests are held and everything else is dropped: a new scheduler knows nothing that could be aborted or forgotten.
+Called by `core.Core` alone.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+
+from common.messages import AbortRequests, AbortSamples, FlushCache
+from frontend.request import Request
+
+
+class Outbox:
+    """The way to the scheduler.
+
+    Args:
+        send: takes a message's bytes; must not block.
+        clock: monotonic seconds.
+
+    Attributes:
+        suspended: nothing is sent.
+    """
+
+    def __init__(self, send: Callable[[bytes], object], clock: Callable[[], float]) -> None:
+        self.suspended = False
+        self._send = send
+        self._clock = clock
+        self._held: set[int] = set()
+        self._abort_ids = array("i")
+        self._abort_samples: list[tuple[int, int]] = []
+
+    @property
+    def held_count(self) -> int:
+        """Requests that came while nothing is sent."""
+        return len(self._held)
+
+    def request(self, request: Request) -> None:
+        """Send a request, or send it once more with what it has; or hold it."""
+        if self.suspended:
+            self._held.add(request.request_id)
+            return
+        self._send(request.continued_message().to_wire())
+        request.sent_count = request.output_count
+        if request.timings.submitted_s is None:
+            request.timings.submitted_s = self._clock()
+
+    def resume(self, requests: Iterable[Request]) -> None:
+        """There is a scheduler again, which knows none of these."""
+        self.suspended = False
+        self._held.clear()
+        for request in requests:
+            self.request(request)
+
+    def forget(self, request_id: int) -> None:
+        """The request has ended; it is not held any more."""
+        self._held.discard(request_id)
+
+    def abort(self, request_id: int, sample_index: int | None = None) -> None:
+        """A request, or one of its samples, is not wanted any more; said with the next `flush`."""
+        if sample_index is None:
+            self._abort_ids.append(request_id)
+        else:
+            self._abort_samples.append((request_id, sample_index))
+
+    def flush(self) -> None:
+        """Send the aborts that have gathered."""
+        ids, samples = self._abort_ids, self._abort_samples
+        if not (ids or samples):
+            return
+        self._abort_ids, self._abort_samples = array("i"), []
+        if ids and not self.suspended:
+            self._send(AbortRequests(ids).to_wire())
+        if samples and not self.suspended:
+            numbers, indices = zip(*samples, strict=True)
+            self._send(AbortSamples(array("i", numbers), array("B", indices)).to_wire())
+
+    def flush_cache(self) -> None:
+        """Have the scheduler forget every cached prefix that no live request holds."""
+        if not self.suspended:
+            self._send(FlushCache().to_wire())
