@@ -329,7 +329,7 @@ def test_the_last_error_line_of_a_traceback():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--model", "/nowhere"], "trireme: --model /nowhere: no such folder or .gguf file"),
+        (["--model", "/nowhere", "--port", "0"], "trireme: --model /nowhere: no such folder or .gguf file"),
         (["--port", "99999"], "trireme: --port is 99999; wanted 0 to 65535"),
         (["--once", " "], "trireme: --once: the prompt is empty"),
         (["sevre"], "trireme: unknown verb 'sevre'; wanted one of serve, status"),

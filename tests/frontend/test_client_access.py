@@ -103,6 +103,29 @@ def test_other_keys_are_refused_by_name_and_cost_the_engine_nothing(keyed, folde
         assert client.generate("abc", ABC).text == "abc"
 
 
+def connection_count(running) -> int:
+    """How many connections the frontend believes to have, once its monitor's events are read."""
+
+    async def count() -> int:
+        return running.frontend._engine.connections.client_count
+
+    return asyncio.run_coroutine_threadsafe(count(), running.frontend._ended.get_loop()).result(20)
+
+
+def test_connections_that_were_refused_are_not_counted_as_open(keyed, folder):
+    """Counted for ever, a few thousand strangers would have had everybody cut off."""
+    for change, _ in REFUSED:
+        for _ in range(3):
+            with pytest.raises(AccessError):
+                Client(keyed.endpoint, timeout_s=20, **{**keys_of(folder), **change(folder)})
+    with Client(keyed.endpoint, **keys_of(folder)) as client:
+        for _ in range(1000):
+            client.ping()
+            if connection_count(keyed) == 1:
+                break
+        assert connection_count(keyed) == 1
+
+
 def test_keys_for_an_engine_without_any_are_refused(shared_frontend, folder):
     with pytest.raises(AccessError, match="it takes no keys"):
         Client(shared_frontend.endpoint, timeout_s=20, **keys_of(folder))

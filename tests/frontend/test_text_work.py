@@ -135,6 +135,22 @@ def test_the_work_of_a_process_that_is_killed_is_done_all_the_same(make_work, to
     assert not work.processes(), "threads take over for good"
 
 
+def test_the_work_of_a_process_that_stands_still_is_done_all_the_same(make_work, tokenizer, monkeypatch):
+    monkeypatch.setattr(text_work, "LOOK_INTERVAL_S", 0.01)
+    work = make_work()
+    assert work.run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
+    [process] = work.processes().values()
+    os.kill(process.child.pid, signal.SIGSTOP)
+    monkeypatch.setattr(text_work, "PATIENCE_S", 0.05)
+
+    async def two() -> list:
+        return await asyncio.gather(*(work.texts.encode(LONG, add_special_tokens=True) for _ in range(2)))
+
+    assert work.run(two()) == [tokenizer.encode(LONG)] * 2
+    assert not work.processes()
+    wait_for_exit(process.child.pid, "text-0")
+
+
 def test_nobody_waiting_for_a_result_harms_nobody(make_work, tokenizer):
     work = make_work()
 
