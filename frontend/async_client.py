@@ -100,11 +100,11 @@ class AsyncClient:
             TimeoutError: somebody is, and does not answer.
             RequestError: the engine has as many connections as it may have.
             AccessError: the keys do not fit.
+            StartupError: not an endpoint.
         """
         self._connection = Connection(self.endpoint, self._keys)
         self._settled = asyncio.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = connect_client(self._context, self.endpoint, self._keys)
+        self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
         self._reader = ZmqReader(self._socket, lambda frames: self._state.take(frames[-1]))
         self._monitor_reader = ZmqReader(self._monitor, self._on_connection)
         self._closed = False

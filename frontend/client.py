@@ -61,6 +61,7 @@ class Client:
         RequestError: the engine has as many connections as it may have.
         AccessError: the keys do not fit.
         ConfigError: the keys cannot be read.
+        StartupError: not an endpoint.
     """
 
     def __init__(
@@ -77,8 +78,7 @@ class Client:
         keys = read_client_keys(client_keys, server_key)
         self._state = ClientState()
         self._connection = Connection(endpoint, keys)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = connect_client(self._context, endpoint, keys)
+        self._context, self._socket, self._monitor = connect_client(endpoint, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)

@@ -1,12 +1,14 @@
 """What both clients promise alike: the same surface, batches, aborts, timeouts, and an engine that comes back."""
 
 import asyncio
+import gc
 import inspect
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common.errors import EngineDeadError, RequestError
+from common.errors import EngineDeadError, RequestError, StartupError
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client, client_requests
 from frontend.async_client import AsyncStream
@@ -218,3 +220,19 @@ def test_an_embedding_that_is_given_up_keeps_its_id_until_the_engine_has_let_go(
 
     asyncio.run(main())
     assert "the engine reports" not in caplog.text
+
+
+def test_an_endpoint_that_is_none_is_refused_and_leaves_nothing_open():
+    """The context was left to the garbage collector."""
+
+    async def main() -> None:
+        with pytest.raises(StartupError, match="cannot connect to 'nonsense'"):
+            await AsyncClient("nonsense").open()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(StartupError, match="cannot connect to 'nonsense'"):
+            Client("nonsense")
+        asyncio.run(main())
+        gc.collect()
+    assert not caught
