@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduler_sim --fixed
     python -m benchmarks.scheduler_sim --trace FILE [--requests N] [--blocks N|unlimited] [--policy fcfs|priority|fair]
-        [--prefix-cache hash|radix|off] [--machine h200|8xh200] [--plot DIR]
+        [--prefix-cache hash|radix|off] [--machine h200|8xh200] [--stretch X] [--plot DIR]
 
 A trace holds one JSON object a line: timestamp (ms), input_length, output_length, hash_ids (one per 512 prompt tokens).
 Progress goes to stderr; the last line on stdout is one JSON object.
@@ -32,7 +32,7 @@ TRACE_BLOCK = 512
 """Prompt tokens that one hash id of a trace stands for."""
 OPTIONS = (
     "machine", "policy", "prefix_cache", "block_size", "max_num_batched_tokens", "max_num_seqs", "run_ahead",
-    "target_itl_ms",
+    "target_itl_ms", "stretch",
 )  # fmt: skip
 """Of a replay, as its result names them."""
 
@@ -127,11 +127,13 @@ class ServiceGaps:
 # ---- trace
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[dict[str, object]]:
-    """The trace's requests, in order."""
+def read_trace(path: Path, limit: int | None = None, stretch: float = 1.0) -> list[dict[str, object]]:
+    """The trace's requests, in order; they come `stretch` times as far apart as they did."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         entries = [json.loads(line) for _, line in zip(range(limit or sys.maxsize), file, strict=False)]
+    for entry in entries:
+        entry["timestamp"] *= stretch
     return sorted(entries, key=lambda entry: entry["timestamp"])
 
 
@@ -304,7 +306,7 @@ def trace_limits(args: argparse.Namespace, entries: list[dict[str, object]], cos
 
 def run_trace(args: argparse.Namespace) -> dict[str, object]:
     """Replay, show progress, and give the figures."""
-    entries = read_trace(Path(args.trace), args.requests)
+    entries = read_trace(Path(args.trace), args.requests, args.stretch)
     cost = MACHINES[args.machine]
     limits = trace_limits(args, entries, cost)
     started, cpu_started = time.perf_counter(), time.process_time()
@@ -358,6 +360,7 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--run-ahead", type=int, default=2, choices=(0, 1, 2))
     parser.add_argument("--target-itl-ms", type=float, default=0.0)
+    parser.add_argument("--stretch", type=float, default=1.0, metavar="X", help="requests come X times as far apart")
     parser.add_argument("--output", help="file to append the result to")
     parser.add_argument("--plot", help="folder for plots")
     args = parser.parse_args()
