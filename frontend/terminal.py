@@ -82,12 +82,16 @@ def stop(instance: Instance) -> int:
     """Ask an engine to stop, and wait until it has."""
     try:
         fd = os.pidfd_open(instance.pid)
-        os.kill(instance.pid, signal.SIGTERM)
     except ProcessLookupError:
         return 0
-    print(f"stopping the engine with process id {instance.pid}", file=sys.stderr)
-    select.select([fd], [], [])
-    os.close(fd)
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGTERM)
+        print(f"stopping the engine with process id {instance.pid}", file=sys.stderr)
+        select.select([fd], [], [])
+    except ProcessLookupError:  # it has just ended by itself
+        pass
+    finally:
+        os.close(fd)
     return 0
 
 
