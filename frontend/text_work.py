@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import zmq
 
 from common.config import EngineConfig
-from common.errors import RequestError, WireError
+from common.errors import RequestError, StartupError, WireError
 from common.processes import Child, DeathPipe
 from common.sockets import bind_pull, connect_push, new_context
 from common.wire import INT32_MAX, array_bytes
@@ -260,7 +260,12 @@ class TextProcesses:
             self._open()
         assert self._context is not None, "just opened"
         number = min(set(range(len(self._processes) + 1)) - self._processes.keys())
-        child = Child(f"text-{number}", self._command(number), self._death_pipe)
+        try:
+            child = Child(f"text-{number}", self._command(number), self._death_pipe)
+        except StartupError as error:
+            self._failure_count += 1
+            logger.error("%s; threads do its work", error)
+            return
         process = TextProcess(number, child, connect_push(self._context, self._endpoint(f"text-{number}")))
         self._processes[number] = process
         if child.exit_fd >= 0:
@@ -286,8 +291,11 @@ class TextProcesses:
     def _on_result(self, frames: list[bytes]) -> None:
         try:
             message = decode_from_text_process(frames[0])
-        except WireError as error:
-            logger.error("dropped a message of a text process: %s", error)
+        except WireError as error:  # whoever waits for it would do so for ever: threads do what is under way
+            logger.error("a text process answers what cannot be read: %s", error)
+            for process in list(self._processes.values()):
+                self._failure_count += 1
+                self._forget(process)
             return
         if isinstance(message, TextReady):
             if message.number in self._processes:

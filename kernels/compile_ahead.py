@@ -14,6 +14,7 @@ Uses Triton's hook for launches that are about to compile (`triton.knobs.runtime
 import contextlib
 import importlib
 import json
+import logging
 import queue
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -34,6 +35,8 @@ ON_DISK_S = 0.1
 """A kernel that takes longer than this was not on disk; the very first takes longer anyway."""
 
 _ROOT = Path(__file__).resolve().parent.parent
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,29 +96,33 @@ def _compile_elsewhere(needed: list[NeededKernel], processes: int) -> None:
 
 
 def _feed(jobs: "queue.SimpleQueue[NeededKernel]", target: GPUTarget) -> None:
-    """Give one process a kernel after the other until there are none."""
+    """Give one process a kernel after the other until there are none, or until the process is lost."""
     command = [sys.executable, "-m", "kernels.compile_ahead"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as process:
-        assert process.stdin is not None and process.stdout is not None
-        while True:
-            try:
-                kernel = jobs.get_nowait()
-            except queue.Empty:
-                break
-            function = kernel.function.fn
-            place = [function.__module__, function.__name__]
-            job = [*place, kernel.specialization, [target.backend, target.arch, target.warp_size]]
-            try:
-                process.stdin.write(json.dumps(job) + "\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                break
-            if not process.stdout.readline():
-                break
-        process.stdin.close()
+    try:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as process:
+            assert process.stdin is not None and process.stdout is not None
+            while _compiled_by(process.stdin, process.stdout, jobs, target):
+                pass
+    except OSError as error:  # it could not be started, or has died, which closing its input shows once more
+        logger.warning("a process that compiles kernels ahead was lost: %s", error)
 
 
-class _NoDevice:
+def _compiled_by(
+    job_stream: IO[str], answers: IO[str], jobs: "queue.SimpleQueue[NeededKernel]", target: GPUTarget
+) -> bool:
+    """Give a process the next kernel, if there is one, and wait for its answer; whether it can take another."""
+    try:
+        kernel = jobs.get_nowait()
+    except queue.Empty:
+        return False
+    function = kernel.function.fn
+    job = [function.__module__, function.__name__, kernel.specialization]
+    job_stream.write(json.dumps([*job, [target.backend, target.arch, target.warp_size]]) + "\n")
+    job_stream.flush()
+    return bool(answers.readline())
+
+
+class NoDevice:
     """Stands for Triton's driver in a process that compiles for a GPU without using it."""
 
     def __init__(self, target: GPUTarget) -> None:
@@ -142,7 +149,7 @@ def main() -> None:
     """Compile what each line of the input asks for, and answer each with a line."""
     for line in sys.stdin:
         module, name, specialization, target = json.loads(line)
-        driver.set_active(_NoDevice(GPUTarget(*target)))
+        driver.set_active(NoDevice(GPUTarget(*target)))
         answer = "compiled"
         try:
             _build_launcher(getattr(importlib.import_module(module), name).preload(specialization))

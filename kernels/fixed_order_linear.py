@@ -20,14 +20,14 @@ M may be 0. Called by the batch-invariant pass (`--deterministic`).
 Sources: 1. H. He and others, "Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
-from kernels.launch import launch_options, let_next_start, wait_for_inputs
+from kernels.launch import launch_options, let_next_start, shared_memory_bytes, wait_for_inputs
 
 BUSY_TILES = 96
 """So many tiles keep the card busy; with fewer, smaller tiles are faster."""
@@ -76,6 +76,12 @@ def launch_plan(row_count: int, output_count: int, dtype: torch.dtype) -> FixedO
         if triton.cdiv(row_count, plan.block_m) * triton.cdiv(output_count, plan.block_n) >= BUSY_TILES:
             return plan
     return HALF_PLANS[-1]
+
+
+def fitted(plan: FixedOrderPlan, element_bytes: int, shared_bytes: int) -> FixedOrderPlan:
+    """The plan with no more stages than that much shared memory holds. Sums do not depend on the number of stages."""
+    stage_bytes = (plan.block_m + plan.block_n) * plan.block_k * element_bytes
+    return replace(plan, num_stages=max(1, min(plan.num_stages, shared_bytes // stage_bytes)))
 
 
 def bytes_moved(rows: int, outputs: int, inputs: int, element_bytes: int) -> int:
@@ -152,7 +158,7 @@ def fixed_order_linear(
         check_tensor("residual", residual, (rows, outputs), FLOATS, like=x)
     if out.numel() == 0:
         return
-    plan = plan or launch_plan(rows, outputs, x.dtype)
+    plan = fitted(plan or launch_plan(rows, outputs, x.dtype), x.element_size(), shared_memory_bytes(x.device))
     added = out if residual is None else residual
     programs = triton.cdiv(rows, plan.block_m) * triton.cdiv(outputs, plan.block_n)
     _fixed_order_linear_kernel[(programs,)](

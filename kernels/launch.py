@@ -43,6 +43,16 @@ def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
+HOPPER_SHARED_BYTES = 227 * 1024
+
+
+def shared_memory_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have on a card; Hopper's where there is no card, or it does not say."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
+
+
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
     """Permit the next kernel of the stream to be placed on the card as soon as every program has come this far."""

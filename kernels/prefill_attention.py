@@ -43,6 +43,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.launch import launch_options
 from kernels.paged_kv import (
     LOG2_E,
     HeadShape,
@@ -340,14 +341,15 @@ def prefill_attention(
 
     `plan` is `launch_plan` of the bucket; `counters` is its workspace, shared by calls that follow one another on a
     stream. `decode_row_count`, an int32 device scalar [1], says how many leading rows are left to the decode kernel;
-    None: none. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
-    synchronises. Raises ValueError naming the argument, what was wanted and what came.
+    None: none. `pdl` launches while the previous kernel still runs and waits for it inside, where the card can do that.
+    Neither allocates nor synchronises. Raises ValueError naming the argument, what was wanted and what came.
     """
     shape = check_paged_inputs(
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
     )
     check_options(scale, sliding_window, soft_cap)
     _check_plan(plan, shape, row_slots.shape[0], query_starts, counters)
+    early = pdl and launch_options(output)["PDL"]
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, query_starts)
     if plan.specialised:
         is_quantised = key_scales is not None
@@ -357,7 +359,7 @@ def prefill_attention(
 
         prefill_attention_hopper.launch(
             *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan.program_count, plan.rows_tile,
-            scale * LOG2_E, pdl,
+            scale * LOG2_E, early,
         )  # fmt: skip
         return
     _prefill_kernel[(plan.program_count,)](
@@ -380,8 +382,8 @@ def prefill_attention(
         ROWS_TILE=plan.rows_tile,
         TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim),
         ONE_LOOP=plan.one_loop,
-        PDL=pdl,
+        PDL=early,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **compile_options(plan.max_registers, pdl),
+        **compile_options(plan.max_registers, early),
     )  # fmt: skip

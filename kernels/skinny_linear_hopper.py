@@ -28,10 +28,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.launch import HOPPER_SHARED_BYTES
 from kernels.tuning import LinearPlan
 
 PANEL = 64  # columns of a copied box: 128 bytes, what the tensor cores' swizzle spans
-SHARED_BYTES = 227 * 1024
 
 
 @gluon.jit
@@ -151,7 +151,7 @@ def fits(plan: LinearPlan, inputs: int, silu_mul: bool) -> bool:
     panels = inputs // plan.split_k // PANEL
     whole = inputs % (plan.block_k * plan.split_k) == 0 and plan.block_k % PANEL == 0
     is_box = plan.weight_stages > 0 or (panels <= 256 and panels & (panels - 1) == 0)
-    return whole and is_box and shared_bytes(plan, inputs, silu_mul) <= SHARED_BYTES - 512
+    return whole and is_box and shared_bytes(plan, inputs, silu_mul) <= HOPPER_SHARED_BYTES - 512
 
 
 def _descriptor(tensor: torch.Tensor, panels: int, rows: int) -> TensorDescriptor:

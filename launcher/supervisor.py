@@ -120,7 +120,6 @@ class Supervisor:
         self._peers: dict[str, Peer] = {}
         self._timeline: list[str] = []
         self._was_ready = False
-        self._lost_in_stop: ProcessLost | None = None
         self._restarts = Restarts(config.server.restart_limit if config.server.restart else 0)
         self._restart_deadline_s = 0.0
         self._death_pipe = DeathPipe()
@@ -167,7 +166,7 @@ class Supervisor:
         up within the grace and finish its requests.
 
         Raises:
-            ProcessLost: one of the others was lost while the frontend let requests finish; they got their error.
+            ProcessLost: another process was lost while the frontend waited for requests; they have had their error.
         """
         if not self._was_ready or "frontend" in self._unready():
             return
@@ -176,12 +175,9 @@ class Supervisor:
             began = time.monotonic()
             self._order(names, Stop(int(seconds * 1000)))
             ready = [name for name in names if name not in self._unready()]
-            needed = [name for name in others if name not in names]
-            if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S, needed):
+            if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S, watch_others=names != others):
                 return
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
-        if self._lost_in_stop is not None and self._lost_in_stop.exit_code != 0:  # 0: it was told to, like us
-            raise self._lost_in_stop
 
     def announce_loss(self, lost: ProcessLost) -> None:
         """Tell the other processes, and give the frontend a moment to tell its clients."""
@@ -280,12 +276,7 @@ class Supervisor:
         self._wait()
         self._take_messages()
         self._check_orders()
-        try:
-            self._check_ended()
-            self._check_heartbeats()
-            self._check_restart()
-        except ProcessLost as lost:
-            self._restart(lost)
+        self._check_losses()
 
     def _wait(self) -> None:
         ready = dict(self._poller.poll(self._turn_limit_ms))
@@ -331,9 +322,18 @@ class Supervisor:
             grace_s = 0.0 if new > 1 else self.config.server.shutdown_timeout
             raise StopRequested(signal.Signals(self._wakeup.signals[-1]).name, grace_s)
 
-    def _check_ended(self, names: Sequence[str] | None = None) -> None:
+    def _check_losses(self, leaving: Sequence[str] = ()) -> None:
+        """Start again what is lost; raises ProcessLost if it is not. Those that are `leaving` may end."""
+        try:
+            self._check_ended(leaving)
+            self._check_heartbeats(leaving)
+            self._check_restart()
+        except ProcessLost as lost:
+            self._restart(lost)
+
+    def _check_ended(self, leaving: Sequence[str]) -> None:
         for name, peer in self._peers.items():
-            if peer.child.ended() and (names is None or name in names):
+            if name not in leaving and peer.child.ended():
                 self._await_last_words(peer)
                 raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 
@@ -344,18 +344,16 @@ class Supervisor:
             self._router.poll(50)
             self._take_messages()
 
-    def _check_heartbeats(self, names: Sequence[str] | None = None) -> None:
+    def _check_heartbeats(self, leaving: Sequence[str]) -> None:
         now = time.monotonic()
         paused_ourselves = now - self._turned_at > 1.0
         self._turned_at = now
         for name, peer in self._peers.items():
-            if paused_ourselves or not peer.state:  # its first heartbeat has --startup-timeout
+            if paused_ourselves or not peer.state or name in leaving:  # the first heartbeat has --startup-timeout
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
             limit_s = SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S)
-            if peer.ready_after_s is None:
-                limit_s = max(limit_s, LOADING_SILENCE_S)
-            if silence_s > limit_s and (names is None or name in names):
+            if silence_s > (limit_s if peer.ready_after_s is not None else LOADING_SILENCE_S):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
     # -- restarts ------------------------------------------------------------------------------------------------------
@@ -380,7 +378,10 @@ class Supervisor:
         order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
         self._order([name for name in ("frontend", "scheduler") if name not in names], order)
         self._restart_deadline_s = time.monotonic() + self.config.server.startup_timeout
-        self._spawn(names)
+        try:
+            self._spawn(names)
+        except StartupError as error:
+            raise ProcessLost(lost.process, f"{lost}; {error}", lost.exit_code) from None
 
     def _to_restart(self, lost: str) -> list[str]:
         """All that start again together: orders reach only processes that are ready."""
@@ -409,11 +410,11 @@ class Supervisor:
             if peer is not None and not peer.child.ended():
                 self._router.send_multipart([peer.identity.encode(), order.to_wire()])
 
-    def _wait_ended(self, names: Sequence[str], timeout_s: float, needed: Sequence[str] = ()) -> bool:
+    def _wait_ended(self, names: Sequence[str], timeout_s: float, *, watch_others: bool = False) -> bool:
         """Wait until the named processes have ended; False if a further signal came instead.
 
         Args:
-            needed: without these the frontend would wait for the rest of its requests in vain.
+            watch_others: the named ones need the others until then: whoever is lost is started again, or announced.
         """
         deadline = time.monotonic() + timeout_s
         while waited_for := [name for name in names if name in self._peers and not self._peers[name].child.ended()]:
@@ -424,22 +425,17 @@ class Supervisor:
                 self._wait()
                 self._take_messages()
                 self._check_orders()
-                self._tell_loss(needed)
+                if watch_others:
+                    self._check_losses(leaving=names)
+            except ProcessLost as lost:
+                self.announce_loss(lost)
+                if lost.exit_code == 0:  # told to stop, as we are
+                    return True
+                raise
             except StopRequested as again:
                 logger.warning("%s: stopping at once", again)
                 return False
         return True
-
-    def _tell_loss(self, needed: Sequence[str]) -> None:
-        """Tell the frontend, while it stops, that one of those it needs is lost."""
-        if self._lost_in_stop is not None or not needed:
-            return
-        try:
-            self._check_ended(needed)
-            self._check_heartbeats(needed)
-        except ProcessLost as lost:
-            self._lost_in_stop = lost
-            self._order(["frontend"], PeerFailed(lost.process, str(lost)))
 
     def _mark(self, what: str, seconds: float) -> None:
         self._timeline.append(f"{what} {seconds:.1f} s")

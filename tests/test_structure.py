@@ -101,6 +101,31 @@ def test_the_supervisor_loads_nothing_heavy():
     assert loaded & heavy == set()
 
 
+def test_every_public_name_of_a_benchmark_says_what_it_is():
+    wrong = [
+        f"{relative(path)}:{node.lineno} {node.name}"
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        for body in [parsed(path).body]
+        for node in [*body, *(member for kind in body if isinstance(kind, ast.ClassDef) for member in kind.body)]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if not node.name.startswith("_") and ast.get_docstring(node) is None
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room", (*ROOMS, "benchmarks", "tasks"))
+def test_no_module_imports_the_private_names_of_another(room: str):
+    wrong = [
+        f"{relative(path)}:{node.lineno} imports {alias.name} of {node.module}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+    assert wrong == []
+
+
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
@@ -138,7 +163,11 @@ def committed_texts() -> list[Path]:
     if run.returncode:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in run.stdout.decode().split("\0") if name]
-    return [path for path in paths if path.suffix in {".py", ".md", ".toml", ".json", ""} and path.is_file()]
+    return [
+        path
+        for path in paths
+        if path.suffix in {".py", ".md", ".toml", ".json", ".jsonl", ".html", ""} and path.is_file()
+    ]
 
 
 def test_nothing_names_the_machine_it_was_written_on():

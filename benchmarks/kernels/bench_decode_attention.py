@@ -36,6 +36,7 @@ def kernel_calls(shape: AttentionShape, pdl: bool = False, **plan_options: int) 
 
 
 def bytes_of(shape: AttentionShape) -> int:
+    """Bytes that a call over the shape must move."""
     from kernels.decode_attention import bytes_moved
 
     heads = (shape.query_heads, shape.kv_heads, shape.head_dim)
@@ -43,6 +44,7 @@ def bytes_of(shape: AttentionShape) -> int:
 
 
 def main() -> None:
+    """Measure the shapes that `--only` names, all by default, and write a line for each."""
     arguments = harness.argument_parser(__doc__).parse_args()
     report = harness.Report("decode")
     for shape in SMOKE_DECODE_SHAPES if arguments.smoke else DECODE_SHAPES:

@@ -15,6 +15,7 @@ QWEN3_06B = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """Every product of a layer at several numbers of rows, and the library at the same."""
     from kernels.fixed_order_linear import bytes_moved, fixed_order_linear
 
     device, dtype = device_and_dtype()

@@ -44,6 +44,7 @@ def measure(report: harness.Report, name: str, lengths: list[int], cache: str) -
 
 
 def main() -> None:
+    """Measure the shapes and caches that `--only` names, all by default, and write a line for each."""
     arguments = harness.argument_parser(__doc__).parse_args()
     report = harness.Report("fused_decode")
     every = {"smoke": [5, 20]} if arguments.smoke else shapes()

@@ -11,6 +11,7 @@ from benchmarks.kernels.runner import Case, device_and_dtype, run
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """Blocks of all layers into one buffer, and back."""
     from kernels.pack_blocks import BlockLayout, bytes_moved, pack_blocks, unpack_blocks
 
     device, dtype = device_and_dtype()

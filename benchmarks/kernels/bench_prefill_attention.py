@@ -48,6 +48,7 @@ def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
 
 
 def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan, pdl: bool = False) -> Callable[[], None]:
+    """A call of the plan over these inputs, with an output and counters of its own."""
     from kernels.prefill_attention import COUNTER_COUNT, prefill_attention
 
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device_and_dtype()[0])
@@ -68,6 +69,7 @@ def torch_call(shape: AttentionShape) -> Callable[[], torch.Tensor]:
 
 
 def flops_of(shape: AttentionShape) -> int:
+    """Floating-point operations of a call over the shape."""
     from kernels.prefill_attention import flops
 
     rows = [shape.query_tokens] * shape.batch, [shape.context] * shape.batch
@@ -75,6 +77,7 @@ def flops_of(shape: AttentionShape) -> int:
 
 
 def main() -> None:
+    """Measure the shapes that `--only` names, all by default, beside torch's attention where that computes the same."""
     arguments = harness.argument_parser(__doc__).parse_args()
     report = harness.Report("prefill")
     for shape in SMOKE_PREFILL_SHAPES if arguments.smoke else PREFILL_SHAPES:

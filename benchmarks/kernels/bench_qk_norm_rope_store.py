@@ -16,6 +16,7 @@ MAX_POSITION = 40_960
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """Steps of one token to thousands, over plain and 8-bit caches."""
     from kernels.qk_norm_rope_store import bytes_moved, qk_norm_rope_store
 
     device, dtype = device_and_dtype()

@@ -12,6 +12,7 @@ from benchmarks.kernels.runner import Case, device_and_dtype, run
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """One row to thousands, with the residual, without, and in parts."""
     from kernels.rms_norm import bytes_moved, rms_norm
 
     device, dtype = device_and_dtype()

@@ -47,6 +47,7 @@ def sampling_call(rows: int, logits: torch.Tensor, setting: dict) -> Callable[[]
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """Batches of one to 256 rows, each in every one of SETTINGS."""
     from kernels.sampling import bytes_moved
 
     device, _ = device_and_dtype()

@@ -12,6 +12,7 @@ from benchmarks.kernels.runner import Case, device_and_dtype, run
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """One row to thousands, and torch's two launches."""
     from kernels.silu_mul import bytes_moved, silu_mul
 
     device, dtype = device_and_dtype()

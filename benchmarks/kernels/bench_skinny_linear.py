@@ -61,6 +61,7 @@ def chain_in_parts(shapes: list[LinearShape], rows: int, workspace, by_library: 
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """The chain of a model's layers, and its output projection, at every measured number of rows."""
     from kernels.skinny_linear import MAX_ROWS, Workspace, bytes_moved
 
     device, dtype = device_and_dtype()

@@ -27,6 +27,7 @@ def make_plan(layout: PlanLayout, counts: list[int], device: str) -> torch.Tenso
 
 
 def cases(smoke: bool) -> Iterator[Case]:
+    """Decode steps of several sizes, and a step with a long chunk."""
     from kernels.step_inputs import step_inputs
 
     device, _ = device_and_dtype()

@@ -45,6 +45,7 @@ class Limits:
 
 @cache
 def has_cuda() -> bool:
+    """Whether there is a GPU; else kernels run in the interpreter."""
     return torch.cuda.is_available()
 
 

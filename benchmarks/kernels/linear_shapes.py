@@ -24,10 +24,12 @@ class LinearShape:
 
     @property
     def out_columns(self) -> int:
+        """Of the product's result: half of W's rows with SiLU."""
         return self.outputs // 2 if "silu" in self.fusion else self.outputs
 
     @property
     def weight_bytes(self) -> int:
+        """Of W in 16 bits."""
         return 2 * self.outputs * self.inputs
 
 

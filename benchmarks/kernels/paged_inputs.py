@@ -27,10 +27,12 @@ class PagedInputs:
 
     @property
     def scales(self) -> dict[str, torch.Tensor | None]:
+        """As the kernels take them by name; None beside a plain cache."""
         return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
     @property
     def decode_inputs(self) -> tuple[torch.Tensor, ...]:
+        """What decode attention reads, in the order of its arguments."""
         return (
             self.query,
             self.key_cache,
@@ -42,6 +44,7 @@ class PagedInputs:
 
     @property
     def prefill_inputs(self) -> tuple[torch.Tensor, ...]:
+        """What prefill attention reads, in the order of its arguments."""
         return (*self.decode_inputs, self.query_starts)
 
 

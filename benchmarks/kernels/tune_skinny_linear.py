@@ -59,6 +59,7 @@ def make_item(shape: LinearShape, rows: int) -> dict:
 
 
 def make_workspace(outputs: int = 32_768) -> Workspace:
+    """Large enough for every shape, up to that many outputs."""
     return Workspace.allocate(MAX_ROWS, 16_384, outputs, DTYPE, torch.device("cuda"))
 
 
@@ -191,6 +192,7 @@ def merge(table: dict, entries: dict[tuple[LinearShape, int], dict]) -> dict:
 
 
 def main() -> None:
+    """Tune the shapes of the models named, and put the plans into the table."""
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,smollm2-135m")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))

@@ -430,20 +430,6 @@ def test_what_comes_during_a_restart_waits(memory_engine, submit, helpers):
     assert gone.end.samples[0].finish_reason == dropped.end.samples[0].finish_reason == "abort"
 
 
-def test_a_deadline_holds_while_there_is_no_scheduler(memory_engine, submit):
-    core = memory_engine.core
-    late, soon, never = submit("a", timeout_s=60), submit("b", timeout_s=1e-9), submit("c")
-    assert not core.end_overdue() and soon.ends == [], "the scheduler does it"
-    core.suspend("worker-0 was killed", 1)
-    late_too = submit("d", timeout_s=1e-9)
-    assert core.end_overdue()
-    assert (soon.end.code, soon.end.status) == (late_too.end.code, late_too.end.status) == ("deadline_exceeded", 408)
-    assert late.ends == never.ends == []
-    del memory_engine.sent[:]
-    core.handle(LIMITS)
-    assert [sent.request_id for sent in memory_engine.sent] == [late.request.request_id, never.request.request_id]
-
-
 def test_no_more_wait_for_a_restart_than_may_be_queued(byte_tokenizer, submit, helpers):
     core = Core(byte_tokenizer, lambda data: None, held_limit=2)
     core.handle(LIMITS)
@@ -485,6 +471,18 @@ def test_a_drain_during_a_restart_lets_requests_finish(memory_engine, submit):
     assert memory_engine.engine.health().state == "draining"
     say(memory_engine, events, "y", finish="length")
     assert events.end.samples[0].text == "y"
+
+
+def test_before_the_first_step_every_block_is_free(memory_engine):
+    core = memory_engine.core
+    core.handle(LIMITS)
+    assert (core.stats.total_block_count, core.stats.free_block_count) == (LIMITS.block_count, LIMITS.block_count)
+    core.handle(m.EngineStats(steps=3, total_block_count=LIMITS.block_count, free_block_count=1))
+    core.handle(LIMITS)
+    assert core.stats.free_block_count == 1, "what the scheduler says counts"
+    core.suspend("worker-0 was killed", 1)
+    core.handle(LIMITS)
+    assert (core.stats.steps, core.stats.free_block_count) == (3, LIMITS.block_count)
 
 
 def test_counters_go_on_after_a_restart(memory_engine):

@@ -1,28 +1,23 @@
 """Kernels compiled ahead, by processes, for a GPU that is not there."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import queue
+from types import SimpleNamespace
 
 import pytest
+from triton.backends.compiler import GPUTarget
 
-ROOT = Path(__file__).resolve().parents[2]
+from kernels import compile_ahead
 
 SCRIPT = """
 import json, sys, time
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from kernels import compile_ahead
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
+from tests.support.pretended_gpu import pretend_gpu
 
-class Pretended(compile_ahead._NoDevice):
-    get_current_stream = staticmethod(lambda device: 0)
-
-driver.set_active(Pretended(GPUTarget("cuda", 90, 32)))
+pretend_gpu(90)
 rows = lambda width: torch.zeros(64, width, dtype=torch.bfloat16)
 with compile_ahead.launches_left_out() as needed:
     for _ in range(2):
@@ -41,21 +36,6 @@ print(json.dumps({"needed": [k.function.fn.__name__ for k in needed], "started":
 """
 
 
-@pytest.fixture
-def run_script(tmp_path):
-    """run(script) -> what it prints last, with kernels compiled for real into a fresh folder."""
-
-    def run(script, stdin=None):
-        env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        env.pop("TRITON_INTERPRET", None)
-        command = [sys.executable, *script]
-        done = subprocess.run(command, check=False, env=env, input=stdin, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()[-1]
-
-    return run
-
-
 def test_what_launches_need_is_compiled_by_processes_once(run_script):
     found = json.loads(run_script(["-c", SCRIPT]))
     assert found["needed"] == ["_rms_norm_kernel", "_silu_mul_kernel", "_rms_norm_kernel"]
@@ -66,3 +46,20 @@ def test_what_launches_need_is_compiled_by_processes_once(run_script):
 def test_a_process_answers_for_what_it_cannot_compile(run_script):
     job = ["kernels.rms_norm", "_rms_norm_kernel", "{}", ["cuda", 90, 32]]
     assert run_script(["-m", "kernels.compile_ahead"], json.dumps(job) + "\n") == "failed: KeyError"
+
+
+@pytest.mark.parametrize("program", ["read job; exec 0<&-; echo compiled", "read job; exit 1", None])
+def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, tmp_path, monkeypatch, caplog):
+    """It dies between two kernels, at one, or cannot be started: what is left is compiled where it is needed."""
+    stand_in = tmp_path / "stand-in"
+    if program is not None:
+        stand_in.write_text(f"#!/bin/sh\n{program}\n")
+        stand_in.chmod(0o700)
+    monkeypatch.setattr(compile_ahead, "sys", SimpleNamespace(executable=str(stand_in)))
+    jobs = queue.SimpleQueue()
+    for _ in range(3):
+        jobs.put(compile_ahead.NeededKernel(SimpleNamespace(fn=json.dumps), "{}"))
+    compile_ahead._feed(jobs, GPUTarget("cuda", 90, 32))
+    given = {"read job; exec 0<&-; echo compiled": 2, "read job; exit 1": 1, None: 0}[program]
+    assert jobs.qsize() == 3 - given
+    assert ("lost" in caplog.text) == (given != 1)

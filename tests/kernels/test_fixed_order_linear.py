@@ -7,10 +7,12 @@ from kernels.fixed_order_linear import (
     FLOAT32_PLAN,
     HALF_PLANS,
     bytes_moved,
+    fitted,
     fixed_order_linear,
     fixed_order_linear_reference,
     launch_plan,
 )
+from kernels.launch import HOPPER_SHARED_BYTES
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
 
 
@@ -72,6 +74,12 @@ def test_plans_and_bytes_without_a_gpu():
     sizes = [(8192, 1024), (2048, 1024), (1, 6144), (1, 4096), (1, 1024)]
     assert [launch_plan(*size, torch.bfloat16) for size in sizes] == list(HALF_PLANS)
     assert bytes_moved(2, 8, 16, 2) == 2 * (8 * 16 + 2 * 24)
+
+
+def test_cards_with_less_shared_memory_get_fewer_stages():
+    assert [fitted(plan, 2, HOPPER_SHARED_BYTES) for plan in HALF_PLANS] == list(HALF_PLANS)
+    assert [fitted(plan, 2, 99 * 1024).num_stages for plan in HALF_PLANS] == [2, 3, 3, 4, 2]
+    assert fitted(HALF_PLANS[0], 2, 1).num_stages == 1
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from kernels.step_layout import StepInputs
 from worker_proc.cuda.buckets import DECODE, Bucket
-from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, _head_norms, _row_class
+from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, head_norms, row_class
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 from worker_proc.layers.linear import Linear
@@ -80,7 +80,7 @@ class FixedOrderForward(FusedForward):
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         qk_norm_rope_store(
             qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
-            k_scales=key_scales, v_scales=value_scales, one_plan=True, **_head_norms(attention),
+            k_scales=key_scales, v_scales=value_scales, one_plan=True, **head_norms(attention),
         )  # fmt: skip
         self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
         self._product(attended.view(tokens, -1), attention.o_proj, hidden, residual=hidden)
@@ -127,9 +127,9 @@ class FixedOrderForward(FusedForward):
             "sliding_window": attention.sliding_window or 0,
             "key_scales": cache.key_scales[index],
             "value_scales": cache.value_scales[index],
-            "pdl": output.device.type == "cuda" and bucket.tokens <= EARLY_TOKENS,
+            "pdl": bucket.tokens <= EARLY_TOKENS,
         }
-        rows = _row_class(self.logits.shape[0])
+        rows = row_class(self.logits.shape[0])
         sizes = (rows, config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         if SPLIT_CONTEXTS:
             plan = spans.launch_plan(bucket.tokens, *sizes)

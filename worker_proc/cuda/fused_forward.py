@@ -28,6 +28,7 @@ from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
+from kernels.tuning import find_plan
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
@@ -180,7 +181,7 @@ class FusedForward:
         """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts."""
         attention = self.model.model.layers[index].self_attn
         query, attended = self._query[: bucket.tokens], self._attended[: bucket.tokens]
-        new = NewTokens(self._rope_table, **_head_norms(attention))
+        new = NewTokens(self._rope_table, **head_norms(attention))
         key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         if self._is_fused(bucket, attention):
@@ -251,7 +252,7 @@ class FusedForward:
             "decode_row_count": counts[1:2],
             "key_scales": cache.key_scales[index],
             "value_scales": cache.value_scales[index],
-            "pdl": output.device.type == "cuda" and bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS,
+            "pdl": bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS,
         }
         quantised = cache.key_scales[index] is not None
         if bucket.kind != CHUNK:
@@ -317,8 +318,6 @@ class FusedForward:
 
     def _is_skinny_head(self, rows: int) -> bool:
         """Whether the table names a kernel of ours for the output projection at this many rows."""
-        from kernels.tuning import find_plan
-
         weight = self.model.lm_head.weight
         if rows > MAX_SKINNY_ROWS:
             return False
@@ -338,7 +337,7 @@ class FusedForward:
     def _decode_plan(self, rows: int, quantised: bool = False) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        return decode.launch_plan(_row_class(rows), *sizes, quantised=quantised)
+        return decode.launch_plan(row_class(rows), *sizes, quantised=quantised)
 
     def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill_plans.PrefillPlan:
         config = self.config
@@ -346,11 +345,11 @@ class FusedForward:
         chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
         is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
         is_specialised = is_large and has_hopper_kernel(self.model, sliding_window, quantised)
-        rows = _row_class(self.logits.shape[0] if is_specialised else bucket.rows)
+        rows = row_class(self.logits.shape[0] if is_specialised else bucket.rows)
         return prefill_plans.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 
 
-def _head_norms(attention: LlamaAttention) -> dict[str, Any]:
+def head_norms(attention: LlamaAttention) -> dict[str, Any]:
     """The norms of query and key heads as the kernels take them; nothing for models without."""
     if not isinstance(attention, Qwen3Attention):
         return {}
@@ -359,7 +358,7 @@ def _head_norms(attention: LlamaAttention) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row_class(rows: int) -> int:
+def row_class(rows: int) -> int:
     """What a kernel's tile of rows is rounded up to: few sizes, since each is compiled by itself."""
     return next(size for size in (64, 256, decode.MAX_ROWS) if size >= rows)
 
