@@ -44,10 +44,13 @@ PENDING_LIMIT = 1 << 28
 """Characters that may wait or be worked on; what comes on top is refused."""
 THREAD_COUNT = 2
 FAILURES_LIMIT = 3
-"""Text processes that may end unexpectedly, or be ended for their silence, before threads take over for good."""
+"""Text processes that may end unexpectedly before threads take over for good."""
+START_PATIENCE_S = 60.0
 PATIENCE_S = 10.0
 SLOWEST_PER_S = 50_000
 """A text process that takes longer over one job than PATIENCE_S, and a second for so many characters, stands still."""
+TRIES = 2
+"""Text processes that may stand still over one job: it is not the text's fault, or it is."""
 LOOK_INTERVAL_S = 1.0
 
 T = TypeVar("T")
@@ -142,14 +145,23 @@ class TextWork:
             self._pending -= size
 
     async def _done_somewhere(self, size: int, job: Callable[[int], ForTextProcess], work: Callable[[], T]) -> T:
-        if size > THREAD_LIMIT and self._processes is not None and (waiting := self._processes.submit(size, job)):
+        tries = 0
+        while size > THREAD_LIMIT and self._processes is not None and (waiting := self._processes.submit(size, job)):
             try:
                 result: T = await waiting
                 return result
+            except ProcessSilent as silent:
+                if self._closed:
+                    raise ProcessEnded from None
+                tries += silent.at_this_job
+                if tries == TRIES:
+                    text = f"a text of {size} characters takes too long to work on"
+                    raise RequestError(text, code="text_too_slow", status=503) from None
             except ProcessEnded:
                 if self._closed:
                     raise
                 logger.warning("a text process has ended; its work is done in a thread")
+                break
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
@@ -165,6 +177,18 @@ def _int32_ids(token_ids: Sequence[int]) -> "array[int]":
 
 class ProcessEnded(Exception):
     """A text process has ended before it had done its job."""
+
+
+class ProcessSilent(Exception):
+    """A text process was ended because it stood still; another one may do the job.
+
+    Args:
+        at_this_job: it stood still over this one, and not over one before it.
+    """
+
+    def __init__(self, at_this_job: bool) -> None:
+        super().__init__()
+        self.at_this_job = at_this_job
 
 
 class TextProcess:
@@ -192,8 +216,11 @@ class TextProcess:
     @property
     def is_silent(self) -> bool:
         """Whether it has been at one job for longer than that takes anywhere."""
-        size = next((size for size, _ in self.jobs.values()), None)
-        return size is not None and time.monotonic() - self.heard_at_s > PATIENCE_S + size / SLOWEST_PER_S
+        if not self.jobs:
+            return False
+        size = next(iter(self.jobs.values()))[0]
+        limit_s = PATIENCE_S + size / SLOWEST_PER_S if self.ready else START_PATIENCE_S
+        return time.monotonic() - self.heard_at_s > limit_s
 
     @property
     def load(self) -> int:
@@ -321,8 +348,10 @@ class TextProcesses:
         """End what stands still: nothing else would tell whoever waits for it."""
         self._next_look = None
         for process in [process for process in self._processes.values() if process.is_silent]:
-            logger.error("text-%d does not respond: nothing for %.0f s", process.number, PATIENCE_S)
-            self._failure_count += 1
+            logger.error("text-%d does not respond; another one does its work", process.number)
+            for place, (_, future) in enumerate(process.jobs.values()):
+                if not future.done():
+                    future.set_exception(ProcessSilent(at_this_job=place == 0))
             self._forget(process)
         if any(process.jobs for process in self._processes.values()):
             self._look_later()

@@ -137,20 +137,49 @@ def test_the_work_of_a_process_that_is_killed_is_done_all_the_same(make_work, to
     assert not work.processes(), "threads take over for good"
 
 
-def test_the_work_of_a_process_that_stands_still_is_done_all_the_same(make_work, tokenizer, monkeypatch):
+@pytest.fixture
+def standing_still(make_work, tokenizer, monkeypatch):
+    """Text work whose first process has stopped, and a text process that is ready is looked after often."""
     monkeypatch.setattr(text_work, "LOOK_INTERVAL_S", 0.01)
     work = make_work()
     assert work.run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
     [process] = work.processes().values()
     os.kill(process.child.pid, signal.SIGSTOP)
-    monkeypatch.setattr(text_work, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(text_work, "PATIENCE_S", 1.0)
+    return work, process
 
-    async def two() -> list:
-        return await asyncio.gather(*(work.texts.encode(LONG, add_special_tokens=True) for _ in range(2)))
 
-    assert work.run(two()) == [tokenizer.encode(LONG)] * 2
-    assert not work.processes()
+def test_the_work_of_a_process_that_stands_still_is_done_by_another(standing_still, tokenizer):
+    work, process = standing_still
+
+    async def three() -> list:
+        return await asyncio.gather(*(work.texts.encode(LONG, add_special_tokens=True) for _ in range(3)))
+
+    assert work.run(three()) == [tokenizer.encode(LONG)] * 3
+    assert process not in work.processes().values()
     wait_for_exit(process.child.pid, "text-0")
+    assert work.processes(), "threads did the work, for which everybody waits"
+
+
+def test_a_text_over_which_processes_stand_still_is_refused_and_no_other(standing_still, tokenizer, monkeypatch):
+    work, _ = standing_still
+    is_silent = text_work.TextProcess.is_silent.fget
+    slow_size = len(LONG) + 1
+
+    def stands_still(process) -> bool:
+        first = next(iter(process.jobs.values()), (0, None))[0]
+        return first == slow_size or is_silent(process)
+
+    monkeypatch.setattr(text_work.TextProcess, "is_silent", property(stands_still))
+
+    async def slow_and_good() -> list:
+        texts = (LONG + "x", LONG)
+        jobs = [work.texts.encode(text, add_special_tokens=True) for text in texts]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    slow, good = work.run(slow_and_good())
+    assert isinstance(slow, RequestError) and (slow.code, slow.status) == ("text_too_slow", 503)
+    assert good == tokenizer.encode(LONG)
 
 
 def test_a_chat_that_no_message_may_hold_costs_itself_and_not_the_process(make_work):
