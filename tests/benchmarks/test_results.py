@@ -111,3 +111,30 @@ def test_the_commits_are_in_the_history():
     known = {entry["commit"].removesuffix("-dirty"): where for path in FILES for where, entry in entries(path)}
     abbreviated = {commit[: len(name)] for name in known for commit in listed}
     assert {name: where for name, where in known.items() if name not in abbreviated} == {}
+
+
+def test_the_scheduler_is_as_fast_as_was_wanted():
+    """The newest figures of each machine against their own limits."""
+    newest = {entry["device"]: entry for _, entry in entries(records.RESULTS_DIR / "scheduler_step.jsonl")}
+    assert len(newest) > 1
+    for device, entry in newest.items():
+        metrics, limit = entry["metrics"], entry["limit"]
+        step_us = {count: metrics[f"step_{count}"]["plan_and_encode_us_p50"] for count in (256, 1024)}
+        assert step_us[256] <= limit["plan_and_encode_us_p50_256"], device
+        assert step_us[1024] <= 4 * step_us[256], device
+        assert metrics["step_256"]["plan_bytes_max"] <= limit["plan_bytes_256"], device
+        for kind in ("hash", "radix"):
+            assert metrics[f"lookup_100000_{kind}"]["cold_ms"] <= limit["lookup_100k_ms"], device
+            assert metrics[f"memory_{kind}"]["start_mb"] < 80, device
+            assert metrics[f"memory_{kind}"]["bytes_per_cached_block"] < limit["bytes_per_cached_block"], device
+
+
+def test_replays_of_every_policy_and_both_caches_are_kept_for_both_machines():
+    kept = set()
+    for _, entry in entries(records.RESULTS_DIR / "scheduler_sim.jsonl"):
+        if entry["workload"] != "fixed" and entry["metrics"]["requests"] == 12_031:
+            options = entry["options"]
+            kept.add((options["machine"], options["policy"], options["prefix_cache"]))
+            assert entry["metrics"]["leaked_blocks"] == 0
+    policies, caches = ("fcfs", "priority", "fair"), ("hash", "radix")
+    assert kept >= {(m, policy, cache) for m in ("h200", "8xh200") for policy in policies for cache in caches}
