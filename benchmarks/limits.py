@@ -6,12 +6,13 @@
 A workload's bound is the time of the bytes that must be read and the operations that must be done, whichever is longer
 step by step: every prompt computed once; then, for each output token after the first, all weights read once a step and
 every running request's keys and values read once. No launch, no message and no imperfect kernel is in it. Results are
-the newest ones of `benchmarks/results/throughput.jsonl` for the model and this device. Ends with one JSON line.
+the newest ones of `benchmarks/results/throughput.jsonl` for the model with a plain cache on a GPU. Ends with one JSON
+line. `python -m benchmarks.throughput --limits` keeps the bounds with what it measures.
 """
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from benchmarks.workloads import Workload
 from worker_proc.model_config import ModelConfig, read_model_config
 
 ELEMENT_BYTES = 2
+SCALE_BYTES = 2
+"""Of an 8-bit cache, beside the `head_dim` bytes of each token and head."""
 MAX_STEP_TOKENS = 8192
 
 
@@ -58,6 +61,10 @@ class ModelCost:
             attention_flop=4 * config.layer_count * config.head_count * config.head_dim,
         )
 
+    def in_8_bits(self, config: ModelConfig) -> "ModelCost":
+        """The same over an 8-bit cache."""
+        return replace(self, kv_bytes=2 * config.layer_count * config.kv_head_count * (config.head_dim + SCALE_BYTES))
+
 
 def prefill_bound_s(cost: ModelCost, lengths: list[int], ceilings: Ceilings) -> float:
     """Seconds for all prompts, in steps of at most MAX_STEP_TOKENS tokens."""
@@ -85,6 +92,26 @@ def bound_s(cost: ModelCost, workload: Workload, ceilings: Ceilings) -> float:
     return prefill_bound_s(cost, list(map(len, workload[0])), ceilings) + decode_bound_s(cost, workload, ceilings)
 
 
+def limit_of(entry: dict[str, Any], folder: Path, ceilings: Ceilings) -> dict[str, float]:
+    """What a result of `throughput` keeps as its limit: the bound, how much of its speed was reached, the ceilings."""
+    config = read_model_config(folder)
+    cost = ModelCost.of(config)
+    if not has_plain_cache(entry):
+        cost = cost.in_8_bits(config)
+    bound = bound_s(cost, workloads.load(entry["workload"]), ceilings)
+    return {
+        "bound_s": float(f"{bound:.4g}"),
+        "ratio": round(bound / entry["metrics"]["wall_s"], 3),
+        "read_tb_per_s": round(ceilings.read_bytes_per_s / 1e12, 3),
+        "bf16_tflop_per_s": round(ceilings.matmul_flop_per_s / 1e12, 1),
+    }
+
+
+def has_plain_cache(entry: dict[str, Any]) -> bool:
+    """Whether a result was measured with keys and values in bfloat16."""
+    return entry["options"].get("kv_cache_dtype", "auto") == "auto"
+
+
 def measured_ceilings() -> Ceilings:
     """Those of the GPU at hand. RuntimeError without one."""
     from benchmarks.kernels.harness import has_cuda, limits
@@ -96,14 +123,17 @@ def measured_ceilings() -> Ceilings:
 
 
 def newest_results(model: str, path: Path) -> dict[str, dict[str, Any]]:
-    """Workload -> metrics of this engine's newest result for the model, on any GPU."""
+    """Workload -> metrics of this engine's newest result for the model with a plain cache, on any GPU."""
     if not path.exists():
         return {}
     entries = map(json.loads, path.read_text().splitlines())
     return {
         entry["workload"]: entry["metrics"]
         for entry in entries
-        if entry["model"] == model and entry["engine"] == "trireme" and "cores" not in entry["device"]
+        if entry["model"] == model
+        and entry["engine"] == "trireme"
+        and "cores" not in entry["device"]
+        and has_plain_cache(entry)
     }
 
 

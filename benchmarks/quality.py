@@ -88,7 +88,8 @@ class Quality:
         """Keep a result, print it, and write it where it was asked for."""
         options = {name: value for name, value in vars(self.options).items() if name not in ("output", "only")}
         entry = records.record(
-            benchmark="quality", workload=measurement, metrics=metrics, model=self.options.model, limit=limit,
+            benchmark="quality", workload=measurement, metrics=metrics, limit=limit,
+            model=records.model_label(self.options.model), weights="real",
             options=options | {"variant": variant.name, "dtype": str(variant.dtype).removeprefix("torch.")},
             device=f"{records.processor_name()}, {usable_cores()} cores" if self.device.type == "cpu" else "",
         )  # fmt: skip
@@ -136,7 +137,8 @@ class Quality:
                 for other in ("float32", "auto") if other in answers and other != variant.name
                 for key, value in agreement(answers[variant.name], answers[other]).items()
             }  # fmt: skip
-            self.add("greedy", variant, metrics)
+            if metrics:  # the first is what the others are held against
+                self.add("greedy", variant, metrics)
 
     def attention(self) -> None:
         """Each layer's attention on the same queries, keys and values, stored in each type."""

@@ -56,6 +56,11 @@ def save(records: list[dict[str, Any]], path: str | Path) -> None:
         file.writelines(json.dumps(entry) + "\n" for entry in records)
 
 
+def model_label(model: str) -> str:
+    """A model's name in results: the embedded one's, or the last part of a folder or hub id."""
+    return "smollm2-135m" if model == "default" else Path(model).name.lower()
+
+
 def device_name() -> str:
     """The GPU's name, or the processor's with its core count."""
     import torch

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduler_sim --fixed
     python -m benchmarks.scheduler_sim --trace FILE [--requests N] [--blocks N|unlimited] [--policy fcfs|priority|fair]
-        [--prefix-cache hash|radix|off] [--machine h200|8xh200] [--plot DIR]
+        [--prefix-cache hash|radix|off] [--machine h200|8xh200] [--stretch X] [--plot DIR]
 
 A trace holds one JSON object a line: timestamp (ms), input_length, output_length, hash_ids (one per 512 prompt tokens).
 Progress goes to stderr; the last line on stdout is one JSON object.
@@ -30,6 +30,11 @@ from scheduler_proc.state import Limits
 
 TRACE_BLOCK = 512
 """Prompt tokens that one hash id of a trace stands for."""
+OPTIONS = (
+    "machine", "policy", "prefix_cache", "block_size", "max_num_batched_tokens", "max_num_seqs", "run_ahead",
+    "target_itl_ms", "stretch",
+)  # fmt: skip
+"""Of a replay, as its result names them."""
 
 
 # ---- fixed runs
@@ -122,11 +127,13 @@ class ServiceGaps:
 # ---- trace
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[dict[str, object]]:
-    """The trace's requests, in order."""
+def read_trace(path: Path, limit: int | None = None, stretch: float = 1.0) -> list[dict[str, object]]:
+    """The trace's requests, in order; they come `stretch` times as far apart as they did."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt") as file:
         entries = [json.loads(line) for _, line in zip(range(limit or sys.maxsize), file, strict=False)]
+    for entry in entries:
+        entry["timestamp"] *= stretch
     return sorted(entries, key=lambda entry: entry["timestamp"])
 
 
@@ -252,8 +259,8 @@ def percentile(ordered: "list[float] | array[float]", fraction: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))] if ordered else 0.0
 
 
-def summary(replay: Replay, wall_s: float) -> dict[str, object]:
-    """A replay's figures, in milliseconds and tokens per second."""
+def summary(replay: Replay, wall_s: float, cpu_s: float) -> dict[str, object]:
+    """A replay's figures, in milliseconds and tokens per second; what it took on the wall's clock and of this core."""
     figures = replay.figures
     ttft, itl = sorted(figures.ttft_s), sorted(figures.itl_s)
     counters = replay.core.state.counters
@@ -271,6 +278,7 @@ def summary(replay: Replay, wall_s: float) -> dict[str, object]:
         "output_tokens_per_s": round(figures.output_tokens / max(replay.now_s, 1e-9), 1),
         "simulated_s": round(replay.now_s, 1),
         "wall_s": round(wall_s, 1),
+        "cpu_s": round(cpu_s, 1),
     }
 
 
@@ -298,24 +306,22 @@ def trace_limits(args: argparse.Namespace, entries: list[dict[str, object]], cos
 
 def run_trace(args: argparse.Namespace) -> dict[str, object]:
     """Replay, show progress, and give the figures."""
-    entries = read_trace(Path(args.trace), args.requests)
+    entries = read_trace(Path(args.trace), args.requests, args.stretch)
     cost = MACHINES[args.machine]
     limits = trace_limits(args, entries, cost)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     replay = Replay(entries, limits, cost)
     for ended in replay.run():
         show_progress(ended, len(entries), started)
-    wall_s = time.perf_counter() - started
+    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     print(file=sys.stderr)
     replay.core.check_idle()
     if args.plot:
         plot(replay, Path(args.plot))
-    options = ("machine", "policy", "prefix_cache", "block_size", "max_num_batched_tokens", "max_num_seqs", "run_ahead")
-    options += ("target_itl_ms",)
     return {
-        **{name: getattr(args, name) for name in options},
+        **{name: getattr(args, name) for name in OPTIONS},
         "block_count": limits.block_count,
-        **summary(replay, wall_s),
+        **summary(replay, wall_s, cpu_s),
     }
 
 
@@ -342,7 +348,7 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--fixed", action="store_true", help="the four fixed runs")
+    what.add_argument("--fixed", "--smoke", action="store_true", help="the four fixed runs; they take a second")
     what.add_argument("--trace", help="file of requests to replay (.jsonl or .jsonl.gz)")
     parser.add_argument("--requests", type=int, help="only the first N requests of the trace")
     parser.add_argument("--blocks", default="", help="KV blocks, or unlimited; what the machine holds by default")
@@ -354,16 +360,17 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--run-ahead", type=int, default=2, choices=(0, 1, 2))
     parser.add_argument("--target-itl-ms", type=float, default=0.0)
+    parser.add_argument("--stretch", type=float, default=1.0, metavar="X", help="requests come X times as far apart")
     parser.add_argument("--output", help="file to append the result to")
     parser.add_argument("--plot", help="folder for plots")
     args = parser.parse_args()
     result = {"runs": [run_fixed(run) for run in FIXED_RUNS]} if args.fixed else run_trace(args)
     if args.output:
-        workload = "fixed" if args.fixed else Path(args.trace).name
         entry = records.record(
             benchmark="scheduler_sim",
-            workload=workload,
-            metrics=result,
+            workload="fixed" if args.fixed else Path(args.trace).name,
+            options={name: value for name, value in result.items() if name in OPTIONS},
+            metrics={name: value for name, value in result.items() if name not in OPTIONS},
             device=f"one core of {records.processor_name()}",
         )
         records.save([entry], args.output)

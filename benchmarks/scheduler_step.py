@@ -29,6 +29,8 @@ BLOCK_SIZE = 16
 TARGETS = {
     "plan_and_encode_us_p50_256": 300, "plan_bytes_256": 2048, "lookup_100k_ms": 8, "bytes_per_cached_block": 200
 }  # fmt: skip
+GPU_HOST_TARGETS = {**TARGETS, "plan_and_encode_us_p50_256": 150}
+"""There a step of a small model takes a millisecond or less."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -190,7 +192,8 @@ def main() -> None:
     for name, figures in metrics.items():
         print(f"{name:<22} {figures}", file=sys.stderr)
     device = f"{records.processor_name()}, {os.cpu_count()} cores"
-    entry = records.record(benchmark="scheduler_step", workload="decode", metrics=metrics, device=device, limit=TARGETS)
+    limit = GPU_HOST_TARGETS if Path("/dev/nvidia0").exists() else TARGETS
+    entry = records.record(benchmark="scheduler_step", workload="decode", metrics=metrics, device=device, limit=limit)
     if args.output:
         records.save([entry], args.output)
     print(json.dumps(entry))

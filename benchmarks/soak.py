@@ -282,8 +282,8 @@ def main() -> int:
         metrics["faults"].append(f"the engine ended with {exit_code}")
     options = {"minutes": arguments.minutes, "rate": arguments.rate, "seed": arguments.seed, "engine": list(OPTIONS)}
     entry = records.record(
-        benchmark="soak", workload="mixed", metrics=metrics, model=arguments.model, device=records.processor_name(),
-        options=options,
+        benchmark="soak", workload="mixed", metrics=metrics, device=records.processor_name(), options=options,
+        model=records.model_label(arguments.model), weights="random" if arguments.model == "tiny" else "real",
     )  # fmt: skip
     if not arguments.smoke:
         records.save([entry], arguments.output)

@@ -12,9 +12,10 @@ import json
 import math
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
-from benchmarks import records, workloads
+from benchmarks import limits, records, workloads
 from benchmarks.engines import ENGINES, Engine, RequestTiming
 
 SMOKE_WORKLOADS = ("b1_16_8", "b4_16_8")
@@ -79,7 +80,7 @@ def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[di
                     benchmark="throughput",
                     engine=engine_name,
                     workload=name,
-                    model=args.model_label or args.model,
+                    model=args.model_label or records.model_label(args.model),
                     weights="random" if args.load_format == "dummy" else "real",
                     metrics=metrics,
                     options=engine.options,
@@ -87,6 +88,10 @@ def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[di
             )
     finally:
         engine.close()
+    if args.limits:
+        ceilings = limits.measured_ceilings()
+        for entry in entries:
+            entry["limit"] = limits.limit_of(entry, Path(args.model), ceilings)
     return entries
 
 
@@ -118,6 +123,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parsed.add_argument("--max-model-len", type=int, default=0)
     parsed.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more engine options")
     parsed.add_argument("--repeats", type=int, default=3)
+    parsed.add_argument("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
     parsed.add_argument("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
     parsed.add_argument("--output", default=str(records.RESULTS_DIR / "throughput.jsonl"), help="'' keeps nothing")
     return parsed

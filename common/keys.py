@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, shown
 
 KEY_LENGTH = 40
 SERVER_NAME = "server"
@@ -27,6 +27,7 @@ SETTLED_S = 0.1
 """A folder that changed less than this ago is read again: its time stamp may not tell of a further change."""
 
 _NAME = re.compile(r"[\w.-]{1,64}")
+_NOT_Z85 = re.compile(rb"[^0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]")
 
 
 @dataclass(frozen=True)
@@ -221,4 +222,6 @@ def _checked(key: str | bytes, where: str) -> bytes:
     raw = key.encode() if isinstance(key, str) else key
     if len(raw) != KEY_LENGTH:
         raise ConfigError(f"{where}: a key has {KEY_LENGTH} characters (Z85), this has {len(raw)}")
+    if wrong := _NOT_Z85.search(raw):
+        raise ConfigError(f"{where}: a key is written in Z85, which has no {shown(wrong[0].decode('latin-1'))}")
     return raw

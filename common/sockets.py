@@ -121,9 +121,10 @@ def is_served(endpoint: str) -> bool:
 
 
 def connect_client(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: ClientKeys | None = None
-) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
-    """A client program's socket, and the socket that tells what becomes of its connection (`connection_event`).
+    endpoint: str, keys: ClientKeys | None = None
+) -> "tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], zmq.Socket[bytes]]":
+    """A context, in it a client program's socket, and the socket that tells what becomes of its connection
+    (`connection_event`).
 
     What is sent while there is no connection waits for the next one, which may be to another engine: look at the events
     before sending.
@@ -131,6 +132,7 @@ def connect_client(
     Raises:
         StartupError: not an endpoint.
     """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.SNDHWM, 0)
@@ -149,8 +151,9 @@ def connect_client(
         socket.disable_monitor()
         monitor.close()
         socket.close()
+        context.term()
         raise StartupError(f"cannot connect to {endpoint!r}: {error}") from None
-    return socket, monitor
+    return context, socket, monitor
 
 
 def connection_event(event: Sequence[bytes]) -> int:
@@ -189,6 +192,8 @@ def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         _allow_ipv6(socket, endpoint)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise StartupError(f"cannot bind {endpoint}: it is in use; choose another --client-endpoint") from None
         raise StartupError(f"cannot bind {endpoint}: {error}") from None
     if endpoint.startswith("ipc://"):
         path = Path(endpoint.removeprefix("ipc://"))

@@ -59,7 +59,7 @@ class AsyncInbox(Inbox):
         while not self.replies:
             self._event.clear()
             await self._event.wait()
-        return self.replies.popleft()
+        return self.take()
 
 
 class AsyncClient:
@@ -96,14 +96,15 @@ class AsyncClient:
         """Connect.
 
         Raises:
-            EngineDeadError: nobody answers.
+            EngineDeadError: nobody is there.
+            TimeoutError: somebody is, and does not answer.
             RequestError: the engine has as many connections as it may have.
             AccessError: the keys do not fit.
+            StartupError: not an endpoint.
         """
         self._connection = Connection(self.endpoint, self._keys)
         self._settled = asyncio.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = connect_client(self._context, self.endpoint, self._keys)
+        self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
         self._reader = ZmqReader(self._socket, lambda frames: self._state.take(frames[-1]))
         self._monitor_reader = ZmqReader(self._monitor, self._on_connection)
         self._closed = False
@@ -176,13 +177,12 @@ class AsyncClient:
         inbox, timeout_s = self._inbox(options.get("request_id")), options.get("timeout_s")
         with self._state.freed_on_error(inbox):
             await self._send(client_requests.embed_message(inbox.request_id, prompt, options))
-            try:
-                async with asyncio.timeout_at(deadline_after(timeout_s, asyncio.get_running_loop().time())):
-                    reply = await inbox.next()
-            except (asyncio.CancelledError, TimeoutError):
-                if self.is_live(inbox.request_id):
-                    await self.abort(inbox.request_id)
-                raise
+        try:
+            async with asyncio.timeout_at(deadline_after(timeout_s, asyncio.get_running_loop().time())):
+                reply = await inbox.next()
+        finally:
+            if self.is_live(inbox.request_id):
+                await self.abort(inbox.request_id)
         raise_error(reply)
         assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
         return reply

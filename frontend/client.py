@@ -56,10 +56,12 @@ class Client:
         welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
 
     Raises:
-        EngineDeadError: nobody answers.
+        EngineDeadError: nobody is there.
+        TimeoutError: somebody is, and does not answer.
         RequestError: the engine has as many connections as it may have.
         AccessError: the keys do not fit.
         ConfigError: the keys cannot be read.
+        StartupError: not an endpoint.
     """
 
     def __init__(
@@ -76,8 +78,7 @@ class Client:
         keys = read_client_keys(client_keys, server_key)
         self._state = ClientState()
         self._connection = Connection(endpoint, keys)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket, self._monitor = connect_client(self._context, endpoint, keys)
+        self._context, self._socket, self._monitor = connect_client(endpoint, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -282,7 +283,7 @@ class Client:
             if wait_ms is not None and wait_ms <= 0:
                 raise TimeoutError(f"the engine at {self.endpoint} is silent")
             self._pump(wait_ms)
-        reply = inbox.replies.popleft()
+        reply = inbox.take()
         raise_error(reply)
         return reply
 
@@ -351,7 +352,7 @@ class RunningEmbedding:
         self._deadline_s = deadline_after(timeout_s, time.monotonic())
 
     def result(self) -> wire.EmbedReply:
-        """Wait for it; to be called once."""
+        """Wait for it."""
         reply = self._client.next_reply(self._inbox, self._deadline_s)
         assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
         return reply

@@ -51,6 +51,10 @@ class Inbox:
         """Add a reply."""
         self.replies.append(reply)
 
+    def take(self) -> Reply:
+        """The oldest reply; the request's end stays, so that whoever asks again hears it again."""
+        return self.replies.popleft() if isinstance(self.replies[0], wire.Delta) else self.replies[0]
+
 
 class ClientState:
     """The live requests of one connection.

@@ -21,6 +21,8 @@ from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack, unpack
 from frontend.prompt import ChatPrompt
 
 LIMIT = 4 * TEXT_LIMIT_BYTES
+RESULT_LIMIT_BYTES = 4 * LIMIT - 64
+"""Of a decoded text in UTF-8, so that it fits a message."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,11 @@ def decode_for_text_process(data: bytes) -> ForTextProcess:
 def decode_from_text_process(data: bytes) -> FromTextProcess:
     """A message from a text process; raises WireError."""
     return _decode(data, _FROM_TEXT_PROCESS, "text process -> frontend")  # type: ignore[no-any-return]
+
+
+def job_id_of(data: bytes) -> int:
+    """The number of a job that cannot be read otherwise; raises WireError if that cannot be read either."""
+    return FieldReader("a job", unpack(data, limit_bytes=4 * LIMIT)[1]).integer("job_id")
 
 
 def _decode(data: bytes, kinds: dict[int, Any], link: str) -> Any:

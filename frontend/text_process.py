@@ -16,9 +16,10 @@ import setproctitle
 
 from common import log
 from common.child import watch_supervisor
-from common.errors import RequestError
+from common.errors import RequestError, WireError
 from common.sockets import bind_pull, connect_push, new_context
 from frontend.text_messages import (
+    RESULT_LIMIT_BYTES,
     DecodeIds,
     EncodeChat,
     EncodeText,
@@ -29,6 +30,7 @@ from frontend.text_messages import (
     TextResult,
     TokenIds,
     decode_for_text_process,
+    job_id_of,
 )
 from frontend.tokenizer import Tokenizer
 
@@ -51,7 +53,16 @@ def main() -> None:
     results = connect_push(context, arguments.results)
     results.send(TextReady(arguments.number).to_wire())
     while True:
-        results.send(result_of(tokenizer, decode_for_text_process(jobs.recv())).to_wire())
+        results.send(answer_to(tokenizer, jobs.recv()).to_wire())
+
+
+def answer_to(tokenizer: Tokenizer, data: bytes) -> TextResult:
+    """Do the job that a message holds; one that has more of something than a message may costs itself alone."""
+    try:
+        job = decode_for_text_process(data)
+    except WireError as error:
+        return TextRefused(job_id_of(data), str(error), "invalid_parameter", None, 400)
+    return result_of(tokenizer, job)
 
 
 def result_of(tokenizer: Tokenizer, job: ForTextProcess) -> TextResult:
@@ -73,7 +84,10 @@ def _done(tokenizer: Tokenizer, job: ForTextProcess) -> TextResult:
             text = tokenizer.render(job.chat)
             return TokenIds(job.job_id, tokenizer.encode(text, add_special_tokens=job.add_special_tokens))
         case DecodeIds():
-            return Text(job.job_id, tokenizer.decode(job.token_ids, skip_special_tokens=job.skip_special_tokens))
+            text = tokenizer.decode(job.token_ids, skip_special_tokens=job.skip_special_tokens)
+            if len(text.encode()) > RESULT_LIMIT_BYTES:
+                raise RequestError(f"token_ids: their text has more than {RESULT_LIMIT_BYTES} bytes", param="token_ids")
+            return Text(job.job_id, text)
 
 
 def _parse() -> argparse.Namespace:

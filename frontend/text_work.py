@@ -10,6 +10,7 @@ length, there are threads.
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import zmq
 
 from common.config import EngineConfig
-from common.errors import RequestError, WireError
+from common.errors import RequestError, StartupError, WireError
 from common.processes import Child, DeathPipe
 from common.sockets import bind_pull, connect_push, new_context
 from common.wire import INT32_MAX, array_bytes
@@ -43,7 +44,11 @@ PENDING_LIMIT = 1 << 28
 """Characters that may wait or be worked on; what comes on top is refused."""
 THREAD_COUNT = 2
 FAILURES_LIMIT = 3
-"""Text processes that may end unexpectedly before threads take over for good."""
+"""Text processes that may end unexpectedly, or be ended for their silence, before threads take over for good."""
+PATIENCE_S = 10.0
+SLOWEST_PER_S = 50_000
+"""A text process that takes longer over one job than PATIENCE_S, and a second for so many characters, stands still."""
+LOOK_INTERVAL_S = 1.0
 
 T = TypeVar("T")
 
@@ -172,7 +177,8 @@ class TextProcess:
 
     Attributes:
         ready: it has loaded its tokenizer.
-        jobs: size and future of what it has not done yet, by job number.
+        jobs: size and future of what it has not done yet, by job number, in the order in which it does them.
+        heard_at_s: when it last said something, or began to have jobs; monotonic.
     """
 
     def __init__(self, number: int, child: Child, socket: "zmq.Socket[bytes]") -> None:
@@ -181,6 +187,13 @@ class TextProcess:
         self.socket = socket
         self.ready = False
         self.jobs: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        self.heard_at_s = time.monotonic()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has been at one job for longer than that takes anywhere."""
+        size = next((size for size, _ in self.jobs.values()), None)
+        return size is not None and time.monotonic() - self.heard_at_s > PATIENCE_S + size / SLOWEST_PER_S
 
     @property
     def load(self) -> int:
@@ -201,6 +214,7 @@ class TextProcesses:
         self._next_job_id = 0
         self._failure_count = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._next_look: asyncio.TimerHandle | None = None
 
     def submit(self, size: int, job: Callable[[int], ForTextProcess]) -> Awaitable[Any] | None:
         """Hand a job to the process with the least to do; None if there is none, or the job does not fit a message.
@@ -218,12 +232,17 @@ class TextProcesses:
         except (TypeError, ValueError, OverflowError, RecursionError):
             return None
         future = asyncio.get_running_loop().create_future()
+        if not process.jobs:
+            process.heard_at_s = time.monotonic()
+        self._look_later()
         process.jobs[self._next_job_id] = (size, future)
         process.socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits, and may come before the process
         return future
 
     def close(self) -> None:
         """End all processes."""
+        if self._next_look is not None:
+            self._next_look.cancel()
         for process in list(self._processes.values()):
             self._forget(process)
         if self._context is not None:
@@ -241,7 +260,12 @@ class TextProcesses:
             self._open()
         assert self._context is not None, "just opened"
         number = min(set(range(len(self._processes) + 1)) - self._processes.keys())
-        child = Child(f"text-{number}", self._command(number), self._death_pipe)
+        try:
+            child = Child(f"text-{number}", self._command(number), self._death_pipe)
+        except StartupError as error:
+            self._failure_count += 1
+            logger.error("%s; threads do its work", error)
+            return
         process = TextProcess(number, child, connect_push(self._context, self._endpoint(f"text-{number}")))
         self._processes[number] = process
         if child.exit_fd >= 0:
@@ -267,15 +291,20 @@ class TextProcesses:
     def _on_result(self, frames: list[bytes]) -> None:
         try:
             message = decode_from_text_process(frames[0])
-        except WireError as error:
-            logger.error("dropped a message of a text process: %s", error)
+        except WireError as error:  # whoever waits for it would do so for ever: threads do what is under way
+            logger.error("a text process answers what cannot be read: %s", error)
+            for process in list(self._processes.values()):
+                self._failure_count += 1
+                self._forget(process)
             return
         if isinstance(message, TextReady):
             if message.number in self._processes:
                 self._processes[message.number].ready = True
+                self._processes[message.number].heard_at_s = time.monotonic()
             return
         for process in self._processes.values():
             if message.job_id in process.jobs:
+                process.heard_at_s = time.monotonic()
                 _, future = process.jobs.pop(message.job_id)
                 _settle(future, message.value)
 
@@ -283,6 +312,20 @@ class TextProcesses:
         self._failure_count += 1
         self._forget(process)
         logger.error("%s", process.child.describe_end())
+
+    def _look_later(self) -> None:
+        if self._next_look is None:
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._look_for_silence)
+
+    def _look_for_silence(self) -> None:
+        """End what stands still: nothing else would tell whoever waits for it."""
+        self._next_look = None
+        for process in [process for process in self._processes.values() if process.is_silent]:
+            logger.error("text-%d does not respond: nothing for %.0f s", process.number, PATIENCE_S)
+            self._failure_count += 1
+            self._forget(process)
+        if any(process.jobs for process in self._processes.values()):
+            self._look_later()
 
     def _forget(self, process: TextProcess) -> None:
         """End a process; what it has not done is for a thread to do."""

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 VERBS = {
-    "fix": ["ruff check --fix", "ruff format", "tasks.file_list"],
+    "fix": ["ruff check --fix", "ruff format", "tasks.result_order", "tasks.file_list"],
     "check": ["ruff check", "ruff format --check", "mypy", "pytest -q tests/test_structure.py"],
     "test": ["pytest"],
 }

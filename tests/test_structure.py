@@ -163,7 +163,11 @@ def committed_texts() -> list[Path]:
     if run.returncode:
         pytest.skip("not a git checkout")
     paths = [ROOT / name for name in run.stdout.decode().split("\0") if name]
-    return [path for path in paths if path.suffix in {".py", ".md", ".toml", ".json", ""} and path.is_file()]
+    return [
+        path
+        for path in paths
+        if path.suffix in {".py", ".md", ".toml", ".json", ".jsonl", ".html", ""} and path.is_file()
+    ]
 
 
 def test_nothing_names_the_machine_it_was_written_on():

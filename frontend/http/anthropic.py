@@ -13,6 +13,7 @@ from frontend.events import Final, SampleResult
 from frontend.http import generation
 from frontend.http.anthropic_blocks import Blocks, message_body, stop_fields
 from frontend.http.chat_start import StartedChat, chat_prompt_of, start_chat
+from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
 from frontend.http.requests import ChatRequest, decode
 from frontend.http.streams import EventStream, answer_or_abort
@@ -47,7 +48,8 @@ async def messages(request: Request) -> Response:
     chat = await start_chat(engine, request, given)
     message_id = generation.reply_id("msg", request, given)
     if body.stream:
-        return EventStream(_events(message_id, chat), chat.stream.abort)
+        writer = DirectWriter(request.scope)
+        return EventStream(_events(message_id, chat, writer), chat.stream.abort, writer)
     [final] = await answer_or_abort(request.receive, generation.finals([chat.stream]), chat.stream.abort)
     sample = final.samples[0]
     blocks, parser = Blocks(), chat.form.parser()
@@ -67,7 +69,7 @@ async def count_tokens(request: Request) -> Response:
     return JsonResponse({"input_tokens": len(ids)})
 
 
-async def _events(message_id: str, chat: StartedChat) -> AsyncIterator[bytes]:
+async def _events(message_id: str, chat: StartedChat, writer: DirectWriter) -> AsyncIterator[bytes]:
     blocks, parser = Blocks(), chat.form.parser()
     ended: SampleResult | None = None
     begun = False
@@ -77,6 +79,7 @@ async def _events(message_id: str, chat: StartedChat) -> AsyncIterator[bytes]:
             usage = chat.stream.request.usage()
             empty = stop_fields(None, None, has_calls=False)
             yield blocks.event("message_start", message=message_body(message_id, chat.model, [], empty, usage))
+            chat.stream.direct = [writer.of(lambda text: blocks.take(parser.feed(text)))]
         if isinstance(event, Final):
             ended = event.samples[0]
             delta = stop_fields(ended.finish_reason, ended.stop_reason, has_calls=parser.has_calls)

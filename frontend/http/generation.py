@@ -13,6 +13,8 @@ from frontend.events import Delta, Final
 from frontend.http.requests import GenerationRequest, QueueFields
 from frontend.prompt import Prompt
 
+TURN = 16
+"""Prompts of one request that are started before other people's tokens get their turn."""
 _SALT_LIMIT = 1024
 _ID_LIMIT = 128
 _FOLLOW_LIMIT = 64  # events that wait when several streams are merged
@@ -83,6 +85,8 @@ async def start(
                 pooling=pooling,
             )
             streams.append(stream)
+            if len(streams) % TURN == 0:
+                await asyncio.sleep(0)
     except BaseException:
         abort_all(streams)
         raise

@@ -26,7 +26,8 @@ FIELDS = (
     *(f"ttft_{name}" for name in SHARES), *(f"itl_{name}" for name in SHARES), *(f"{part}_us" for part in STEP_PARTS),
 )  # fmt: skip
 """A row's figures: requests and blocks as they stand (blocks as shares of all), rates per second, `decode_rows`,
-`chunk_tokens` and `*_us` per step, `ttft_*` and `itl_*` in milliseconds; None where nothing happened."""
+`chunk_tokens` and `*_us` per step, `preemptions` since the row before, `ttft_*` and `itl_*` in milliseconds; None where
+nothing happened."""
 
 Row = list[float | None]
 
@@ -84,6 +85,7 @@ class History:
         seconds = max(now_s - self._at_s, 1e-3)
         row = {name: None for name in FIELDS} | {"time_s": round(self._wall_clock(), 1)}
         row |= self._standing(self._engine.stats) | self._rates(seconds) | self._steps(seconds) | self._latencies()
+        assert len(row) == len(FIELDS), f"a row has figures that FIELDS lacks: {row.keys() - set(FIELDS)}"
         self._rows.append([value if value is None else round(value, 4) for value in row.values()])
         self._row_count += 1
         self._remember(now_s)
@@ -96,7 +98,7 @@ class History:
             row_number: how many rows there had been when it last asked.
         """
         new_count = self._row_count - row_number if run == self.run else len(self._rows)
-        rows = list(self._rows)[max(len(self._rows) - max(new_count, 0), 0) :] if new_count > 0 else []
+        rows = list(self._rows)[max(len(self._rows) - new_count, 0) :] if new_count > 0 else []
         health, limits = self._engine.health(), self._engine.limits
         names = ("max_model_len", "max_num_seqs", "block_size", "block_count")
         return {
@@ -185,9 +187,8 @@ class History:
         return found
 
     def _since(self, name: str) -> int:
-        """By how much a counter of the scheduler's has grown; a scheduler that has started anew counts from 0."""
-        now, then = getattr(self._engine.stats, name), getattr(self._stats, name)
-        return int(now - then if now >= then else now)
+        """By how much a counter of the scheduler's has grown; the core has it go on where a scheduler starts anew."""
+        return int(getattr(self._engine.stats, name) - getattr(self._stats, name))
 
 
 def _percentiles_ms(histogram: Histogram, then: list[int]) -> dict[str, float | None]:

@@ -16,6 +16,7 @@ from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
 from frontend.http.chat_start import StartedChat, start_chat
+from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, not_supported
 from frontend.http.requests import ChatRequest, ResponseFormat, decode
 from frontend.http.response_items import Items, ResponseHead
@@ -63,7 +64,8 @@ async def responses(request: Request) -> Response:
     chat = await start_chat(engine, request, given)
     head = ResponseHead(generation.reply_id("resp", request, given), chat.model, _echoed(body, chat))
     if body.stream:
-        return EventStream(_events(head, chat), chat.stream.abort)
+        writer = DirectWriter(request.scope)
+        return EventStream(_events(head, chat, writer), chat.stream.abort, writer)
     [final] = await answer_or_abort(request.receive, generation.finals([chat.stream]), chat.stream.abort)
     items, parser = Items(head), chat.form.parser()
     sample = final.samples[0]
@@ -72,7 +74,7 @@ async def responses(request: Request) -> Response:
     return JsonResponse(head.whole(items.output, sample.finish_reason, final.usage))
 
 
-async def _events(head: ResponseHead, chat: StartedChat) -> AsyncIterator[bytes]:
+async def _events(head: ResponseHead, chat: StartedChat, writer: DirectWriter) -> AsyncIterator[bytes]:
     items, parser = Items(head), chat.form.parser()
     reason = None
     begun = False
@@ -81,6 +83,7 @@ async def _events(head: ResponseHead, chat: StartedChat) -> AsyncIterator[bytes]
             begun = True
             yield head.event("response.created", response=head.whole([], None, None))
             yield head.event("response.in_progress", response=head.whole([], None, None))
+            chat.stream.direct = [writer.of(lambda text: items.take(parser.feed(text)))]
         if isinstance(event, Final):
             response = head.whole(items.output, reason, event.usage)
             yield head.event(f"response.{response['status']}", response=response)

@@ -1,7 +1,9 @@
 """The small endpoints: models, health, version, tokenizing, the prefix cache."""
 
+import asyncio
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -17,6 +19,7 @@ from frontend.http.metrics import CONTENT_TYPE, Metrics
 from frontend.http.prompts import chat_prompt
 from frontend.http.requests import AbortRequest, DetokenizeRequest, TokenizeRequest, decode
 
+TEXTS_AT_ONCE = 500
 _STARTED_AT_S = int(time.time())
 
 
@@ -124,9 +127,18 @@ async def tokenize(request: Request) -> Response:
             template_kwargs=body.chat_template_kwargs,
         )
         ids = await engine.prompt_ids(chat, body.add_special_tokens)
-    texts = [engine.tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+    texts = await _token_texts(engine, ids) if body.return_token_strs else None
     limit = engine.limits.max_model_len if engine.limits else None
     return JsonResponse({"count": len(ids), "max_model_len": limit, "tokens": list(ids), "token_strs": texts})
+
+
+async def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
+    """Each token as text; other work on the loop gets its turn every few hundred of them."""
+    texts: list[str] = []
+    for start in range(0, len(token_ids), TEXTS_AT_ONCE):
+        texts += [engine.tokenizer.token_text(token_id) for token_id in token_ids[start : start + TEXTS_AT_ONCE]]
+        await asyncio.sleep(0)
+    return texts
 
 
 async def detokenize(request: Request) -> Response:
@@ -134,10 +146,11 @@ async def detokenize(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     body = decode(await request.body(), DetokenizeRequest)
     check_model(engine, body.model)
-    for token_id in body.tokens:
-        if not 0 <= token_id < engine.tokenizer.vocab_size:
-            raise RequestError(
-                f"tokens holds {token_id}; this model's ids are 0 to {engine.tokenizer.vocab_size - 1}", param="tokens"
-            )
+    low, high = min(body.tokens, default=0), max(body.tokens, default=0)
+    if low < 0 or high >= engine.tokenizer.vocab_size:
+        raise RequestError(
+            f"tokens holds {low if low < 0 else high}; this model's ids are 0 to {engine.tokenizer.vocab_size - 1}",
+            param="tokens",
+        )
     text = await engine.decode(body.tokens)
     return JsonResponse({"prompt": text})

@@ -52,6 +52,13 @@ def test_trace_replay(monkeypatch, capsys, tmp_path, machine):
     assert 0 < figures["ttft_ms_p50"] <= figures["ttft_ms_p99"]
 
 
+def test_a_stretched_trace_comes_more_slowly(monkeypatch, capsys, tmp_path):
+    trace = write_trace(tmp_path / "trace.jsonl")
+    once, thrice = (run_main(monkeypatch, capsys, "--trace", trace, "--stretch", factor) for factor in ("1", "3"))
+    assert thrice["simulated_s"] == pytest.approx(3 * once["simulated_s"], rel=0.1)
+    assert thrice["output_tokens"] == once["output_tokens"]
+
+
 def test_trace_replay_in_a_small_cache_with_plots(monkeypatch, capsys, tmp_path):
     trace = write_trace(tmp_path / "trace.jsonl")
     plots = tmp_path / "plots"

@@ -98,6 +98,8 @@ def test_a_client_names_files_or_keys(folder):
         (("a" * 40, "b" * 39), "x" * 40, "client_keys: a key has 40 characters .* this has 39"),
         ("nowhere.key_secret", "x" * 40, "cannot read the key file nowhere.key_secret"),
         (("a" * 40, "b" * 40), "short", "cannot read the key file short"),
+        (("a" * 39 + "~", "b" * 40), "x" * 40, "client_keys: a key is written in Z85, which has no '~'"),
+        (("a" * 40, "b" * 39 + '"'), "x" * 40, "client_keys: a key is written in Z85, which has no '\"'"),
     ],
 )
 def test_keys_that_are_none(own, server, match):

@@ -68,7 +68,7 @@ def test_a_process_alone_gives_what_it_gave(run, process, tmp_path):
     assert summary["process"] == process
     sent = [r for r in Recording.load(run / "recording", process).records if r.direction == Direction.OUT]
     assert (summary["equal"], summary["different"]) == (len(sent), 0)
-    assert len(sent) > 100 and summary["steps"] > 50  # a turn takes in several messages where the machine is busy
+    assert len(sent) > 100 and summary["steps"] > 30  # a turn takes in up to three messages where the machine is busy
     names = trace_names(trace)
     wanted = {
         "scheduler": "plan_step",

@@ -103,6 +103,29 @@ def test_other_keys_are_refused_by_name_and_cost_the_engine_nothing(keyed, folde
         assert client.generate("abc", ABC).text == "abc"
 
 
+def connection_count(running) -> int:
+    """How many connections the frontend believes to have, once its monitor's events are read."""
+
+    async def count() -> int:
+        return running.frontend._engine.connections.client_count
+
+    return asyncio.run_coroutine_threadsafe(count(), running.frontend._ended.get_loop()).result(20)
+
+
+def test_connections_that_were_refused_are_not_counted_as_open(keyed, folder):
+    """Counted for ever, a few thousand strangers would have had everybody cut off."""
+    for change, _ in REFUSED:
+        for _ in range(3):
+            with pytest.raises(AccessError):
+                Client(keyed.endpoint, timeout_s=20, **{**keys_of(folder), **change(folder)})
+    with Client(keyed.endpoint, **keys_of(folder)) as client:
+        for _ in range(1000):
+            client.ping()
+            if connection_count(keyed) == 1:
+                break
+        assert connection_count(keyed) == 1
+
+
 def test_keys_for_an_engine_without_any_are_refused(shared_frontend, folder):
     with pytest.raises(AccessError, match="it takes no keys"):
         Client(shared_frontend.endpoint, timeout_s=20, **keys_of(folder))
@@ -138,6 +161,25 @@ def test_a_key_that_is_added_gets_in_without_a_restart(keyed, folder):
 def test_the_users_own_programs_on_this_machine_need_no_keys(keyed):
     with Client(keyed.config.local_client_endpoint()) as client:
         assert client.generate("abc", ABC).text == "abc"
+
+
+def test_local_connections_are_counted_on_when_the_others_are_cut(keyed, folder):
+    """The count began anew, and fell below zero when they ended."""
+    connections, door = keyed.frontend._engine.connections, keyed.frontend._clients._door
+    local_endpoint = keyed.frontend._config.endpoint("client", 0)
+    with Client(local_endpoint) as local, Client(keyed.endpoint, **keys_of(folder)) as far:
+        while connections.client_count != 2:
+            local.ping()
+        door._reader._loop.call_soon_threadsafe(door._cut)
+        with pytest.raises(EngineDeadError):
+            while True:
+                far.ping()
+        assert far.ping() < 20
+        while connections.client_count != 2:
+            local.ping()
+    with Client(local_endpoint) as local:
+        while connections.client_count != 1:
+            local.ping()
 
 
 def test_a_client_knows_the_engine_and_the_engine_the_client_after_a_restart(run_frontend, folder):

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from common import client_messages as wire
+from common import messages
 from common.errors import RequestError
 from frontend.client_server import prompt_of
+from frontend.text_messages import ForTextProcess, FromTextProcess
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +37,14 @@ def test_the_document_offers_the_chat_options_that_there_are():
     with pytest.raises(RequestError) as caught:
         prompt_of([{"role": "user", "content": "x"}], {"no_such_option": 1})
     assert re.findall(r"`(\w+)`", row) == str(caught.value).partition("known are ")[2].split(", ")
+
+
+def test_the_document_names_every_message_of_the_internal_links():
+    internal = (ROOT / "docs" / "protocol.md").read_text().partition("# The internal links")[2]
+    kinds = {kind for kind in vars(messages).values() if isinstance(kind, type) and hasattr(kind, "CODE")}
+    kinds |= {*ForTextProcess.__args__, *FromTextProcess.__args__}
+    assert len(kinds) > 20
+    assert [f"{kind.CODE} {kind.__name__}" for kind in kinds if f"{kind.CODE} {kind.__name__}" not in internal] == []
 
 
 def test_the_document_names_every_message_and_field():

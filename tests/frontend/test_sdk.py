@@ -1,12 +1,14 @@
 """What both clients promise alike: the same surface, batches, aborts, timeouts, and an engine that comes back."""
 
 import asyncio
+import gc
 import inspect
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common.errors import EngineDeadError, RequestError
+from common.errors import EngineDeadError, RequestError, StartupError
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client, client_requests
 from frontend.async_client import AsyncStream
@@ -174,3 +176,63 @@ def test_sixty_four_clients_at_once(frontend):
             assert text.result().startswith(f"{number} x")
     with Client(frontend.endpoint) as client:
         assert client.status().live_count == 0
+
+
+def test_an_end_with_an_error_can_be_asked_for_again(frontend):
+    """Whoever went on with a stream that had ended with an error waited for ever."""
+    frontend.scheduler.refusal = ("sample_failed", "it broke", 500)
+
+    async def main() -> None:
+        async with AsyncClient(frontend.endpoint) as client:
+            stream = await client.submit("the sea")
+            for _ in range(2):
+                with pytest.raises(RequestError, match="it broke"):
+                    await stream.result()
+
+    with Client(frontend.endpoint) as client:
+        stream = client.submit("the sea")
+        for _ in range(2):
+            with pytest.raises(RequestError, match="it broke"):
+                next(stream)
+        frontend.scheduler.refusal = None
+        with client.submit("the sea", {"max_tokens": 2}) as whole:
+            assert whole.result() is whole.result()
+        frontend.scheduler.refusal = ("sample_failed", "it broke", 500)
+    asyncio.run(main())
+
+
+def test_an_embedding_that_is_given_up_keeps_its_id_until_the_engine_has_let_go(frontend, caplog):
+    """The error that answers the abort was taken for that of a later request of the same name."""
+    frontend.scheduler.gate.clear()
+
+    async def main() -> None:
+        async with AsyncClient(frontend.endpoint) as client:
+            waiting = asyncio.ensure_future(client.embed("the sea", request_id="mine"))
+            while not (await client.status()).live_count:
+                pass
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert client.is_live("mine")
+            assert (await client.status()).live_count == 0
+            frontend.scheduler.gate.set()
+            assert (await client.embed("the sea", request_id="mine")).prompt_tokens
+
+    asyncio.run(main())
+    assert "the engine reports" not in caplog.text
+
+
+def test_an_endpoint_that_is_none_is_refused_and_leaves_nothing_open():
+    """The context was left to the garbage collector."""
+
+    async def main() -> None:
+        with pytest.raises(StartupError, match="cannot connect to 'nonsense'"):
+            await AsyncClient("nonsense").open()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(StartupError, match="cannot connect to 'nonsense'"):
+            Client("nonsense")
+        asyncio.run(main())
+        gc.collect()
+    assert not caught

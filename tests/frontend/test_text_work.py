@@ -1,14 +1,16 @@
 """Long texts are worked on in processes, middling ones in threads, and nobody can tell from the result."""
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 
 import pytest
 
 from common.config import EngineConfig, ModelOptions, ServerOptions
 from common.errors import RequestError
-from frontend import Client, text_work
+from frontend import Client, text_process, text_work
 from frontend.prompt import ChatPrompt, size_of
 from frontend.text_messages import DecodeIds, EncodeChat, EncodeText, Text, TextRefused, TokenIds
 from frontend.text_process import result_of
@@ -133,6 +135,66 @@ def test_the_work_of_a_process_that_is_killed_is_done_all_the_same(make_work, to
         assert not work.processes()
     assert work.run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
     assert not work.processes(), "threads take over for good"
+
+
+def test_the_work_of_a_process_that_stands_still_is_done_all_the_same(make_work, tokenizer, monkeypatch):
+    monkeypatch.setattr(text_work, "LOOK_INTERVAL_S", 0.01)
+    work = make_work()
+    assert work.run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
+    [process] = work.processes().values()
+    os.kill(process.child.pid, signal.SIGSTOP)
+    monkeypatch.setattr(text_work, "PATIENCE_S", 0.05)
+
+    async def two() -> list:
+        return await asyncio.gather(*(work.texts.encode(LONG, add_special_tokens=True) for _ in range(2)))
+
+    assert work.run(two()) == [tokenizer.encode(LONG)] * 2
+    assert not work.processes()
+    wait_for_exit(process.child.pid, "text-0")
+
+
+def test_a_chat_that_no_message_may_hold_costs_itself_and_not_the_process(make_work):
+    """It ended the process: after three of them all long texts were worked on in threads, for good."""
+    work = make_work()
+    many = ChatPrompt(messages=[{"role": "user", "content": "x"}] * ((1 << 16) + 1))
+    for _ in range(text_work.FAILURES_LIMIT):
+        with pytest.raises(RequestError, match="EncodeChat.messages: wanted an array of at most 65536 items") as caught:
+            work.run(work.texts.encode_chat(many, add_special_tokens=False))
+        assert caught.value.status == 400
+    [process] = work.processes().values()
+    assert process.child.exit_code is None
+
+
+def test_an_answer_that_cannot_be_read_keeps_nobody_waiting(make_work, tokenizer):
+    """It was dropped, and whoever wanted it waited for ever."""
+    work = make_work()
+
+    async def garbled():
+        waiting = asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True))
+        await asyncio.sleep(0)
+        work.texts._processes._on_result([b"garbage"])
+        return await waiting
+
+    assert work.run(garbled()) == tokenizer.encode(LONG)
+    assert not work.processes()
+
+
+def test_a_text_that_no_message_holds_is_refused(tokenizer, monkeypatch):
+    ids = tokenizer.encode("the sea")
+    monkeypatch.setattr(text_process, "RESULT_LIMIT_BYTES", 6)
+    assert result_of(tokenizer, DecodeIds(2, ids, False)) == TextRefused(
+        2, "token_ids: their text has more than 6 bytes", "invalid_parameter", "token_ids", 400
+    )
+
+
+def test_where_no_process_can_be_started_threads_do_the_work(make_work, tokenizer, monkeypatch):
+    """Without memory or file descriptors the request ended with status 500."""
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
+    assert (work := make_work()).run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
 
 
 def test_nobody_waiting_for_a_result_harms_nobody(make_work, tokenizer):

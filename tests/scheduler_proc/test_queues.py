@@ -56,6 +56,44 @@ def test_a_low_priority_request_runs_in_bounded_time():
     run.run()
 
 
+def urgent_engine(**changes):
+    values = {
+        "max_model_len": 100, "max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 4, "block_count": 40,
+        "policy": "priority", "run_ahead": 0,
+    }  # fmt: skip
+    return SimulatedEngine(Limits(**{**values, **changes}))
+
+
+def test_an_urgent_request_enters_next_and_takes_nothing_from_those_that_run():
+    run = urgent_engine()
+    for request_id in range(4):
+        prompt = range(10 * request_id, 10 * request_id + 4)
+        run.send(replace(simple_request(request_id, prompt, max_tokens=5 + 5 * request_id), priority=3))
+    run.step()
+    assert run.core.stats().running_count == 2
+    run.send(replace(simple_request(9, range(4), max_tokens=2), priority=-3))
+    run.run()
+    ends = [request_id for request_id, _ in run.reasons]
+    assert run.core.stats().preemptions == 0
+    assert ends[:2] == [0, 9], f"ended in the order {ends}"
+
+
+def test_when_blocks_are_short_the_least_urgent_gives_way():
+    run = urgent_engine(block_count=8)
+    messages = [
+        replace(simple_request(0, range(8), max_tokens=16), priority=3),
+        replace(simple_request(1, range(50, 58), max_tokens=16), priority=-3),
+    ]
+    for message in messages:
+        run.send(message)
+    victims = set()
+    while not run.core.is_idle:
+        run.step()
+        victims |= {sequence.request_id for sequence in run.core.state.preempted}
+    assert victims == {0}
+    assert run.outputs == expected_outputs(messages)
+
+
 def test_clients_take_turns():
     queue = WaitingQueue("fair")
     for number in range(6):

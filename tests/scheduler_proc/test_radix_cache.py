@@ -184,3 +184,5 @@ def test_random_eviction_keeps_tree_and_pool_in_step(seed):
         books.cache.check()
         books.pool.check({})
         computed.append(tokens.tolist())
+    assert books.pool.evictions > 0, "nothing was ever evicted"
+    assert books.pool.held_count == 0

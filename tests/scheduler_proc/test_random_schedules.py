@@ -1,7 +1,8 @@
 """Random requests, aborts and result orders against the simulated worker: the invariants hold after each step, every
 request ends exactly once, and what it gives is what it gives alone.
 
-Each schedule is drawn from one integer; a failure names it, and `replay(seed)` runs it again.
+Each schedule is drawn from one integer; a failure names it, and `replay(seed)` runs it again. `ScheduleMachine` takes
+the same actions in any order that hypothesis comes up with, and a failure is shrunk to the few that it needs.
 """
 
 from array import array
@@ -12,6 +13,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.messages import AbortRequests, AbortSamples, AddRequest, FlushCache, StepResult
 from scheduler_proc import prefix_cache
@@ -222,3 +224,66 @@ def test_colliding_hashes_are_not_mistaken(seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_cache, "hash_block", bad_hashes[seed % 2])
         assert_nothing_is_left(replay(seed))
+
+
+SEEDS = st.integers(0, 2**16)
+
+
+class ScheduleMachine(RuleBasedStateMachine):
+    """A schedule whose actions hypothesis chooses; at its end everything that was added has its one end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule: Schedule | None = None
+
+    @initialize(seed=st.integers(0, 2**32))
+    def start(self, seed):
+        self.schedule = Schedule(seed)
+
+    @rule(seed=SEEDS, action=st.sampled_from(("add", "add", "abort", "abort_sample", "restart")))
+    def client(self, seed, action):
+        self.schedule.random = Random(seed)
+        if action == "add" or self.schedule.messages:
+            getattr(self.schedule, action)()
+
+    @rule()
+    def flush(self):
+        self.schedule.engine.send(FlushCache())
+
+    @rule(seconds=st.sampled_from((0.1, 1.0, 20.0)))
+    def wait(self, seconds):
+        self.schedule.now_s += seconds
+        self.schedule.engine.tick()
+
+    @rule(count=st.integers(1, 4))
+    def plan(self, count):
+        for _ in range(count):
+            self.schedule.engine.plan()
+
+    @rule(count=st.integers(1, 4))
+    def deliver(self, count):
+        for _ in range(count):
+            self.schedule.engine.deliver()
+
+    @precondition(lambda self: self.schedule.engine.results)
+    @rule(seed=SEEDS)
+    def deliver_broken(self, seed):
+        self.schedule.random = Random(seed)
+        self.schedule.engine.deliver(self.schedule.break_one)
+
+    @invariant()
+    def holds(self):
+        if self.schedule is not None:
+            self.schedule.engine.core.check()
+
+    def teardown(self):
+        if self.schedule is not None:
+            self.schedule.engine.run()
+            self.schedule.judge()
+            assert_nothing_is_left(self.schedule)
+
+
+TestScheduleMachine = pytest.mark.timeout(400)(ScheduleMachine.TestCase)  # hypothesis shrinks a failure for up to 300 s
+TestScheduleMachine.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -85,6 +85,7 @@ def test_a_scheduler_that_starts_anew_makes_no_negative_rates(api, timed):
     _, second = timed
     api.engine.core.handle(EngineStats(steps=100, chunk_tokens=1000, prefix_query_tokens=10))
     second()
+    api.engine.core.suspend("the worker was lost", 1)
     api.engine.core.handle(EngineStats(steps=5, chunk_tokens=40))
     row = second()
     assert (row["steps_ps"], row["prefill_tps"]) == (5, 40)

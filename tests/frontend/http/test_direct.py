@@ -27,6 +27,8 @@ REQUESTS = {
     "completion": ("/v1/completions", TEXT),
     "echo": ("/v1/completions", {**TEXT, "echo": True, "n": 2}),
     "two prompts": ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}),
+    "messages": ("/v1/messages", CHAT),
+    "responses": ("/v1/responses", {"input": "Hi", "stream": True}),
     "stop": ("/v1/completions", {**TEXT, "stop": "海は"}),
 }
 LONG_WAY = {"two prompts"}
@@ -84,12 +86,12 @@ def stream(api, path: str, body: dict, connection: Connection, on_step=lambda: N
 
 def told(body: bytes) -> tuple[dict, list]:
     """Each choice's text and calls, and how the stream ends, without what depends on the moment."""
-    events = [json.loads(line[6:]) for line in body.decode().split("\n\n") if line and line != "data: [DONE]"]
     assert body.endswith(b"data: [DONE]\n\n")
+    lines = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
     texts: dict = {}
-    ends = []
-    for event in events:
-        for choice in event["choices"]:
+    ends: list = []
+    for event in map(json.loads, lines[:-1]):
+        for choice in event.get("choices", ()):
             text = choice.get("text", choice.get("delta", {}).get("content") or "")
             for call in choice.get("delta", {}).get("tool_calls", ()):
                 text += call["function"].get("name", "") + call["function"].get("arguments", "")
@@ -98,7 +100,17 @@ def told(body: bytes) -> tuple[dict, list]:
                 ends.append((choice["index"], choice["finish_reason"], choice.get("stop_reason")))
         if event.get("usage"):
             ends.append(event["usage"])
+        take_typed(event, texts, ends)
     return texts, ends
+
+
+def take_typed(event: dict, texts: dict, ends: list) -> None:
+    """The same of an event of `/v1/messages` or `/v1/responses`."""
+    kind, delta = event.get("type", ""), event.get("delta")
+    if kind in ("content_block_delta", "response.output_text.delta"):
+        texts[kind] = texts.get(kind, "") + (delta if isinstance(delta, str) else delta["text"])
+    elif kind:
+        ends.append(kind)
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -13,7 +13,9 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 def documented() -> dict[str, str]:
     """Name to kind, from the document's table."""
     rows = re.findall(r"^\| (`[^|]+) \| (gauge|counter|histogram) \|", DOCUMENT.read_text(), re.MULTILINE)
-    return {name: kind for names, kind in rows for name in re.findall(r"`([a-z0-9_]+)`", names)}
+    named = [(name, kind) for names, kind in rows for name in re.findall(r"`([a-z0-9_]+)`", names)]
+    assert len(dict(named)) == len(named), "a name stands in the table twice"
+    return dict(named)
 
 
 def scraped(api, prefix: str = "trireme:") -> tuple[dict[str, str], dict[str, float]]:
