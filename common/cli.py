@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
@@ -49,6 +50,16 @@ class OptionParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with argparse's message."""
         raise ConfigError(message)
+
+
+def program_name() -> str:
+    """What the user typed to get here: `trireme` where it is installed, or `launch.py`."""
+    return "trireme" if Path(sys.argv[0]).name == "trireme" else "launch.py"
+
+
+def is_given(parsed: argparse.Namespace, group_name: str, name: str) -> bool:
+    """Whether the command line itself has this option."""
+    return f"{_PREFIX}{group_name}.{name}" in vars(parsed)
 
 
 def config_from(parsed: argparse.Namespace, **top_level: Any) -> EngineConfig:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.child import DEATH_PIPE_VARIABLE
+from common.errors import StartupError
 
 FILE_LIMIT = 65_536
 _TAIL_LIMIT_BYTES = 16384
@@ -47,6 +48,9 @@ class Child:
         variables: additional environment variables.
         inherited_fds: file descriptors that it keeps, beside the death pipe.
         capture_stdout: keep stdout for `read_stdout` instead of showing it; for short outputs.
+
+    Raises:
+        StartupError: the system has no memory, file descriptor or process left for it.
     """
 
     def __init__(
@@ -60,15 +64,18 @@ class Child:
         capture_stdout: bool = False,
     ) -> None:
         self.name = name
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if capture_stdout else subprocess.STDOUT,
-            env=_environment(death_pipe) | dict(variables or {}),
-            pass_fds=[death_pipe.read_fd, *inherited_fds],
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE if capture_stdout else subprocess.STDOUT,
+                env=_environment(death_pipe) | dict(variables or {}),
+                pass_fds=[death_pipe.read_fd, *inherited_fds],
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StartupError(f"cannot start {name}: {error.strerror or error}") from None
         self.exit_fd = _open_pidfd(self._process.pid)
         """Readable once the process has ended; -1 where the system has no such thing, then `ended` must be polled."""
         self._tail = b""

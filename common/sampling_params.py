@@ -5,6 +5,7 @@ scheduler and the worker can carry out. Checks that need the model (vocabulary, 
 `check_for_model`; the frontend calls it before a request goes any further.
 """
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,7 +194,9 @@ class SamplingParams:
             raise RequestError(f"sampling parameters: wanted a map, got {type(values).__name__}")
         unknown = [str(name) for name in values if name not in _DEFAULTS]
         if unknown:
-            raise RequestError(f"unknown sampling parameter {unknown[0]!r}", param=unknown[0])
+            near = difflib.get_close_matches(unknown[0], _DEFAULTS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise RequestError(f"unknown sampling parameter {unknown[0]!r}{hint}", param=unknown[0])
         return cls(**values)
 
 

@@ -192,6 +192,8 @@ def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         _allow_ipv6(socket, endpoint)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
+        if error.errno == zmq.EADDRINUSE:
+            raise StartupError(f"cannot bind {endpoint}: it is in use; choose another --client-endpoint") from None
         raise StartupError(f"cannot bind {endpoint}: {error}") from None
     if endpoint.startswith("ipc://"):
         path = Path(endpoint.removeprefix("ipc://"))

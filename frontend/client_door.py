@@ -7,6 +7,7 @@ their requests end, and those that connect again are served. Owned by `client_se
 
 import logging
 import struct
+from collections import Counter
 from collections.abc import Callable
 
 import zmq
@@ -25,7 +26,7 @@ class ClientDoor:
     """Watches a client socket.
 
     Args:
-        socket: bound to one endpoint.
+        socket: bound to one endpoint, and with keys to an ipc one before it; only the former is ever cut.
         connections: counted here.
         on_disconnect: called after connections have ended.
     """
@@ -37,6 +38,7 @@ class ClientDoor:
         self._endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._connections = connections
         self._on_disconnect = on_disconnect
+        self._counts: Counter[bytes] = Counter()  # by transport: where an address is bound, events name another
         self._someone_left = False
         self._is_open = True
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
@@ -51,12 +53,16 @@ class ClientDoor:
     def _on_event(self, frames: list[bytes]) -> None:
         number = _EVENT.unpack_from(frames[0])[0]
         if number == zmq.EVENT_ACCEPTED:
-            self._connections.client_count += 1
+            self._count(frames[1], 1)
         elif number == zmq.EVENT_DISCONNECTED:
-            self._connections.client_count -= 1
+            self._count(frames[1], -1)
             self._someone_left = True
         elif not self._is_open:
             self._open()
+
+    def _count(self, endpoint: bytes, change: int) -> None:
+        self._counts[endpoint.partition(b":")[0]] += change
+        self._connections.client_count += change
 
     def _after_events(self) -> None:
         if self._someone_left:
@@ -77,7 +83,8 @@ class ClientDoor:
 
     def _open(self) -> None:
         """Take connections again: the old listener is closed, and its file removed, by now."""
-        self._connections.client_count = 0
+        transport = self._endpoint.partition(":")[0].encode()
+        self._connections.client_count -= self._counts.pop(transport, 0)
         self._someone_left = True
         try:
             bind_client_endpoint(self._socket, self._endpoint)

@@ -243,6 +243,7 @@ class Core:
                 self._take_failure(message)
             case EngineReady():
                 self.limits = message
+                self.stats = self.stats.at_rest(message.block_count)
                 if self.state in ("starting", "restarting"):
                     self.state, self.error = "serving", ""
                 if self._outbox.suspended:

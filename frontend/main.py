@@ -185,7 +185,7 @@ class Frontend:
     def _begin_session(self, order: NewSession) -> None:
         """Scheduler and worker start anew: what the old ones still say is not heard any more."""
         core = self._engine.core
-        logger.warning("%s: %d requests wait until it is back", order.message, core.live_count)
+        logger.warning("%s; requests that wait until it is back: %d", order.message, core.live_count)
         core.suspend(order.message, order.session)
         self._clients.flush()
         self._outputs_reader.close()

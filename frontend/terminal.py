@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from common.cli import program_name
 from common.errors import ConfigError
 from common.run_dir import Instance, instances
 from frontend.client import Client
@@ -25,7 +26,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: bad arguments, or no engine that they could mean.
     """
-    parser = _Parser(prog=f"launch.py {verb}", allow_abbrev=False)
+    parser = _Parser(prog=f"{program_name()} {verb}", allow_abbrev=False)
     parser.add_argument("--pid", type=int, help="the supervisor's process id, if several engines run")
     if verb == "chat":
         parser.add_argument("--client-endpoint", default="", help="endpoint of an engine that was not started here")

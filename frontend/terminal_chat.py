@@ -104,11 +104,21 @@ class Chat:
 
 def read_lines() -> str:
     """A message from the input; a line that ends with a backslash goes on in the next."""
-    lines = [input("> ")]
+    lines = [_read_line("> ")]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(input(". "))
+        lines.append(_read_line(". "))
     return "\n".join(lines)
+
+
+def _read_line(prompt: str) -> str:
+    """A line after a prompt that only a person sees: where stdout is a file, the prompt is none of its content."""
+    if not sys.stdin.isatty():
+        return input()
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input()
 
 
 def note(text: str) -> None:

@@ -1,6 +1,7 @@
 """What `launch.py status` prints: how an engine is, what it holds, how fast it goes. Called by `frontend.terminal`."""
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,13 +34,18 @@ def show(running: Sequence[Instance], *, watch: bool = False, as_json: bool = Fa
                 return max(view.exit_code for view in views)
             time.sleep(INTERVAL_S)
             if sys.stdout.isatty() and not as_json:
-                line_count = sum(text.count("\n") + 1 for text in texts)
-                print(f"\033[{line_count}A\033[J", end="")
+                width = shutil.get_terminal_size().columns
+                print(f"\033[{line_count(texts, width)}A\033[J", end="")
     except KeyboardInterrupt:
         return 0
     finally:
         for view in views:
             view.close()
+
+
+def line_count(texts: Sequence[str], width: int) -> int:
+    """How many lines of a terminal these texts fill: what is wider than it is broken."""
+    return sum(max(1, -(-len(line) // width)) for text in texts for line in text.split("\n"))
 
 
 class View:
@@ -133,7 +139,8 @@ def describe(earlier: StatusReply | None, reply: StatusReply, seconds: float) ->
     if earlier is not None and reply.live_count:
         lines.append("  speed     " + _speed(earlier.figures, figures, seconds))
     found = figures["prefix_hit_tokens"] / max(1, figures["prefix_query_tokens"])
-    restarts = f", {figures['restarts']} restarts" if figures.get("restarts") else ""
+    count = figures.get("restarts", 0)
+    restarts = f", {count} restart{'s' * (count > 1)}" if count else ""
     lines.append(
         f"  in all    {figures['prompt_tokens']:,} tokens in ({found:.0%} from the prefix cache), "
         f"{figures['output_tokens']:,} out, {figures['preemptions']:,} preemptions{restarts}"

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import zmq
 
 from common.config import EngineConfig
-from common.errors import RequestError, WireError
+from common.errors import RequestError, StartupError, WireError
 from common.processes import Child, DeathPipe
 from common.sockets import bind_pull, connect_push, new_context
 from common.wire import INT32_MAX, array_bytes
@@ -262,9 +262,9 @@ class TextProcesses:
         number = min(set(range(len(self._processes) + 1)) - self._processes.keys())
         try:
             child = Child(f"text-{number}", self._command(number), self._death_pipe)
-        except OSError as error:  # no memory, no file descriptor, too many processes
+        except StartupError as error:
             self._failure_count += 1
-            logger.error("cannot start a text process: %s", error)
+            logger.error("%s; threads do its work", error)
             return
         process = TextProcess(number, child, connect_push(self._context, self._endpoint(f"text-{number}")))
         self._processes[number] = process

@@ -38,7 +38,10 @@ def run(argv: Sequence[str]) -> int:
             from frontend import terminal
 
             return terminal.run(verb, arguments)
-        raise ConfigError(f"unknown verb {verb!r}; wanted one of {', '.join(VERBS)}, or a model and options")
+        raise ConfigError(
+            f"unknown verb {verb!r}; wanted one of {', '.join(VERBS)}, or a model: a folder or .gguf file (there is "
+            f"none of this name here), or a hub id, which has its owner before the name, as Qwen/Qwen3-0.6B does"
+        )
     except ProcessLost as lost:
         _report(lost)
         return next((code for code in EXIT_CODES.values() if code == lost.exit_code), exit_code(lost))

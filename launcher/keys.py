@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from common.cli import program_name
 from common.errors import ConfigError
 from common.keys import SERVER_NAME, make_client_keys, make_server_keys, read_public, revoke_client_keys
 
@@ -24,9 +25,9 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: bad arguments, a name that is taken or unknown, a folder that cannot be written.
     """
-    parser = _Parser(prog="launch.py keys", allow_abbrev=False)
+    parser = _Parser(prog=f"{program_name()} keys", allow_abbrev=False)
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder that --client-keys names")
-    parser.add_argument("names", metavar="NAME", nargs="*", help="clients to make keys for")
+    parser.add_argument("names", metavar="NAME", nargs="*", default=[], help="clients to make keys for")
     parser.add_argument("--revoke", metavar="NAME", help="a client that may connect no more")
     parsed = parser.parse_args(arguments)
     if parsed.revoke:

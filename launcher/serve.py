@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import log
-from common.cli import MODEL_DESTINATION, OptionParser, config_from
-from common.config import with_changes
+from common.cli import MODEL_DESTINATION, OptionParser, config_from, is_given, program_name
+from common.config import EngineConfig, with_changes
 from common.errors import ConfigError, TriremeError
 from common.http_socket import is_private
 from common.processes import Wakeup, raise_file_limit, seconds_since_start
@@ -36,7 +36,9 @@ def serve(arguments: argparse.Namespace) -> int:
         return 0
     config = config_from(arguments)
     if arguments.once is not None:
-        config = with_changes(config, server=dataclasses.replace(config.server, http=False))
+        config = _for_one_answer(config, arguments)
+        if sys.stderr.isatty():
+            print(f"starting {config.model_name()}", file=sys.stderr, flush=True)
     log.set_up("supervisor", config.log.log_level, config.log.log_format)
     wakeup = Wakeup()
     raise_file_limit()
@@ -63,6 +65,14 @@ def serve(arguments: argparse.Namespace) -> int:
         finally:
             supervisor.close()
     return 0
+
+
+def _for_one_answer(config: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
+    """Without HTTP, and with a log that leaves the terminal to the answer, unless its level was asked for."""
+    config = with_changes(config, server=dataclasses.replace(config.server, http=False))
+    if config.log.log_level == "info" and not is_given(arguments, "log", "log_level"):
+        config = with_changes(config, log=dataclasses.replace(config.log, log_level="warning"))
+    return config
 
 
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
@@ -127,7 +137,7 @@ def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = OptionParser(
-        prog="launch.py",
+        prog=program_name(),
         description="Serve a language model. Verbs: serve (the default), status, stop, chat, bench, keys.",
         usage="%(prog)s [serve] [MODEL] [options]",
     )

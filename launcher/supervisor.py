@@ -162,6 +162,9 @@ class Supervisor:
 
         An engine that has not come up has nothing to finish: `close` ends it. What is just being started again may come
         up within the grace and finish its requests.
+
+        Raises:
+            ProcessLost: another process was lost while the frontend waited for requests; they have had their error.
         """
         if not self._was_ready or "frontend" in self._unready():
             return
@@ -170,7 +173,7 @@ class Supervisor:
             began = time.monotonic()
             self._order(names, Stop(int(seconds * 1000)))
             ready = [name for name in names if name not in self._unready()]
-            if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S):
+            if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S, watch_others=names != others):
                 return
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 
@@ -271,12 +274,7 @@ class Supervisor:
         self._wait()
         self._take_messages()
         self._check_orders()
-        try:
-            self._check_ended()
-            self._check_heartbeats()
-            self._check_restart()
-        except ProcessLost as lost:
-            self._restart(lost)
+        self._check_losses()
 
     def _wait(self) -> None:
         ready = dict(self._poller.poll(self._turn_limit_ms))
@@ -322,9 +320,18 @@ class Supervisor:
             grace_s = 0.0 if new > 1 else self.config.server.shutdown_timeout
             raise StopRequested(signal.Signals(self._wakeup.signals[-1]).name, grace_s)
 
-    def _check_ended(self) -> None:
+    def _check_losses(self, leaving: Sequence[str] = ()) -> None:
+        """Start again what is lost; raises ProcessLost if it is not. Those that are `leaving` may end."""
+        try:
+            self._check_ended(leaving)
+            self._check_heartbeats(leaving)
+            self._check_restart()
+        except ProcessLost as lost:
+            self._restart(lost)
+
+    def _check_ended(self, leaving: Sequence[str]) -> None:
         for name, peer in self._peers.items():
-            if peer.child.ended():
+            if name not in leaving and peer.child.ended():
                 self._await_last_words(peer)
                 raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 
@@ -335,12 +342,12 @@ class Supervisor:
             self._router.poll(50)
             self._take_messages()
 
-    def _check_heartbeats(self) -> None:
+    def _check_heartbeats(self, leaving: Sequence[str]) -> None:
         now = time.monotonic()
         paused_ourselves = now - self._turned_at > 1.0
         self._turned_at = now
         for name, peer in self._peers.items():
-            if paused_ourselves or peer.ready_after_s is None:
+            if paused_ourselves or peer.ready_after_s is None or name in leaving:
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
             if silence_s > SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S):
@@ -367,7 +374,10 @@ class Supervisor:
         for name in names:
             self._remove(name)
         self._restart_deadline_s = time.monotonic() + self.config.server.startup_timeout
-        self._spawn(names)
+        try:
+            self._spawn(names)
+        except StartupError as error:
+            raise ProcessLost(lost.process, f"{lost}; {error}", lost.exit_code) from None
 
     def _to_restart(self, lost: str) -> list[str]:
         """All that start again together: orders reach only processes that are ready."""
@@ -387,8 +397,12 @@ class Supervisor:
             if peer is not None and not peer.child.ended():
                 self._router.send_multipart([peer.identity.encode(), order.to_wire()])
 
-    def _wait_ended(self, names: Sequence[str], timeout_s: float) -> bool:
-        """Wait until the named processes have ended; False if a further signal came instead."""
+    def _wait_ended(self, names: Sequence[str], timeout_s: float, *, watch_others: bool = False) -> bool:
+        """Wait until the named processes have ended; False if a further signal came instead.
+
+        Args:
+            watch_others: the named ones need the others until then: whoever is lost is started again, or announced.
+        """
         deadline = time.monotonic() + timeout_s
         while waited_for := [name for name in names if name in self._peers and not self._peers[name].child.ended()]:
             if time.monotonic() > deadline:
@@ -398,6 +412,13 @@ class Supervisor:
                 self._wait()
                 self._take_messages()
                 self._check_orders()
+                if watch_others:
+                    self._check_losses(leaving=names)
+            except ProcessLost as lost:
+                self.announce_loss(lost)
+                if lost.exit_code == 0:  # told to stop, as we are
+                    return True
+                raise
             except StopRequested as again:
                 logger.warning("%s: stopping at once", again)
                 return False

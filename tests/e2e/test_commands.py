@@ -36,7 +36,8 @@ def test_one_answer_and_nothing_left(tiny_model_dir, run_dirs, tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip(), "no answer"
     assert "ready in" not in run.stdout, "progress belongs on stderr"
-    assert "start-up time: " in run.stderr
+    assert "ready in" in run.stderr
+    assert " INFO " not in run.stderr, "the log would stand between a newcomer and the answer"
     assert list(run_dirs.iterdir()) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -54,9 +55,11 @@ def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
         assert status.returncode == 0, status.stderr
         assert f"pid {server.process.pid}: tiny, up" in status.stdout
         assert "serving" in status.stdout
+        assert "0% held, 0% cached" in status.stdout and " of 1 blocks" not in status.stdout, "before the first step"
         chat = command("chat", "--temperature", "0", "--max-tokens", "4", run_dirs=server.run_dirs, stdin="Hi\nHo\n")
         assert chat.returncode == 0, chat.stderr
         assert chat.stdout.count("\n") == 2
+        assert "> " not in chat.stdout, "only answers are on stdout"
         stop = command("stop", run_dirs=server.run_dirs)
         assert stop.returncode == 0, stop.stderr
         assert server.process.wait(30) == 0
@@ -106,8 +109,10 @@ def test_what_a_killed_supervisor_left_is_cleared_by_the_next_start(tiny_model_d
         for name, pid in pids.items():
             wait_for_exit(pid, name)
         assert len(list(server.run_dirs.iterdir())) == 1
-        run = command("--once", "Hi", "--model", tiny_model_dir, run_dirs=server.run_dirs)
+        logged = ["--log-level", "info"]
+        run = command("--once", "Hi", "--model", tiny_model_dir, *logged, run_dirs=server.run_dirs)
         assert run.returncode == 0, run.stderr
+        assert "start-up time: " in run.stderr, "a level that was asked for holds"
         assert list(server.run_dirs.iterdir()) == []
 
 

@@ -59,6 +59,25 @@ def test_a_frozen_process_is_noticed(tiny_model_dir, name):
         assert name in server.stderr()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_a_process_that_is_lost_while_requests_finish_ends_them(tiny_model_dir, number):
+    """They waited until --shutdown-timeout had passed, and the run ended with code 0."""
+    options = ["--shutdown-timeout", "600"]
+    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+        pids = server.children()
+        stream = client.generate("The sea", {"max_tokens": 2000, "ignore_eos": True}, stream=True)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        while client.status().state != "draining":
+            pass
+        os.kill(pids["worker-0"], number)
+        with pytest.raises(TriremeError, match="worker-0"):
+            list(stream)
+        codes = {0, 1} if number == signal.SIGTERM else {1}  # one that was told to stop may take its time on the way
+        assert server.process.wait(30) in codes, server.stderr()
+        server.assert_nothing_is_left(pids)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_health_says_so_before_the_run_ends(tiny_model_dir, number):
     with Server(tiny_model_dir) as server, httpx.Client(base_url=server.ready["http"]) as http:

@@ -161,6 +161,19 @@ def test_one_loss_too_many_ends_the_run(tiny_model_dir):
     assert "it is not started again: --restart-limit is 1 within 5 minutes" in server.stderr().splitlines()[-1]
 
 
+def test_a_worker_that_is_lost_after_the_stop_is_started_again_too(tiny_model_dir):
+    options = ["--restart", "--shutdown-timeout", "60"]
+    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        stream = client.generate("The sea", {"max_tokens": 300, "ignore_eos": True}, stream=True)
+        next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        while client.status().state != "draining":
+            pass
+        os.kill(server.children()["worker-0"], signal.SIGKILL)
+        assert len(stream.result().samples[0].token_ids) == 300
+        assert server.process.wait(30) == 0
+
+
 def test_a_stop_during_a_restart_lets_requests_finish(tiny_model_dir):
     options = ["--restart", "--shutdown-timeout", "60"]
     with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:

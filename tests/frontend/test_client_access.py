@@ -163,6 +163,25 @@ def test_the_users_own_programs_on_this_machine_need_no_keys(keyed):
         assert client.generate("abc", ABC).text == "abc"
 
 
+def test_local_connections_are_counted_on_when_the_others_are_cut(keyed, folder):
+    """The count began anew, and fell below zero when they ended."""
+    connections, door = keyed.frontend._engine.connections, keyed.frontend._clients._door
+    local_endpoint = keyed.frontend._config.endpoint("client", 0)
+    with Client(local_endpoint) as local, Client(keyed.endpoint, **keys_of(folder)) as far:
+        while connections.client_count != 2:
+            local.ping()
+        door._reader._loop.call_soon_threadsafe(door._cut)
+        with pytest.raises(EngineDeadError):
+            while True:
+                far.ping()
+        assert far.ping() < 20
+        while connections.client_count != 2:
+            local.ping()
+    with Client(local_endpoint) as local:
+        while connections.client_count != 1:
+            local.ping()
+
+
 def test_a_client_knows_the_engine_and_the_engine_the_client_after_a_restart(run_frontend, folder):
     server = {"client_endpoint": f"tcp://127.0.0.1:{free_port()}", "client_keys": str(folder)}
     first = run_frontend(server=server)

@@ -473,6 +473,18 @@ def test_a_drain_during_a_restart_lets_requests_finish(memory_engine, submit):
     assert events.end.samples[0].text == "y"
 
 
+def test_before_the_first_step_every_block_is_free(memory_engine):
+    core = memory_engine.core
+    core.handle(LIMITS)
+    assert (core.stats.total_block_count, core.stats.free_block_count) == (LIMITS.block_count, LIMITS.block_count)
+    core.handle(m.EngineStats(steps=3, total_block_count=LIMITS.block_count, free_block_count=1))
+    core.handle(LIMITS)
+    assert core.stats.free_block_count == 1, "what the scheduler says counts"
+    core.suspend("worker-0 was killed", 1)
+    core.handle(LIMITS)
+    assert (core.stats.steps, core.stats.free_block_count) == (3, LIMITS.block_count)
+
+
 def test_counters_go_on_after_a_restart(memory_engine):
     core = memory_engine.core
     parts = array("i", [10] * 6)

@@ -12,8 +12,8 @@ import pytest
 from common.client_messages import StatusReply
 from common.errors import RequestError
 from common.run_dir import Instance
-from frontend.terminal_chat import Chat
-from frontend.terminal_status import describe, duration, show
+from frontend.terminal_chat import Chat, read_lines
+from frontend.terminal_status import describe, duration, line_count, show
 
 FIGURES = {
     "running_count": 3, "waiting_count": 1, "swapped_count": 0, "total_block_count": 1000, "free_block_count": 500,
@@ -40,6 +40,7 @@ def test_an_idle_engine_in_four_lines():
 
 def test_restarts_are_told_where_there_were_any():
     assert describe(None, reply(0, restarts=2), 0.0)[-1].endswith("6,000 out, 2 preemptions, 2 restarts")
+    assert describe(None, reply(0, restarts=1), 0.0)[-1].endswith("2 preemptions, 1 restart")
 
 
 def test_a_busy_engine_says_how_fast_it_is():
@@ -101,7 +102,8 @@ def talk(monkeypatch):
     def talk(*lines, system=""):
         waiting = iter(lines)
 
-        def typed(prompt):
+        def typed(prompt=""):
+            print(prompt, end="")
             try:
                 return next(waiting)
             except StopIteration:
@@ -126,6 +128,27 @@ def test_a_talk_keeps_what_was_said(talk, capsys):
     assert [len(asked) for asked in client.asked] == [1, 3]
     captured = capsys.readouterr()
     assert captured.out == "answer to it\nanswer to it\n", "only answers are on stdout"
+
+
+def test_a_person_sees_a_prompt_and_a_file_gets_none(monkeypatch, capsys):
+    monkeypatch.setattr(builtins, "input", lambda prompt="": print(prompt, end="") or "Hi")
+    seen = {}
+    for stdin, stdout in [(True, True), (True, False), (False, True), (False, False)]:
+        monkeypatch.setattr("sys.stdin.isatty", lambda here=stdin: here, raising=False)
+        monkeypatch.setattr("sys.stdout.isatty", lambda here=stdout: here, raising=False)
+        assert read_lines() == "Hi"
+        seen[stdin, stdout] = tuple(capsys.readouterr())
+    assert seen == {
+        (True, True): ("> ", ""),
+        (True, False): ("", "> "),
+        (False, True): ("", ""),
+        (False, False): ("", ""),
+    }
+
+
+def test_a_line_wider_than_the_terminal_is_cleared_as_a_whole():
+    assert line_count(["one\ntwo", "x" * 161], 80) == 5
+    assert line_count([""], 80) == 1
 
 
 def test_commands(talk, capsys):

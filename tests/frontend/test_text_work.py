@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -189,10 +190,10 @@ def test_a_text_that_no_message_holds_is_refused(tokenizer, monkeypatch):
 def test_where_no_process_can_be_started_threads_do_the_work(make_work, tokenizer, monkeypatch):
     """Without memory or file descriptors the request ended with status 500."""
 
-    def no_memory(*_: object) -> None:
+    def no_memory(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(text_work, "Child", no_memory)
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
     assert (work := make_work()).run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
 
 

@@ -12,6 +12,7 @@ from common.messages import SlotInit, SlotSampling, TokenLogprobs
 from common.sampling_params import sample_seed
 from kernels.noise import noise_bits_reference
 from worker_proc.logit_rules import LogitRules
+from worker_proc.logprobs import logprob_table
 from worker_proc.noise import gumbel_from_bits, gumbel_noise, random_bits
 from worker_proc.pending import sampled_entries
 from worker_proc.sampler import Sampled, Sampler, choose
@@ -292,6 +293,12 @@ def test_ties_go_to_the_lowest_id():
     logits = np.full(VOCAB, 1.0, np.float32)
     logits[[9, 40]] = 2.0
     assert Bench().alone(logits, [1], SlotSampling(temperature=0.0)) == 9
+
+
+def test_a_token_has_the_same_log_probability_as_the_sampled_one_and_among_the_likeliest():
+    logits = np.random.default_rng(3).normal(0, 5, (64, 1000)).astype(np.float32)
+    table = logprob_table(logits, logits.argmax(-1).astype(np.int32), 2)
+    assert table.top_logprobs[:, 0].tolist() == table.logprobs.tolist()
 
 
 def test_logprobs_are_of_the_raw_distribution_and_finite():

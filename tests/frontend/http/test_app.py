@@ -66,6 +66,23 @@ def test_unknown_paths_and_methods(api):
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     wrong = api.get("/v1/completions")
     assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "/v1/completions does not take GET")
+    assert wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/", "; /docs describes the API, and /dashboard shows the engine"),
+        ("/chat/completions", "; did you mean /v1/chat/completions?"),
+        ("/v1/v1/embeddings", "; did you mean /v1/embeddings?"),
+        ("/v1/", "; did you mean /v1/models?"),
+        ("/v1/model", "; did you mean /v1/models?"),
+        ("/generate", "; /docs describes what there is"),
+        ("/" + "a" * 5000, ""),
+    ],
+)
+def test_a_path_that_does_not_exist_is_answered_with_one_that_does(api, path, hint):
+    assert api.get(path).json()["error"]["message"] == f"there is no {path}{hint}"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
