@@ -114,7 +114,7 @@ def choose_size(
     """Size the cache: the option's blocks, or what fits in `available_bytes` but no more than all slots can fill.
 
     Raises:
-        ConfigError: no block fits, or an explicit --max-model-len does not.
+        ConfigError: no block fits, on the device or in the host's share, or an explicit --max-model-len does not.
     """
     block_size = config.cache.block_size
     block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
@@ -130,6 +130,11 @@ def choose_size(
             f"({block_count} blocks of {block_size}); lower it or give the cache more memory"
         )
     host_block_count = config.cache.swap_space_bytes // block_bytes
+    if config.cache.swap_space_bytes and not host_block_count:
+        raise ConfigError(
+            f"--swap-space-bytes is {config.cache.swap_space_bytes}, less than one block of the KV cache needs: "
+            f"{block_bytes}"
+        )
     return CacheSize(min(wanted, capacity), block_count, host_block_count, block_bytes)
 
 

@@ -66,6 +66,7 @@ def test_host_blocks_come_from_swap_space():
     [
         ({"max_model_len": 90}, 5 * BLOCK_BYTES, "--max-model-len is 90, but the KV cache holds 80 tokens"),
         ({}, BLOCK_BYTES - 1, f"gets {BLOCK_BYTES - 1} bytes, one block of it needs {BLOCK_BYTES}"),
+        ({"swap_space_bytes": 9}, 1 << 30, f"--swap-space-bytes is 9, less than one block .*: {BLOCK_BYTES}"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_numbers(options, available, text):
