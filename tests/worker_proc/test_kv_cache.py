@@ -52,9 +52,11 @@ def test_memory_bounds_blocks_and_blocks_bound_the_length():
     assert size(config(num_kv_blocks=1000)).block_count == 1000
 
 
-def test_the_option_never_exceeds_the_models_limit():
-    assert size(config(max_model_len=400)).max_model_len == 100
+def test_the_option_never_exceeds_the_models_limit_and_that_is_said(caplog):
     assert size(config(max_model_len=40)).max_model_len == 40
+    assert not caplog.records
+    assert size(config(max_model_len=400)).max_model_len == 100
+    assert caplog.messages == ["--max-model-len is 400; the model allows 100, which holds"]
 
 
 def test_host_blocks_come_from_swap_space():
