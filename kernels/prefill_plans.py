@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from kernels.launch import HOPPER_SHARED_BYTES
 from kernels.paged_kv import HeadShape, wanted
 
 MAX_ROWS = 1024
@@ -30,6 +31,10 @@ class Tiles:
     num_stages: int
     max_registers: int | None = None
     one_loop: bool = False
+
+    def shared_bytes(self, dim_tile: int, element_bytes: int) -> int:
+        """Shared memory of a program of the plain kernel: its queries, and keys and values once a stage."""
+        return (self.tile_rows + 2 * self.num_stages * self.key_tile) * dim_tile * element_bytes
 
 
 HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
@@ -93,6 +98,8 @@ def launch_plan(
     *,
     specialised: bool = False,
     quantised: bool = False,
+    element_bytes: int = 2,
+    shared_bytes: int = HOPPER_SHARED_BYTES,
     tile_rows: int | None = None,
     key_tile: int | None = None,
     one_loop: bool | None = None,
@@ -101,14 +108,17 @@ def launch_plan(
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. The other keyword
-    arguments override the measured choice.
+    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. `element_bytes`
+    of a query's element, `shared_bytes` that the card has for a program: where the measured tiles do not fit, those of
+    few tokens are taken. The other keyword arguments override the measured choice.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
     dim_tile = triton.next_power_of_2(head_dim)
     chosen = HOPPER_TILES if specialised else measured_tiles(token_count, dim_tile)
+    if not specialised and chosen.shared_bytes(dim_tile, element_bytes) > shared_bytes:
+        chosen = measured_tiles(1, dim_tile)
     if quantised:  # not yet measured; a limit that costs bf16 little makes these spill 700 bytes a thread
         chosen = replace(chosen, max_registers=None)
     tile_rows = max(tile_rows or chosen.tile_rows, triton.next_power_of_2(group))

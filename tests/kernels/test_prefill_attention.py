@@ -5,7 +5,7 @@ import torch
 
 from kernels.paged_kv import HeadShape
 from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, reference_prefill_attention
-from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
+from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan, measured_tiles
 from tests.kernels.paged_batches import (
     DEVICES,
     MULTIPROCESSORS,
@@ -308,6 +308,17 @@ def test_the_hopper_kernel_on_padding_and_decode_rows():
     assert not result[178:].any()
     same, exact = references(batch)
     assert_as_exact_as_torch(result[2:], same[2:], exact[2:], ERROR_FACTOR)
+
+
+def test_tiles_fit_into_the_shared_memory_of_the_card():
+    """Float32 heads of 256 on Hopper, and 16-bit ones where a program has 99 KB: the tiles of few tokens."""
+    few, many = (measured_tiles(count, 256) for count in (64, 8192))
+    for element_bytes, shared_bytes, wanted in ((2, 227, many), (4, 227, few), (2, 99, few)):
+        plan = launch_plan(8192, 4, 4, 2, 256, 132, element_bytes=element_bytes, shared_bytes=shared_bytes << 10)
+        assert (plan.tile_rows, plan.key_tile, plan.num_warps) == (wanted.tile_rows, wanted.key_tile, wanted.num_warps)
+        assert wanted.shared_bytes(256, element_bytes) <= shared_bytes << 10
+    assert launch_plan(8192, 4, 4, 2, 128, 132, shared_bytes=99 << 10).tile_rows == measured_tiles(8192, 128).tile_rows
+    assert measured_tiles(8192, 256).shared_bytes(256, 4) == 393_216, "what Triton 3.6 asked for on Hopper"
 
 
 HOPPER_ROWS = 121

@@ -1,5 +1,6 @@
 """Skinny products and the work fused into them, against float32."""
 
+import itertools
 import json
 from dataclasses import asdict, replace
 
@@ -48,13 +49,27 @@ def workspace_for(dtype) -> Workspace:
     return Workspace.allocate(16, 256, 256, dtype, torch.device(DEVICE))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+ONE_ROW, ROWS = (1, 40, 96), (3, 34, 70)
+"""Rows, outputs and inputs: in whole tiles of some plans, and of none."""
+
+KERNEL_CASES = [
+    *itertools.product([ONE_ROW, ROWS], PLANS, [torch.float32, torch.float16]),
+    # Each is compiled by itself on a card: one row is what the first kernel is for, rows are what the others are for.
+    *(
+        pytest.param(ONE_ROW if plan.kernel == "matvec" else ROWS, plan, torch.bfloat16, marks=pytest.mark.gpu)
+        for plan in PLANS
+    ),
+]
+
+
 @pytest.mark.parametrize("fusion", FUSIONS)
 @pytest.mark.parametrize(
-    "plan", PLANS, ids=lambda plan: f"{plan.kernel}_n{plan.block_n}_k{plan.block_k}_s{plan.split_k}"
+    ("sizes", "plan", "dtype"),
+    KERNEL_CASES,
+    ids=lambda case: f"{case.kernel}_n{case.block_n}_k{case.block_k}" if isinstance(case, LinearPlan) else None,
 )
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 96), (3, 34, 70)])
-def test_matches_float32(rows, outputs, inputs, plan, fusion, dtype):
+def test_matches_float32(sizes, plan, fusion, dtype):
+    rows, outputs, inputs = sizes
     x, weight, out, norm_weight, residual, silu = make_case(rows, outputs, inputs, dtype, fusion)
     want = skinny_linear_reference(x, weight, norm_weight=norm_weight, residual=residual, silu_mul=silu)
     workspace = workspace_for(dtype)
@@ -198,10 +213,17 @@ RESIDENT_PLANS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("plan", RESIDENT_PLANS, ids=lambda plan: f"{plan.block_m}x{plan.block_n}s{plan.split_k}")
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(9, 80, 1024), (64, 4096, 512), (200, 96, 2048)])
-def test_hopper_kernel_matches_float32(rows, outputs, inputs, plan, dtype):
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "dtype"),
+    [
+        (9, 80, 1024, torch.bfloat16),
+        (64, 4096, 512, torch.bfloat16),
+        (200, 96, 2048, torch.bfloat16),
+        (64, 4096, 512, torch.float16),
+    ],
+)
+def test_hopper_kernel_matches_float32(rows, outputs, inputs, dtype, plan):
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("the kernel is for Hopper")
     x, weight, out, _, _, _ = make_case(rows, outputs, inputs, dtype, "silu")

@@ -10,6 +10,7 @@ import torch
 from kernels import decode_attention as decode
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
+from kernels.launch import shared_memory_bytes
 from worker_proc.cuda.fused_forward import multiprocessor_count
 from worker_proc.forward_context import ForwardContext
 
@@ -25,13 +26,18 @@ class AttentionPlans:
     prefill_counters: torch.Tensor
 
     @classmethod
-    def of(cls, token_count: int, row_count: int, head_count: int, cache: torch.Tensor) -> "AttentionPlans":
-        """For a step of that size over `cache` [block, kv_head, position, head_dim]."""
+    def of(
+        cls, token_count: int, row_count: int, head_count: int, cache: torch.Tensor, element_bytes: int
+    ) -> "AttentionPlans":
+        """For a step of that size over `cache` [block, kv_head, position, head_dim]; `element_bytes`: of the query."""
         _, kv_head_count, _, head_dim = cache.shape
         sizes = (row_count, head_count, kv_head_count, head_dim, multiprocessor_count(cache.device))
         quantised = cache.dtype.itemsize == 1
         decode_plan = decode.launch_plan(*sizes, quantised=quantised)
-        prefill_plan = prefill_plans.launch_plan(token_count, *sizes, quantised=quantised)
+        prefill_plan = prefill_plans.launch_plan(
+            token_count, *sizes, quantised=quantised, element_bytes=element_bytes,
+            shared_bytes=shared_memory_bytes(cache.device),
+        )  # fmt: skip
         integers = {"dtype": torch.int32, "device": cache.device}
         return cls(
             decode_plan,
@@ -56,7 +62,7 @@ def cuda_attention(
     store_reference(value, value_cache, context.slot_mapping, value_scales)
     plans = context.plans.get("attention")
     if plans is None:
-        plans = AttentionPlans.of(query.shape[0], context.row_count, query.shape[1], key_cache)
+        plans = AttentionPlans.of(query.shape[0], context.row_count, query.shape[1], key_cache, query.element_size())
         context.plans["attention"] = plans
     output = torch.zeros_like(query, memory_format=torch.contiguous_format)
     shared = (output, query, key_cache, value_cache, context.block_tables, context.row_slots, context.context_lengths)

@@ -21,6 +21,7 @@ from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
 from kernels.embedding import embedding
+from kernels.launch import shared_memory_bytes
 from kernels.new_token import NewTokens
 from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -348,7 +349,10 @@ class FusedForward:
         is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
         is_specialised = is_large and has_hopper_kernel(self.model, block_size, sliding_window, quantised)
         rows = row_class(self.logits.shape[0] if is_specialised else bucket.rows)
-        return prefill_plans.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
+        return prefill_plans.launch_plan(
+            bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised,
+            element_bytes=self.hidden.element_size(), shared_bytes=shared_memory_bytes(self.hidden.device),
+        )  # fmt: skip
 
 
 def head_norms(attention: LlamaAttention) -> dict[str, Any]:

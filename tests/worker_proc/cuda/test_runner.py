@@ -32,11 +32,11 @@ def test_greedy_batch_equals_transformers(
         request.getfixturevalue("library_products")
     reference, folder = tiny_model(family, **fused_sizes, **extra)
     driver = make_gpu_driver(folder, device)
-    requests = [driver.add(prompt(length, seed=length)) for length in (1, 10)]
-    driver.run(requests, 3, chunk=7)
+    requests = [driver.add(prompt(length, seed=length)) for length in (1, 9)]
+    driver.run(requests, 2, chunk=6)
     for sample in requests:
         ids = sample.tokens[: sample.prompt_count]
-        assert sample.output == reference_tokens(reference, ids, 3), f"prompt of {len(ids)}"
+        assert sample.output == reference_tokens(reference, ids, 2), f"prompt of {len(ids)}"
 
 
 def pretend_measured(monkeypatch, plan_of) -> None:
