@@ -1,6 +1,7 @@
 """The supervisor with real child processes that play the rooms: start, loss, hang, stop."""
 
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -33,7 +34,7 @@ if how == "import":
 
 from common.child import run_child
 from common.errors import ConfigError
-from common.messages import NewSession
+from common.messages import NewSession, Stop
 
 def main(config, link, rank):
     if how == "config":
@@ -49,7 +50,7 @@ def main(config, link, rank):
         for order in link.take_orders():
             with open(folder / "orders", "a") as file:
                 file.write(f"{room} {order}\\n")
-            if not isinstance(order, NewSession):
+            if not isinstance(order, NewSession) and not (how == "lasting" and isinstance(order, Stop)):
                 return 0
 
 run_child(room, main)
@@ -127,6 +128,33 @@ def test_start_and_ordered_stop(engine: Engine):
     supervisor.stop(1.5)
     assert engine.orders()[0] == "frontend Stop(grace_ms=1500)"
     assert sorted(engine.orders()[1:]) == ["scheduler Stop(grace_ms=0)", "worker Stop(grace_ms=0)"]
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_a_process_that_the_system_cannot_start_is_named(engine: Engine, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
+    with pytest.raises(StartupError, match="^cannot start worker-0: Cannot allocate memory$"):
+        engine.start()
+
+
+def test_a_process_that_the_system_cannot_start_again_ends_the_run(restarting: Engine, monkeypatch):
+    restarting.start()
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
+    os.kill(restarting.pid("worker-0"), signal.SIGKILL)
+    with pytest.raises(ProcessLost, match=r"^worker-0 was killed.*; cannot start worker-0: Cannot allocate memory$"):
+        restarting.watch()
+
+
+def test_a_loss_while_the_frontend_finishes_is_announced_and_ends_the_stop(engine: Engine):
+    supervisor = engine.start(frontend="lasting")
+    os.kill(engine.pid("scheduler"), signal.SIGKILL)
+    with pytest.raises(ProcessLost, match="^scheduler was killed by signal 9"):
+        supervisor.stop(600)
+    orders = [order for order in engine.orders() if order.startswith("frontend")]
+    assert orders[0] == "frontend Stop(grace_ms=600000)" and orders[1].startswith("frontend PeerFailed"), orders
 
 
 def test_a_refused_configuration_is_told_in_its_own_words(engine: Engine):
@@ -335,6 +363,10 @@ def test_the_last_error_line_of_a_traceback():
         (["sevre"], "trireme: unknown verb 'sevre'; wanted one of serve, status"),
         (["Qwen3-0.6B"], "or a hub id, which has its owner before the name, as Qwen/Qwen3-0.6B does"),
         (["keys"], "trireme: the following arguments are required: DIR"),
+        (
+            ["keys", "/nowhere", "alice", "--revoke", "bob"],
+            "--revoke takes one name away; alice would be made",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, text, capfd, engine: Engine):
