@@ -12,7 +12,7 @@ import msgpack
 import zmq
 
 HELLO, GENERATE = 60, 61
-DELTAS, FINAL, ERROR_REPLY = 81, 82, 83
+WELCOME, DELTAS, FINAL, ERROR_REPLY = 80, 81, 82, 83
 
 
 def main(endpoint: str, question: str) -> int:
@@ -22,9 +22,6 @@ def main(endpoint: str, question: str) -> int:
         socket.connect(endpoint)
 
         socket.send(msgpack.packb([HELLO, 1, "raw client"]))
-        _, version, model_names, *_ = msgpack.unpackb(socket.recv())
-        print(f"{model_names[0]} (protocol version {version})", file=sys.stderr)
-
         messages = [{"role": "user", "content": question}]
         params = {"max_tokens": 100, "temperature": 0.7}
         model_defaults, stream, priority, cache_salt, timeout_ms, add_special_tokens = True, True, 0, "", None, None
@@ -32,7 +29,9 @@ def main(endpoint: str, question: str) -> int:
         socket.send(msgpack.packb([GENERATE, "q1", messages, params, *options, {}]))
         while True:
             code, *fields = msgpack.unpackb(socket.recv())
-            if code == DELTAS:
+            if code == WELCOME:
+                print(f"{fields[1][0]} (protocol version {fields[0]})", file=sys.stderr)
+            elif code == DELTAS:
                 for _request_id, _sample_index, text, *_ in fields[0]:
                     print(text, end="", flush=True)
             elif code == FINAL:

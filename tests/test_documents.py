@@ -1,6 +1,7 @@
 """The documents against the programs: options that are named exist, links lead somewhere, migration tables are true."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -113,3 +114,13 @@ def test_the_commands_of_the_unit_and_the_container_are_taken():
     assert words[:2] == ["trireme", "serve"]
     config = config_from(serve.parse(words[2:] + shlex.split(arguments)))
     assert (config.server.host, config.model.model, config.model.max_model_len) == ("0.0.0.0", "Qwen/Qwen3-0.6B", 8192)
+
+
+@pytest.mark.parametrize(("arguments", "first"), [((), 1), ((7,), 3)], ids=["enough memory", "too little"])
+def test_what_the_scheduler_does_is_what_the_document_shows(arguments, first, capsys):
+    runpy.run_path(str(ROOT / "examples" / "watch_the_scheduler.py"))["main"](*arguments)
+    heading, *rows, end = capsys.readouterr().out.splitlines()
+    assert end == "every request has its 6 tokens: 4 of 4"
+    tables = re.findall(r"```\n(step  .*?)```", (ROOT / "docs" / "how-it-works.md").read_text(), re.DOTALL)
+    shown = [table.splitlines() for table in tables]
+    assert [heading, *rows[first - 1 : first + len(shown[len(arguments)]) - 2]] == shown[len(arguments)]

@@ -25,6 +25,13 @@ def test_the_example_without_the_sdk(frontend, capsys):
     assert "stop: " in shown.err
 
 
+def test_the_example_says_that_its_hello_was_refused(frontend, capsys, monkeypatch):
+    monkeypatch.setattr(wire, "CLIENT_PROTOCOL_VERSION", 2)
+    example = runpy.run_path(str(ROOT / "examples" / "raw_client.py"))
+    assert example["main"](frontend.endpoint, "hello") == 1
+    assert "refused: " in capsys.readouterr().err
+
+
 def test_the_example_says_what_it_wants(monkeypatch):
     monkeypatch.setattr("sys.argv", ["raw_client.py"])
     with pytest.raises(SystemExit, match=r"^usage: .*raw_client\.py ENDPOINT QUESTION$"):
