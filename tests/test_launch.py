@@ -286,12 +286,11 @@ def test_restarts_are_counted_within_five_minutes():
 def test_a_loss_while_requests_finish_is_told_at_once_and_is_no_good_end(engine: Engine, name: str, number: int):
     supervisor = engine.start(frontend="finishing")
     os.kill(engine.pid(name), number)
-    began = time.monotonic()
     with pytest.raises(ProcessLost, match=f"^{name} (was killed by signal 9|does not respond)"):
-        supervisor.stop(60.0)
-    assert time.monotonic() - began < 30.0
-    assert engine.orders()[0] == "frontend Stop(grace_ms=60000)"
-    assert engine.orders()[1].startswith(f"frontend PeerFailed(process='{name}'")
+        supervisor.stop(600.0)
+    orders = [order for order in engine.orders() if order.startswith("frontend")]  # the others write there too
+    assert orders[0] == "frontend Stop(grace_ms=600000)" and len(orders) == 2, orders
+    assert orders[1].startswith(f"frontend PeerFailed(process='{name}'")
 
 
 def test_what_ends_as_told_while_requests_finish_is_no_failure(engine: Engine):
