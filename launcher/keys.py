@@ -30,6 +30,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("names", metavar="NAME", nargs="*", default=[], help="clients to make keys for")
     parser.add_argument("--revoke", metavar="NAME", help="a client that may connect no more")
     parsed = parser.parse_args(arguments)
+    if parsed.revoke and parsed.names:
+        raise ConfigError(f"--revoke takes one name away; {', '.join(parsed.names)} would be made: one at a time")
     if parsed.revoke:
         revoke_client_keys(parsed.folder, parsed.revoke)
         print(f"{parsed.revoke} is revoked; an engine that runs with these keys knows at once")

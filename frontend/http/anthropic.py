@@ -20,7 +20,21 @@ from frontend.http.streams import EventStream, answer_or_abort
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
-    """The body of both endpoints; `max_tokens` is for the first alone."""
+    """The body of both endpoints; `max_tokens` is for the first alone.
+
+    Attributes:
+        messages: the chat so far; contents are texts or blocks (`text`, `tool_use`, `tool_result`, `thinking`).
+        model: the name of a model that is served here.
+        max_tokens: tokens to generate at most; `/v1/messages` wants it.
+        system: a system message to begin with.
+        stop_sequences: strings that end the output.
+        stream: answer with server-sent events.
+        tools: functions that the model may call, each with an `input_schema`.
+        tool_choice: a map whose `type` is `auto`, `any`, `tool` or `none`.
+        thinking: a map; its type `disabled` asks for no reasoning.
+        metadata: a map; its `user_id` is who asks, for fair sharing.
+        service_tier: taken, and without effect.
+    """
 
     messages: list[dict[str, Any]]
     model: str | None = None

@@ -39,7 +39,11 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct):
-    """The body of every error."""
+    """The body of every error.
+
+    Attributes:
+        error: what went wrong.
+    """
 
     error: ErrorDetail
 

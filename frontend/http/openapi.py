@@ -6,9 +6,9 @@ what the server takes. What a field means comes from the docstrings. `endpoints`
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from starlette.requests import Request
@@ -84,9 +84,10 @@ def document(endpoints: Sequence[Endpoint], *, root_path: str = "", has_keys: bo
         has_keys: whether requests need an API key.
     """
     bodies = list(dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None))
+    bodies.append(ErrorBody)
     template = "#/components/schemas/{name}"
-    _, schemas = msgspec.json.schema_components([*bodies, ErrorBody], ref_template=template)
-    for kind in bodies:
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=template)
+    for kind in {kind for body in bodies for kind in _structs(body)}:
         _describe(schemas[kind.__name__], kind)
     paths = {
         endpoint.plain_path: {verb.lower(): _operation(endpoint, verb) for verb in endpoint.verbs}
@@ -127,6 +128,15 @@ def _operation(endpoint: Endpoint, verb: str) -> dict[str, Any]:
         media = {"schema": {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}, "example": endpoint.example}
         operation["requestBody"] = {"required": endpoint.needs_body, "content": {"application/json": media}}
     return operation
+
+
+def _structs(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    """A class and those of its fields."""
+    yield kind
+    for field in msgspec.structs.fields(kind):
+        for choice in get_args(field.type) or (field.type,):
+            if isinstance(choice, type) and issubclass(choice, msgspec.Struct):
+                yield from _structs(choice)
 
 
 def _describe(schema: dict[str, Any], kind: type) -> None:

@@ -17,7 +17,9 @@ from frontend.http.requests import decode
 class ProfileRequest(msgspec.Struct, kw_only=True):
     """The body of both; may be left out.
 
-    steps: how many; None goes on until /stop_profile, for STEP_LIMIT steps at most.
+    Attributes:
+        process: whose steps.
+        steps: how many; without it the trace goes on until `/stop_profile`, for a bounded number of steps.
     """
 
     process: Literal["worker", "scheduler", "frontend"] = "worker"

@@ -67,14 +67,24 @@ Tools = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Options of a stream."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: end the stream with a chunk that counts its tokens.
+        continuous_usage_stats: with it, every chunk counts those so far.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What form the output must have: `text`, `json_object`, or `json_schema` with a `schema` in its description."""
+    """What form the output must have.
+
+    Attributes:
+        type: `text`, `json_object`, or `json_schema`.
+        json_schema: a map that holds the `schema`.
+    """
 
     type: str
     json_schema: dict[str, Any] | None = None
@@ -132,7 +142,10 @@ class GenerationRequest(SamplingFields, kw_only=True):
 
     Attributes:
         stream: answer with server-sent events.
-        response_format: the form of the output, as OpenAI has it; structured_outputs, and guided_*, as vLLM has it.
+        stream_options: what the events hold beside the output.
+        response_format: the form of the output, as OpenAI has it.
+        structured_outputs: as vLLM has it: a map with one of `json`, `regex`, `choice`, `grammar`, `json_object`.
+        guided_json, guided_regex, guided_choice, guided_grammar: the same under vLLM's older names.
         echo: put the prompt before the output.
         prompt_logprobs: show the log probabilities of the prompt's tokens; not for streams.
         return_token_ids: show token ids beside the text.
@@ -151,7 +164,13 @@ class GenerationRequest(SamplingFields, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """`/v1/completions`."""
+    """`/v1/completions`.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either.
+        suffix: not supported yet.
+        best_of: as `n`; another number is not supported yet.
+    """
 
     prompt: str | list[Any]
     logprobs: int | None = None
@@ -160,7 +179,23 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`.
+
+    Attributes:
+        messages: the chat so far, each message with `role` and `content`.
+        chat_template_kwargs: further variables of the chat template.
+        add_generation_prompt: begin an answer; true if it is missing.
+        continue_final_message: go on with the last message instead of answering it.
+        logprobs: show log probabilities of the output's tokens.
+        top_logprobs: with `logprobs`, of so many likeliest tokens too.
+        max_completion_tokens: the newer name of `max_tokens`.
+        tools: functions that the model may call.
+        tool_choice: `none`, `auto`, `required`, or a map that names one function.
+        parallel_tool_calls: false allows one call at most.
+        reasoning_effort: a variable of the chat template; `none` asks for no reasoning.
+        include_reasoning: false leaves the reasoning out of the answer.
+        echo: not supported for chats.
+    """
 
     messages: Messages
     chat_template_kwargs: dict[str, Any] | None = None
@@ -194,7 +229,16 @@ class EmbeddingsRequest(QueueFields, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """`/tokenize`: a text or a chat."""
+    """`/tokenize`: a text or a chat.
+
+    Attributes:
+        model: the name of a model that is served here.
+        prompt: a text.
+        messages, tools, chat_template_kwargs, add_generation_prompt, continue_final_message: a chat, as in
+            `/v1/chat/completions`.
+        add_special_tokens: put BOS before it as the tokenizer does; by default for texts, not for chats.
+        return_token_strs: show each token as text too.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -222,7 +266,12 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """`/detokenize`: token ids."""
+    """`/detokenize`: token ids.
+
+    Attributes:
+        model: the name of a model that is served here.
+        tokens: their ids.
+    """
 
     model: str | None = None
     tokens: list[int]

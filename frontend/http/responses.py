@@ -24,7 +24,29 @@ from frontend.http.streams import EventStream, answer_or_abort
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """The body of `/v1/responses`."""
+    """The body of `/v1/responses`.
+
+    Attributes:
+        input: a text, or items: messages, `function_call`, `function_call_output`.
+        model: the name of a model that is served here.
+        instructions: a system message to begin with.
+        max_output_tokens: tokens to generate at most; without it, up to the model's context.
+        tools: functions that the model may call.
+        tool_choice: `none`, `auto`, `required`, or a map that names one function.
+        parallel_tool_calls: false allows one call at most.
+        text: a map whose `format` is the form of the output.
+        reasoning: a map whose `effort` is a variable of the chat template; `none` asks for no reasoning.
+        chat_template_kwargs: further variables of the chat template.
+        stream: answer with server-sent events.
+        metadata: comes back in the answer.
+        user: who asks, for fair sharing; the address if it is missing.
+        previous_response_id, background: not supported: nothing is stored.
+        store, truncation, include: taken, and without effect.
+        priority: lower goes first; 0 is usual.
+        cache_salt: cached prefixes are shared only under the same salt.
+        request_id: a name for the request, part of the reply's id.
+        timeout: seconds after which the request ends with an error.
+    """
 
     input: str | list[Any]
     model: str | None = None

@@ -61,6 +61,14 @@ def test_every_field_of_every_body_is_described_with_its_type(described):
         "description": "keep tokens at least this fraction as likely as the likeliest.",
     }
     assert set(schemas["ErrorDetail"]["properties"]) == {"message", "type", "param", "code"}
+    silent = [
+        f"{name}.{field}"
+        for name, schema in schemas.items()
+        for field, about in schema["properties"].items()
+        if not about.get("description")
+    ]
+    assert silent == [], "the docstrings do not say what these are"
+    assert schemas["ChatRequest"]["properties"]["logprobs"]["description"].startswith("show log probabilities")
 
 
 def test_all_references_lead_somewhere(described):
