@@ -327,8 +327,12 @@ def check(config: EngineConfig) -> None:
         )
     if scheduler.preemption == "swap" and not cache.swap_space_bytes:
         raise ConfigError("--preemption is swap, but --swap-space-bytes is 0: there is nowhere to swap to")
-    if scheduler.max_num_queued_tokens < 0 or scheduler.target_itl_ms < 0:
-        raise ConfigError("--max-num-queued-tokens and --target-itl-ms cannot be negative; 0 sets no limit")
+    if scheduler.max_num_queued_tokens < 0:
+        raise ConfigError("--max-num-queued-tokens cannot be negative; 0 sets no limit")
+    if not 0 <= scheduler.target_itl_ms <= TIMEOUT_LIMIT_S * 1000:
+        raise ConfigError(
+            f"--target-itl-ms is {scheduler.target_itl_ms:g}; wanted milliseconds up to a day's, or 0 for no target"
+        )
     if scheduler.max_num_queued_reqs < 1:
         raise ConfigError(f"--max-num-queued-reqs is {scheduler.max_num_queued_reqs}; wanted at least 1")
     _check_server(server)

@@ -416,6 +416,17 @@ class Core:
                 text = f"the engine was lost {FRUITLESS_LIMIT} times while it worked on this request: {why}"
                 self._fail(request, RequestError(text, code="engine_restarted", status=503))
 
+    def end_overdue(self) -> bool:
+        """End the requests whose deadline has passed, while there is no scheduler that does; whether that is so."""
+        if not self._outbox.suspended:
+            return False
+        for request in list(self._live.values()):
+            deadline_s = request.message.deadline_s if request.message is not None else None
+            if deadline_s is not None and deadline_s <= self._wall_clock():
+                text = "the request's deadline has passed while the engine was being started again"
+                self._fail(request, RequestError(text, code="deadline_exceeded", status=408))
+        return True
+
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:

@@ -40,6 +40,9 @@ LAST_WORDS_S = 0.3
 DEAD_S = 0.6
 """How long `/health` goes on to say that the engine is dead, for whoever asks in between."""
 
+DEADLINE_LOOK_S = 0.1
+"""How often to look for requests whose deadline has passed, while there is no scheduler to do it."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -101,6 +104,7 @@ class Frontend:
         self._engine = Engine(config, tokenizer, send, self._recorder)
         self._engine.order_profile = link.profile
         self._traces: StepTraces | None = None
+        self._next_deadline_look: asyncio.TimerHandle | None = None
         self._clients = ClientServer(self._engine, router, self._access)
         self._outputs_reader = self._read_outputs()
         asyncio.get_running_loop().add_reader(link.wake_fd, self._on_orders)
@@ -187,12 +191,21 @@ class Frontend:
         core = self._engine.core
         logger.warning("%s; requests that wait until it is back: %d", order.message, core.live_count)
         core.suspend(order.message, order.session)
-        self._clients.flush()
+        self._end_overdue()
         self._outputs_reader.close()
         self._outputs.close(linger=0)
         self._requests.close(linger=0)
         self._connect_scheduler(order.session)
         self._outputs_reader = self._read_outputs()
+
+    def _end_overdue(self) -> None:
+        """Now and again until there is a scheduler."""
+        if self._next_deadline_look is not None:
+            self._next_deadline_look.cancel()
+        waits = self._engine.core.end_overdue()
+        loop = asyncio.get_running_loop()
+        self._next_deadline_look = loop.call_later(DEADLINE_LOOK_S, self._end_overdue) if waits else None
+        self._clients.flush()
 
     def _fail(self, why: str) -> None:
         """The engine cannot serve any more: every request ends with an error, then the process ends."""
@@ -218,6 +231,8 @@ class Frontend:
         if core.live_count:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(idle.wait(), grace_s)
+        if self._next_deadline_look is not None:
+            self._next_deadline_look.cancel()
         core.fail_all("the engine has shut down", code="shutting_down", dead=False)
         if self._http is not None:
             await self._http.stop(LAST_WORDS_S)

@@ -31,4 +31,23 @@ def check_tensor(
         raise ValueError(f"{name}: wanted device {like.device}, got {tensor.device}")
 
 
+def check_head_inputs(
+    rope_table: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, head_dim: int,
+    like: torch.Tensor,
+) -> None:  # fmt: skip
+    """What norms and rotates heads: a contiguous float32 [max_position, r], r even and at most head_dim, and both of
+    the norms' weights [head_dim] or neither."""
+    check_tensor("rope_table", rope_table, (None, None), torch.float32, like=like)
+    if rope_table.shape[1] % 2 or rope_table.shape[1] > head_dim or not rope_table.is_contiguous():
+        raise ValueError(
+            f"rope_table: wanted a contiguous table with an even number of columns up to {head_dim}, "
+            f"got {list(rope_table.shape)} with strides {rope_table.stride()}"
+        )
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight: wanted both or neither, got one")
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check_tensor(name, weight, (head_dim,), FLOATS, like=like)
+
+
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

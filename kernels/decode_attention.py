@@ -129,38 +129,33 @@ def launch_plan(
     *,
     quantised: bool = False,
     tile_tokens: int | None = None,
-    programs_per_multiprocessor: int | None = None,
+    programs_per_multiprocessor: int = 2,
     min_tiles: int = 1,
     start_tiles: int = 1,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
-    max_registers: int | None = None,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
-    The other keyword arguments override the measured choice.
+    The other keyword arguments are for tests.
     """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
-    if quantised and dim_tile <= 128:
-        # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
-        tile_tokens, num_stages = tile_tokens or 128, num_stages or 3
-        num_warps, max_registers = num_warps or 8, max_registers or 128
-    tile_tokens, num_stages, num_warps = tile_tokens or (64 if dim_tile <= 128 else 32), num_stages or 3, num_warps or 4
-    program_count = multiprocessor_count * (programs_per_multiprocessor or 2)
+    is_wide = quantised and dim_tile <= 128
+    usual_tokens = 128 if is_wide else 64 if dim_tile <= 128 else 32
+    program_count = multiprocessor_count * programs_per_multiprocessor
     group_rows = max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
         program_count=program_count,
-        tile_tokens=tile_tokens,
+        tile_tokens=tile_tokens or usual_tokens,
         group_rows=group_rows,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
         start_tiles=start_tiles,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        max_registers=max_registers,
+        # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
+        num_warps=8 if is_wide else 4,
+        num_stages=3,
+        max_registers=128 if is_wide else None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
     )

@@ -21,6 +21,7 @@ Sources: 1. H. He and others, "Defeating Nondeterminism in LLM Inference", Think
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -78,6 +79,7 @@ def launch_plan(row_count: int, output_count: int, dtype: torch.dtype) -> FixedO
     return HALF_PLANS[-1]
 
 
+@cache
 def fitted(plan: FixedOrderPlan, element_bytes: int, shared_bytes: int) -> FixedOrderPlan:
     """The plan with no more stages than that much shared memory holds. Sums do not depend on the number of stages."""
     stage_bytes = (plan.block_m + plan.block_n) * plan.block_k * element_bytes

@@ -68,9 +68,9 @@ from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 MAX_ROWS = 16
 GROUP_ROWS = 16  # query rows of a tensor core's tile
 PROGRAM_TARGET = 264  # two for each multiprocessor of the card that this was measured on
-APART_ROWS = (
-    2  # up to here the new token is a part of its own: 577 us a step of one row, not 640; of 16, 1,222, not 1,127
-)
+APART_ROWS = 2
+"""Up to here the new token is a part of its own: 577 us a step of one row, not 640; of 16 rows 1,222, not 1,127."""
+
 MAX_SPLITS = 32
 
 
@@ -130,20 +130,17 @@ class FusedDecodePlan:
     workspace_floats: int
 
 
-def launch_plan(
-    row_count: int, kv_heads: int, head_dim: int, *, program_target: int = PROGRAM_TARGET, tile: int | None = None,
-    num_warps: int = 4, is_apart: bool | None = None,
-) -> FusedDecodePlan:  # fmt: skip
+def launch_plan(row_count: int, kv_heads: int, head_dim: int, *, is_apart: bool | None = None) -> FusedDecodePlan:
     """As many splits, a power of two, as keep the number of programs near what the card holds at once.
 
-    The keyword arguments override the usual choice; `is_apart`: the new token is a part of its own.
+    `is_apart`, whether the new token is a part of its own, overrides the measured choice.
     """
     splits = 1
-    while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= program_target:
+    while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= PROGRAM_TARGET:
         splits *= 2
     floats = row_count * kv_heads * splits * GROUP_ROWS * (head_dim + 2)
     is_apart = row_count <= APART_ROWS if is_apart is None else is_apart
-    return FusedDecodePlan(splits, tile or (64 if head_dim <= 128 else 32), num_warps, is_apart, floats)
+    return FusedDecodePlan(splits, 64 if head_dim <= 128 else 32, 4, is_apart, floats)
 
 
 @triton.jit

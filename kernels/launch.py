@@ -46,6 +46,7 @@ def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
 HOPPER_SHARED_BYTES = 227 * 1024
 
 
+@functools.cache
 def shared_memory_bytes(device: torch.device) -> int:
     """Shared memory that a program can have on a card; Hopper's where there is no card, or it does not say."""
     if device.type != "cuda":

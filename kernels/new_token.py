@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOATS, check_tensor
+from kernels.checks import check_head_inputs, check_tensor
 from kernels.kv_quant import store_vector
 
 
@@ -32,15 +32,7 @@ class NewTokens:
         """Raise ValueError for a shape or dtype that does not fit the attention's."""
         rows, query_heads, head_dim = output.shape
         check_tensor("qkv", qkv, (rows, (query_heads + 2 * kv_heads) * head_dim), output.dtype, like=output)
-        check_tensor("rope_table", self.rope_table, (None, None), torch.float32, like=output)
-        columns = self.rope_table.shape[1]
-        if columns % 2 or columns > head_dim or not self.rope_table.is_contiguous():
-            raise ValueError(f"rope_table: wanted contiguous rows of even length up to {head_dim}, got {columns}")
-        if (self.q_weight is None) != (self.k_weight is None):
-            raise ValueError("q_weight and k_weight: wanted both or neither, got one")
-        for name, weight in (("q_weight", self.q_weight), ("k_weight", self.k_weight)):
-            if weight is not None:
-                check_tensor(name, weight, (head_dim,), FLOATS, like=output)
+        check_head_inputs(self.rope_table, self.q_weight, self.k_weight, head_dim, like=output)
 
 
 @triton.jit

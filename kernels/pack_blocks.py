@@ -9,7 +9,7 @@ is one piece that a copy engine moves at the link's speed.
 | tensor | axes                   | dtype | notes                                                             |
 |--------|------------------------|-------|-------------------------------------------------------------------|
 | tensors| [block_count, ...]     | any   | contiguous; the same block_count                                  |
-| blocks | [n]                    | int32 | numbers below block_count; to unpack, no number twice             |
+| blocks | [n <= MAX_BLOCKS]      | int32 | numbers below block_count; to unpack, no number twice             |
 | packed | [at least n, bytes]    | uint8 | contiguous rows of `BlockLayout.block_bytes`                      |
 
 Called by the GPU worker's swapping.
@@ -25,6 +25,9 @@ import triton.language as tl
 from kernels.checks import check_tensor
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+MAX_BLOCKS = 65_535
+"""Of one call: programs along an axis of a grid."""
+
 TILE = 1024
 """Words that a program moves at once."""
 
@@ -93,6 +96,8 @@ def _move_blocks(layout: BlockLayout, blocks: torch.Tensor, packed: torch.Tensor
     count, tensor_count = blocks.shape[0], layout.table.shape[1]
     if packed.shape[0] < count:
         raise ValueError(f"packed: wanted at least {count} rows, got {packed.shape[0]}")
+    if count > MAX_BLOCKS:
+        raise ValueError(f"blocks: wanted at most {MAX_BLOCKS}, got {count}")
     if not count:
         return
     words = packed.view(layout.word)

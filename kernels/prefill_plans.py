@@ -95,10 +95,6 @@ def launch_plan(
     quantised: bool = False,
     tile_rows: int | None = None,
     key_tile: int | None = None,
-    programs_per_multiprocessor: int = 2,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
-    max_registers: int | None = None,
     one_loop: bool | None = None,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
@@ -118,7 +114,7 @@ def launch_plan(
     tile_rows = max(tile_rows or chosen.tile_rows, triton.next_power_of_2(group))
     query_tile = tile_rows // group
     tile_bound = (token_count // query_tile + min(max_rows, token_count)) * kv_heads
-    resident = multiprocessor_count * (1 if specialised else programs_per_multiprocessor)
+    resident = multiprocessor_count * (1 if specialised else 2)
     return PrefillPlan(
         program_count=max(1, min(resident, tile_bound)),
         wave=multiprocessor_count,
@@ -128,9 +124,9 @@ def launch_plan(
         key_tile=key_tile or chosen.key_tile,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
-        num_warps=num_warps or chosen.num_warps,
-        num_stages=num_stages or chosen.num_stages,
-        max_registers=max_registers or chosen.max_registers,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        max_registers=chosen.max_registers,
         one_loop=chosen.one_loop if one_loop is None else one_loop,
     )
 

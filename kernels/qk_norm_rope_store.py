@@ -38,7 +38,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOATS, check_tensor
+from kernels.checks import FLOATS, check_head_inputs, check_tensor
 from kernels.kv_format import cache_format, quantise, vector_bytes
 from kernels.kv_quant import check_scales, quantised_elements, quantising_scale
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
@@ -282,17 +282,7 @@ def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_
         check_tensor("qkv", qkv, (token_count, width), q_out.dtype)
     check_tensor("slot_mapping", slot_mapping, (token_count,), torch.int64, like=qkv)
     check_tensor("positions", positions, (token_count,), (torch.int32, torch.int64), like=qkv)
-    check_tensor("rope_table", rope_table, (None, None), torch.float32, like=qkv)
-    if rope_table.shape[1] % 2 or rope_table.shape[1] > head_dim or not rope_table.is_contiguous():
-        raise ValueError(
-            f"rope_table: wanted a contiguous table with an even number of columns up to {head_dim}, "
-            f"got {list(rope_table.shape)} with strides {rope_table.stride()}"
-        )
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight: wanted both or neither, got one")
-    if q_weight is not None and k_weight is not None:
-        check_tensor("q_weight", q_weight, (head_dim,), FLOATS, like=qkv)
-        check_tensor("k_weight", k_weight, (head_dim,), FLOATS, like=qkv)
+    check_head_inputs(rope_table, q_weight, k_weight, head_dim, like=qkv)
     if token_count and q_out.stride(1) != head_dim:
         raise ValueError(f"q_out: wanted adjacent heads (stride {head_dim}), got strides {q_out.stride()}")
 

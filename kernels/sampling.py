@@ -310,7 +310,7 @@ def _choose_kernel(
                 maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
                 sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
                 row_mass = tl.sum(sums * tl.exp(scores - top), axis=0)
-                pivot = pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY, PIECE)
+                pivot = pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY)
                 if pivot > float("-inf"):
                     gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                            CHUNKS, CHUNK, PIECE, CANDIDATES, BINS)  # fmt: skip

@@ -46,6 +46,7 @@ from kernels.tuning import LIBRARY, LinearPlan, find_plan, measured_plan, operat
 MAX_ROWS = 256
 MAX_SPLITS = 16
 COUNTERS = 8192  # one for each output tile of a split product
+FEWEST_TILE_ROWS = 16  # what the tensor cores take
 
 
 def skinny_linear_reference(
@@ -94,7 +95,7 @@ class Workspace:
         cls, max_rows: int, max_inputs: int, max_outputs: int, dtype: torch.dtype, device: torch.device
     ) -> "Workspace":
         """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K."""
-        skinny = min(max_rows, MAX_ROWS)
+        skinny = min(max(max_rows, FEWEST_TILE_ROWS), MAX_ROWS)
         return cls(
             partials=torch.empty(MAX_SPLITS * skinny * min(max_outputs, 2048), dtype=torch.float32, device=device),
             counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
@@ -108,6 +109,17 @@ class Workspace:
         if buffer.numel() < row_count * columns:
             raise ValueError(f"workspace.{name}: wanted {row_count} x {columns} elements, got {buffer.numel()}")
         return buffer[: row_count * columns].view(row_count, columns)
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of the one tile that holds all rows of x."""
+    return max(triton.next_power_of_2(rows), FEWEST_TILE_ROWS)
+
+
+def split_floats(plan: LinearPlan, rows: int, outputs: int, silu_mul: bool) -> int:
+    """Elements of `Workspace.partials` that a product of `outputs` result columns takes, its programs meeting again."""
+    halves = 2 if silu_mul else 1
+    return triton.cdiv(outputs, plan.block_n) * plan.split_k * tile_rows(rows) * (plan.block_n * halves + 1)
 
 
 @triton.jit
@@ -364,9 +376,9 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
     if plan.kernel == "matvec":
         _matvec_kernel[(tiles,)](x, weight, gain, added, out, *ahead, outputs, *strides, eps, ROWS=rows, **options)
         return
-    block_m = max(triton.next_power_of_2(rows), 16)
+    block_m = tile_rows(rows)
     if plan.split_k > 1:
-        needed = tiles * plan.split_k * block_m * (plan.block_n * (2 if silu_mul else 1) + 1)
+        needed = split_floats(plan, rows, outputs, silu_mul)
         if workspace.partials.numel() < needed or tiles > COUNTERS:
             raise ValueError(f"workspace: wanted {needed} partial sums, got {workspace.partials.numel()}")
     _small_m_kernel[(tiles, plan.split_k)](
@@ -398,7 +410,7 @@ def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace, upcoming=N
     ahead = (weight if upcoming is None else upcoming, lines)
     _small_m_kernel[(tiles, plan.split_k)](
         x, weight, weight, parts, parts, parts, workspace.counters, *ahead, rows, outputs, *strides, 0.0,
-        K=inputs, BLOCK_M=max(triton.next_power_of_2(rows), 16), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+        K=inputs, BLOCK_M=tile_rows(rows), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=True, HAS_NORM=False, HAS_RESIDUAL=False,
         SILU_MUL=False, PREFETCH=lines_each, num_warps=plan.num_warps, **launch_options(x),
     )  # fmt: skip

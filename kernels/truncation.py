@@ -14,9 +14,6 @@ import triton.language as tl
 
 from kernels.noise import HAS_PTX, gumbel, noise_bits, noise_keys
 
-USES_INTERVALS = tl.constexpr(True)
-"""Whether top-p's threshold is looked for in one interval of values first; without, among all candidates."""
-
 
 @triton.jit
 def _ends_with(words, tokens, known):
@@ -226,7 +223,7 @@ def is_binned(pivot, slot, settings, VOCABULARY):
     """Whether the mass of a row's candidates is added up by intervals: for top-p with a bound, but without top-k."""
     top_k = tl.load(settings[1] + slot * 16)
     has_k = (top_k > 0) & (top_k < VOCABULARY)
-    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf")) & USES_INTERVALS
+    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf"))
 
 
 @triton.jit
@@ -395,7 +392,7 @@ def gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, 
 
 
 @triton.jit
-def pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY, PIECE: tl.constexpr):
+def pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY):
     """A value that no kept id lies below; -inf where none can be told.
 
     For top-k: at least k values reach the k-th largest piece maximum. For min-p: its own threshold. For top-p alone:

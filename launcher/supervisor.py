@@ -42,6 +42,8 @@ from launcher.restarts import WINDOW_S, Restarts
 
 HEARTBEAT_TIMEOUT_S = 2.0
 SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
+LOADING_SILENCE_S = 120.0
+"""For a process that is not ready: reading libraries from a slow disk can hold the interpreter for long."""
 FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
@@ -347,10 +349,11 @@ class Supervisor:
         paused_ourselves = now - self._turned_at > 1.0
         self._turned_at = now
         for name, peer in self._peers.items():
-            if paused_ourselves or peer.ready_after_s is None or name in leaving:
+            if paused_ourselves or not peer.state or name in leaving:  # the first heartbeat has --startup-timeout
                 peer.last_heard_at = now
             silence_s = now - peer.last_heard_at
-            if silence_s > SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S):
+            limit_s = SILENCE_LIMITS_S.get(peer.state, HEARTBEAT_TIMEOUT_S)
+            if silence_s > (limit_s if peer.ready_after_s is not None else LOADING_SILENCE_S):
                 raise ProcessLost(name, f"{name} does not respond: no heartbeat for {silence_s:.1f} s", None)
 
     # -- restarts ------------------------------------------------------------------------------------------------------
@@ -369,10 +372,11 @@ class Supervisor:
             raise ProcessLost(lost.process, f"{lost}; it is not started again: {limit}", lost.exit_code)
         names = self._to_restart(lost.process)
         logger.error("%s; starting again: %s (restart %d)", lost, ", ".join(names), self._restarts.count)
-        order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
-        self._order([name for name in ("frontend", "scheduler") if name not in names], order)
         for name in names:
             self._remove(name)
+        self._remove_sockets(names)
+        order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
+        self._order([name for name in ("frontend", "scheduler") if name not in names], order)
         self._restart_deadline_s = time.monotonic() + self.config.server.startup_timeout
         try:
             self._spawn(names)
@@ -390,6 +394,15 @@ class Supervisor:
         self._forget_end(child.exit_fd)
         child.kill()
         child.close()
+
+    def _remove_sockets(self, names: Sequence[str]) -> None:
+        """Those of the sessions so far, of which nobody makes use any more: closing a socket leaves its file behind."""
+        links = ["requests", "outputs"]
+        if names != ["frontend"]:
+            links += ["plans", "results"]
+        for link in links:
+            for file in self._run_dir.path.glob(f"{link}*.sock"):
+                file.unlink(missing_ok=True)
 
     def _order(self, names: Sequence[str], order: Stop | PeerFailed | Profile | NewSession) -> None:
         for name in names:

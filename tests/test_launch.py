@@ -33,7 +33,7 @@ if how == "import":
 
 from common.child import run_child
 from common.errors import ConfigError
-from common.messages import NewSession
+from common.messages import NewSession, Stop
 
 def main(config, link, rank):
     if how == "config":
@@ -42,6 +42,9 @@ def main(config, link, rank):
         os._exit(7)
     if how == "lost" and config.session:
         raise RuntimeError("never again")
+    if how == "frozen":
+        select.select([], [], [], 1.0)  # its first heartbeat is out
+        os.kill(os.getpid(), 19)
     if how != "slow":
         link.ready(f"in session {config.session}")
     while True:
@@ -49,7 +52,7 @@ def main(config, link, rank):
         for order in link.take_orders():
             with open(folder / "orders", "a") as file:
                 file.write(f"{room} {order}\\n")
-            if not isinstance(order, NewSession):
+            if not isinstance(order, NewSession) and (how != "finishing" or not isinstance(order, Stop)):
                 return 0
 
 run_child(room, main)
@@ -206,6 +209,17 @@ def test_a_lost_process_is_started_again_with_those_that_need_it(restarting: Eng
     assert sorted(order.split("(")[0] for order in orders[1:]) == ["frontend Stop", "scheduler Stop", "worker Stop"]
 
 
+def test_a_restart_leaves_no_sockets_of_earlier_sessions(restarting: Engine):
+    restarting.start()
+    for name in ("requests", "outputs", "plans-0", "results", "supervisor", "client"):
+        (restarting.run_dir.path / f"{name}.sock").touch()
+    left = lambda: {path.stem for path in restarting.run_dir.path.glob("*.sock")}  # noqa: E731
+    kill_and_wait(restarting, "frontend")
+    assert left() == {"plans-0", "results", "supervisor", "client"}, "the scheduler and the worker go on"
+    kill_and_wait(restarting, "worker-0")
+    assert left() == {"supervisor", "client"}
+
+
 def test_losses_beyond_the_limit_end_the_run(restarting: Engine):
     restarting.start()
     kill_and_wait(restarting, "scheduler")
@@ -247,6 +261,31 @@ def test_restarts_are_counted_within_five_minutes():
     now[0] = WINDOW_S
     assert [restarts.take() for _ in range(3)] == [True, True, False]
     assert restarts.count == 4
+
+
+@pytest.mark.parametrize(("name", "number"), [("worker-0", signal.SIGKILL), ("scheduler", signal.SIGSTOP)])
+def test_a_loss_while_requests_finish_is_told_at_once_and_is_no_good_end(engine: Engine, name: str, number: int):
+    supervisor = engine.start(frontend="finishing")
+    os.kill(engine.pid(name), number)
+    began = time.monotonic()
+    with pytest.raises(ProcessLost, match=f"^{name} (was killed by signal 9|does not respond)"):
+        supervisor.stop(60.0)
+    assert time.monotonic() - began < 30.0
+    assert engine.orders()[0] == "frontend Stop(grace_ms=60000)"
+    assert engine.orders()[1].startswith(f"frontend PeerFailed(process='{name}'")
+
+
+def test_what_ends_as_told_while_requests_finish_is_no_failure(engine: Engine):
+    supervisor = engine.start(frontend="finishing")
+    os.kill(engine.pid("worker-0"), signal.SIGTERM)
+    supervisor.stop(60.0)
+    assert any("PeerFailed(process='worker-0'" in order for order in engine.orders())
+
+
+def test_a_process_that_freezes_while_it_loads_is_noticed(engine: Engine, monkeypatch):
+    monkeypatch.setattr(supervision, "LOADING_SILENCE_S", 1.0)
+    with pytest.raises(ProcessLost, match="^worker-0 does not respond: no heartbeat"):
+        engine.start(worker="frozen")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

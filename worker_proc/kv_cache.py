@@ -6,6 +6,7 @@ They start as zeros, since unwritten positions take part in products whose weigh
 (`kernels/kv_format.py`) the scales lie beside, `[block, kv_head, position in block]`, and go wherever their blocks go.
 """
 
+import logging
 import math
 from array import array
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from worker_proc.transfer import to_device
 
 ALIGNMENT_BYTES = 64
 """Where a tensor on the CPU may start, so that wide vector instructions load whole lines."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,13 @@ def choose_size(
     """Size the cache: the option's blocks, or what fits in `available_bytes` but no more than all slots can fill.
 
     Raises:
-        ConfigError: no block fits, or an explicit --max-model-len does not.
+        ConfigError: no block fits, on the device or in the host's share, or an explicit --max-model-len does not.
     """
     block_size = config.cache.block_size
     block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
     wanted = min(config.model.max_model_len or model_limit, model_limit)
+    if config.model.max_model_len > wanted:
+        logger.warning("--max-model-len is %d; the model allows %d, which holds", config.model.max_model_len, wanted)
     useful = limits.max_num_seqs * div_ceil(wanted, block_size)
     block_count = config.cache.num_kv_blocks or min(available_bytes // block_bytes, useful)
     capacity = block_count * block_size
@@ -130,6 +135,11 @@ def choose_size(
             f"({block_count} blocks of {block_size}); lower it or give the cache more memory"
         )
     host_block_count = config.cache.swap_space_bytes // block_bytes
+    if config.cache.swap_space_bytes and not host_block_count:
+        raise ConfigError(
+            f"--swap-space-bytes is {config.cache.swap_space_bytes}, less than one block of the KV cache needs: "
+            f"{block_bytes}"
+        )
     return CacheSize(min(wanted, capacity), block_count, host_block_count, block_bytes)
 
 

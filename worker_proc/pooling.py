@@ -1,8 +1,10 @@
 """Embeddings of prompts: the mean of their tokens' hidden states, or the last one's, after the model's last norm.
 
-A prompt may come in several chunks; the sum of the earlier ones stays on the device, slot by slot, until the chunk that
-samples. Sums and lengths are float32 whatever the model's type. All of it is torch operations in stream order, none of
-which reads the device, so a GPU's runner issues them behind its step like any others. Called by both runners.
+A prompt may come in several chunks; the sum of the earlier ones stays on the device, slot by slot, until the chunk
+that samples. Sums and lengths are float32 whatever the model's type; exact sums are float64 and made of whole
+numbers, which come out the same in any order and in any chunks (up to 2^53, which is 16,384 times 32,768 tokens). All
+of it is torch operations in stream order, none of which reads the device, so a GPU's runner issues them behind its
+step like any others. Called by both runners.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ from worker_proc.transfer import to_host
 
 SUM_TOKENS = 1024
 """Tokens whose hidden states are normed and added up at once; bounds the memory that this takes."""
+EXACT_UNIT = 2.0**-24
+"""What an exact sum counts; hidden states after the norm are about 1, and float32 tells no more there."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,12 @@ class Pooler:
 
     Args:
         hidden_of: first token and count -> hidden states [count, hidden_size] of the last step, after the last norm.
+        exact: a mean may not depend on the chunks that its prompt came in (`--deterministic`).
     """
 
-    def __init__(self, hidden_of: Callable[[int, int], torch.Tensor]) -> None:
+    def __init__(self, hidden_of: Callable[[int, int], torch.Tensor], *, exact: bool = False) -> None:
         self._hidden_of = hidden_of
+        self._exact = exact
         self._sums: dict[int, torch.Tensor] = {}
 
     def start(self, init: SlotInit) -> None:
@@ -66,9 +72,14 @@ class Pooler:
         total = self._sums.pop(chunk.slot, None)
         for start in range(0, chunk.count, SUM_TOKENS):
             hidden = self._hidden_of(chunk.first_token + start, min(SUM_TOKENS, chunk.count - start))
-            part = hidden.sum(dim=0, dtype=torch.float32)
+            part = exact_sum(hidden) if self._exact else hidden.sum(dim=0, dtype=torch.float32)
             total = part if total is None else total + part
         assert total is not None, f"slot {chunk.slot}: an empty chunk"
         if not chunk.is_last:
             self._sums[chunk.slot] = total
-        return total
+        return total.float()
+
+
+def exact_sum(hidden: torch.Tensor) -> torch.Tensor:
+    """[count, size] -> float64 [size], in units of EXACT_UNIT."""
+    return (hidden.double() / EXACT_UNIT).round().sum(dim=0)

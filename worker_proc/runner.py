@@ -61,7 +61,7 @@ class CpuRunner:
         self._sampler = Sampler(self.memory, self.mirror, tokenizer_vocab_size)
         self._threads = StepThreads(model.config, GROUP_TOKENS if deterministic else None)
         self._hidden = torch.empty(0)  # of the last step
-        self._pooler = Pooler(lambda first, count: self._hidden[first : first + count])
+        self._pooler = Pooler(lambda first, count: self._hidden[first : first + count], exact=deterministic)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:

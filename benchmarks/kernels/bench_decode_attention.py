@@ -15,13 +15,13 @@ from benchmarks.kernels.shapes import DECODE_SHAPES, SMOKE_DECODE_SHAPES, Attent
 from kernels import interpreter
 
 
-def kernel_calls(shape: AttentionShape, pdl: bool = False, **plan_options: int) -> list[Callable[[], None]]:
+def kernel_calls(shape: AttentionShape) -> list[Callable[[], None]]:
     """Calls of the kernel on as many input sets as it takes to leave the L2 cache."""
     from kernels.decode_attention import decode_attention, launch_plan
 
     plan = launch_plan(
         shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim, multiprocessor_count(),
-        **{"quantised": shape.cache != "auto"} | plan_options,
+        quantised=shape.cache != "auto",
     )  # fmt: skip
     device, _ = device_and_dtype()
     partials = torch.empty(plan.workspace_floats, device=device)
@@ -29,7 +29,7 @@ def kernel_calls(shape: AttentionShape, pdl: bool = False, **plan_options: int) 
     scale = shape.head_dim**-0.5
 
     def call_on(inputs) -> Callable[[], None]:
-        output, options = torch.empty_like(inputs.query), {"scale": scale, "pdl": pdl, **inputs.scales}
+        output, options = torch.empty_like(inputs.query), {"scale": scale, **inputs.scales}
         return lambda: decode_attention(output, *inputs.decode_inputs, partials, counters, plan, **options)
 
     return [call_on(make_inputs(shape)) for _ in range(harness.copies_to_exceed_l2(bytes_of(shape)))]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kernels.prefill_plans import PrefillPlan
 
 
-def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
-    """The plan that the worker would make for the shape as a bucket, unless told otherwise."""
+def plan_of(shape: AttentionShape) -> PrefillPlan:
+    """The plan that the worker would make for the shape as a bucket."""
     from kernels.paged_kv import HeadShape
     from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
     from worker_proc.cuda.buckets import bucket_of
@@ -35,7 +35,6 @@ def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
     is_possible = can_specialise(heads, device_and_dtype()[1], quantised=quantised, capability_major=capability_major)
     bucket = bucket_of(0, shape.batch, token_count, max_rows=256, max_tokens=max(token_count, 8192))
     is_specialised = is_possible and is_specialised_size(bucket.tokens, bucket.rows)
-    options = {"specialised": is_specialised, "quantised": quantised} | plan_options
     return launch_plan(
         token_count,
         shape.batch,
@@ -43,17 +42,18 @@ def plan_of(shape: AttentionShape, **plan_options: int) -> PrefillPlan:
         shape.kv_heads,
         shape.head_dim,
         multiprocessor_count(),
-        **options,
+        specialised=is_specialised,
+        quantised=quantised,
     )
 
 
-def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan, pdl: bool = False) -> Callable[[], None]:
+def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan) -> Callable[[], None]:
     """A call of the plan over these inputs, with an output and counters of its own."""
     from kernels.prefill_attention import COUNTER_COUNT, prefill_attention
 
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device_and_dtype()[0])
     output = torch.empty_like(inputs.query)
-    options = {"scale": shape.head_dim**-0.5, "pdl": pdl, **inputs.scales}
+    options = {"scale": shape.head_dim**-0.5, **inputs.scales}
     return lambda: prefill_attention(output, *inputs.prefill_inputs, counters, plan, **options)
 
 

@@ -1,8 +1,10 @@
 """What the throughput benchmark makes of a run's times."""
 
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
-from benchmarks import workloads
+from benchmarks import limits, throughput, workloads
 from benchmarks.engines import RequestTiming
 from benchmarks.throughput import percentile, summarise
 
@@ -27,3 +29,25 @@ def test_a_workload_has_the_sizes_that_its_name_says():
     prompts, outputs = workloads.load("b3_20_7")
     assert ([len(ids) for ids in prompts], outputs) == ([20] * 3, [7] * 3)
     assert all(0 <= token <= 10_000 for ids in prompts for token in ids)
+
+
+def test_bounds_are_kept_where_they_are_asked_for(monkeypatch):
+    """The card is measured when the engine has gone."""
+    engine = SimpleNamespace(options={"load_format": "dummy"}, is_closed=False)
+    engine.close = lambda: setattr(engine, "is_closed", True)
+    metrics = {"wall_s": 0.5, "output_tokens_per_s": 1.0, "input_tokens_per_s": 1.0, "ttft_ms": 1.0}
+
+    def measured_ceilings():
+        assert engine.is_closed
+        return limits.Ceilings(4.24e12, 700e12)
+
+    monkeypatch.setitem(throughput.ENGINES, "trireme", lambda model, options: engine)
+    monkeypatch.setattr(throughput, "measure", lambda *_: metrics)
+    monkeypatch.setattr(limits, "measured_ceilings", measured_ceilings)
+    model = str(Path(throughput.__file__).parent / "models" / "qwen3-0.6b")
+    arguments = ["--model", model, "--load-format", "dummy", "--output", ""]
+    for more, kept in (([], set()), (["--limits"], {"bound_s", "ratio", "read_tb_per_s", "bf16_tflop_per_s"})):
+        engine.is_closed = False
+        [entry] = throughput.run("trireme", ["b1_128_512"], throughput.parser("").parse_args([*arguments, *more]))
+        assert set(entry["limit"]) == kept
+        assert (entry["model"], entry["weights"]) == ("qwen3-0.6b", "random")

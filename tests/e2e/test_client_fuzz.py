@@ -1,6 +1,5 @@
 """Messages gone wrong against the real processes: they serve on, lose nothing and take no more memory."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from common.client_messages import decode_to_client
 from common.sampling_params import SamplingParams
 from frontend import Client
 from tests.support.attack import attack
+from tests.support.idle import assert_becomes_idle
 from tests.support.server import Server
 
 pytestmark = pytest.mark.timeout(180)
@@ -22,18 +22,6 @@ ATTACKERS, MESSAGES_EACH = 4, 250
 def memory_bytes(pid: int, field: str = "VmRSS") -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) << 10
-
-
-def settled(client: Client) -> dict:
-    """The figures once nothing is live; the latest if that never comes."""
-    deadline_s = time.monotonic() + 20
-    while True:
-        status = client.status()
-        figures = status.figures
-        idle = not (status.live_count or figures["running_count"] or figures["waiting_count"])
-        counted = figures["free_block_count"] + figures["cached_block_count"] == figures["total_block_count"]
-        if (idle and counted) or time.monotonic() > deadline_s:
-            return figures
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +43,7 @@ def test_many_attackers_at_once(attacked):
         for running in attacks:
             running.result()
         assert client.generate("The sea", GREEDY).text == expected
-        figures = settled(client)
-    assert figures["running_count"] == figures["waiting_count"] == 0, figures
-    assert figures["free_block_count"] + figures["cached_block_count"] == figures["total_block_count"], figures
+        assert_becomes_idle(client)
     assert memory_bytes(frontend_pid) - before < GROWTH_LIMIT_BYTES
     assert "Traceback" not in attacked.stderr()
 

@@ -2,17 +2,16 @@
 
 import asyncio
 import random
-import time
 from collections import Counter
 
 import pytest
 
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client
+from tests.support.idle import assert_becomes_idle
 
 CLIENT_COUNT = 48
 REQUESTS_EACH = 5
-SETTLE_TIMEOUT_S = 20
 
 
 @pytest.mark.parametrize("seed", [1])
@@ -21,16 +20,7 @@ def test_a_crowd_of_clients_leaves_nothing_behind(server, seed):
     reasons = asyncio.run(crowd(endpoint, seed))
     assert {"stop", "length", "abort", "left"} <= {*reasons}, f"seed {seed}: {reasons}"
     with Client(endpoint) as client:
-        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        while not settled(status := client.status()):
-            assert time.monotonic() < deadline_s, f"seed {seed}: still busy: {status}"
-
-
-def settled(status) -> bool:
-    """Whether nothing runs and every block is free or cached."""
-    figures = status.figures
-    idle = not (status.live_count or figures["running_count"] or figures["waiting_count"])
-    return idle and figures["free_block_count"] + figures["cached_block_count"] == figures["total_block_count"]
+        assert_becomes_idle(client, f"seed {seed}:")
 
 
 async def crowd(endpoint: str, seed: int) -> Counter:

@@ -5,7 +5,6 @@ One server takes all of it: after every test it must be idle with no block lost,
 
 import json
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -16,6 +15,7 @@ import zmq
 from common.errors import RequestError, TriremeError
 from common.sampling_params import SamplingParams
 from frontend import Client
+from tests.support.idle import assert_becomes_idle
 
 pytestmark = pytest.mark.timeout(180)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -41,21 +41,7 @@ def unharmed(server):
         before = client.generate(PROMPT, GREEDY).text
         yield
         assert client.generate(PROMPT, GREEDY).text == before
-        figures = figures_when_idle(client)
-        assert figures["running_count"] == figures["waiting_count"] == 0, figures
-        assert figures["free_block_count"] + figures["cached_block_count"] == figures["total_block_count"], figures
-
-
-def figures_when_idle(client):
-    """The engine's figures once nothing is live and the last step is reported; the latest ones if that never comes."""
-    deadline_s = time.monotonic() + 10
-    while True:
-        status = client.status()
-        figures = status.figures
-        counted = figures["free_block_count"] + figures["cached_block_count"] == figures["total_block_count"]
-        idle = status.live_count == figures["running_count"] == figures["waiting_count"] == 0
-        if (idle and counted) or time.monotonic() > deadline_s:
-            return figures
+        assert_becomes_idle(client)
 
 
 def text_of(client, params, prompt=PROMPT):

@@ -53,3 +53,6 @@ def test_no_blocks_and_wrong_arguments():
         pack_blocks(layout, torch.zeros(3, dtype=torch.int32, device=DEVICE), packed)
     with pytest.raises(ValueError, match=r"packed: wanted shape \[any, 64\]"):
         unpack_blocks(layout, torch.zeros(1, dtype=torch.int32, device=DEVICE), packed[:, :32])
+    with pytest.raises(ValueError, match="blocks: wanted at most 65535, got 65536"):
+        many = torch.zeros(65_536, 64, dtype=torch.uint8, device=DEVICE)
+        pack_blocks(layout, torch.zeros(65_536, dtype=torch.int32, device=DEVICE), many)

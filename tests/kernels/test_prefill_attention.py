@@ -310,11 +310,28 @@ def test_the_hopper_kernel_on_padding_and_decode_rows():
     assert_as_exact_as_torch(result[2:], same[2:], exact[2:], ERROR_FACTOR)
 
 
+HOPPER_ROWS = 121
+"""Rows of every batch of these tests, and multiples of 64 tokens: sizes of one kind, for which it is compiled once."""
+
+
+def in_one_size(rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+    """The rows and as many empty ones as HOPPER_ROWS lacks; how many tokens go to no row."""
+    return [*rows, *[(0, 0)] * (HOPPER_ROWS - len(rows))], -sum(count for count, _ in rows) % 64
+
+
 def check_specialised(rows: list[tuple[int, int]], head_dim: int = 128, **shape) -> None:
     skip_unless_here("cuda")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel for Hopper")
-    check(make_batch(rows, "cuda", torch.bfloat16, head_dim=head_dim, **shape), plan_options={"specialised": True})
+    rows, spare = in_one_size(rows)
+    batch = make_batch(rows, "cuda", torch.bfloat16, head_dim=head_dim, spare_tokens=spare, **shape)
+    check(batch, plan_options={"specialised": True})
+
+
+def test_empty_rows_and_spare_tokens_beside_any_rows(place):
+    """The batches of the tests above, whatever the kernel."""
+    rows, spare = in_one_size([(5, 5), (3, 40)])
+    check(make_batch(rows, *place, spare_tokens=spare))
 
 
 def test_the_hopper_kernel_is_for_what_it_can_compute():

@@ -8,6 +8,7 @@ where there is no GPU; the CPU's runner everywhere.
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,3 +157,29 @@ def test_nothing_around_a_request_changes_a_bit(case, sampling):
     assert case.beside_others(sampling) == want, "beside others"
     plain = replace(sampling, prompt_logprobs=-1)  # a request that asks for them computes its whole prompt again
     assert case.preempted(plain) == case.alone(plain), "after a preemption"
+
+
+@pytest.mark.parametrize(
+    ("runner", "case"),
+    [
+        ("cpu", "auto"),
+        pytest.param("kernels", "auto", marks=interpreted),
+        pytest.param("cuda", "auto", marks=pytest.mark.gpu),
+    ],
+    indirect=["case"],
+)
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_nothing_around_a_prompt_changes_a_bit_of_its_embedding(case, pooling):
+    sampling = SlotSampling(temperature=0.0, pooling=pooling)
+
+    def embedding(chunk: int, *neighbours: int) -> bytes:
+        driver = case.make()
+        others = [driver.add(prompt(length, seed=length), sampling) for length in neighbours]
+        request = driver.add(case.ids, sampling)
+        driver.run([*others, request], 1, chunk)
+        return np.asarray(request.embedding, np.float32).tobytes()
+
+    want = embedding(1 << 20)
+    for chunk in case.chunks:
+        assert embedding(chunk) == want, f"in chunks of {chunk}"
+    assert embedding(case.chunks[-1], 3, 7) == want, "beside others"

@@ -52,9 +52,11 @@ def test_memory_bounds_blocks_and_blocks_bound_the_length():
     assert size(config(num_kv_blocks=1000)).block_count == 1000
 
 
-def test_the_option_never_exceeds_the_models_limit():
-    assert size(config(max_model_len=400)).max_model_len == 100
+def test_the_option_never_exceeds_the_models_limit_and_that_is_said(caplog):
     assert size(config(max_model_len=40)).max_model_len == 40
+    assert not caplog.records
+    assert size(config(max_model_len=400)).max_model_len == 100
+    assert caplog.messages == ["--max-model-len is 400; the model allows 100, which holds"]
 
 
 def test_host_blocks_come_from_swap_space():
@@ -66,6 +68,7 @@ def test_host_blocks_come_from_swap_space():
     [
         ({"max_model_len": 90}, 5 * BLOCK_BYTES, "--max-model-len is 90, but the KV cache holds 80 tokens"),
         ({}, BLOCK_BYTES - 1, f"gets {BLOCK_BYTES - 1} bytes, one block of it needs {BLOCK_BYTES}"),
+        ({"swap_space_bytes": 9}, 1 << 30, f"--swap-space-bytes is 9, less than one block .*: {BLOCK_BYTES}"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_numbers(options, available, text):

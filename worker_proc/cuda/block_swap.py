@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from common.messages import StepPlan
-from kernels.pack_blocks import BlockLayout, pack_blocks, unpack_blocks
+from kernels.pack_blocks import MAX_BLOCKS, BlockLayout, pack_blocks, unpack_blocks
 from worker_proc.kv_cache import KVCache, block_pairs
 from worker_proc.transfer import to_device
 
@@ -86,7 +86,7 @@ class BlockSwap:
         self._layout = BlockLayout.of(cache.tensors())
         size = self._layout.block_bytes
         self._host = pinned_bytes(cache.host_block_count, size, pin=device.type == "cuda")
-        rows = min(max(1, STAGING_BYTES // size), max(1, cache.host_block_count))
+        rows = min(max(1, STAGING_BYTES // size), max(1, cache.host_block_count), MAX_BLOCKS)
         self._out, self._in = Direction("out", rows, size, device), Direction("in", rows, size, device)
 
     def move(self, plan: StepPlan) -> None:

@@ -43,11 +43,11 @@ class FixedOrderForward(FusedForward):
 
     def __init__(self, model: LlamaForCausalLM, *, max_rows: int, max_tokens: int, max_positions: int) -> None:
         super().__init__(model, max_rows=max_rows, max_tokens=max_tokens, max_positions=max_positions)
-        device = self.hidden.device
-        config = self.config
-        plan = spans.launch_plan(1, max_rows, config.head_count, config.kv_head_count, config.head_dim, 1)
-        self._span_sums = torch.empty(plan.workspace_floats, device=device)
-        self._span_counters = torch.zeros(max_rows * config.kv_head_count, dtype=torch.int32, device=device)
+        if SPLIT_CONTEXTS:
+            device, config = self.hidden.device, self.config
+            plan = spans.launch_plan(1, max_rows, config.head_count, config.kv_head_count, config.head_dim, 1)
+            self._span_sums = torch.empty(plan.workspace_floats, device=device)
+            self._span_counters = torch.zeros(max_rows * config.kv_head_count, dtype=torch.int32, device=device)
 
     def run(
         self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor

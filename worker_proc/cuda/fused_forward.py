@@ -63,12 +63,12 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_hopper_kernel(model: LlamaForCausalLM, sliding_window: int, quantised: bool) -> bool:
+def has_hopper_kernel(model: LlamaForCausalLM, block_size: int, sliding_window: int, quantised: bool) -> bool:
     """Whether the prefill kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache."""
     config, weight = model.config, model.model.norm.weight
     if weight.device.type != "cuda":
         return False
-    shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size=16)
+    shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
     major = torch.cuda.get_device_capability(weight.device)[0]
     return prefill_plans.can_specialise(
         shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major
@@ -259,7 +259,7 @@ class FusedForward:
             plan = self._decode_plan(bucket.rows, quantised)
             decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
         if bucket.kind != DECODE:
-            plan = self._prefill_plan(bucket, options["sliding_window"], quantised)
+            plan = self._prefill_plan(bucket, cache.block_size, options["sliding_window"], quantised)
             prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
@@ -339,12 +339,14 @@ class FusedForward:
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         return decode.launch_plan(row_class(rows), *sizes, quantised=quantised)
 
-    def _prefill_plan(self, bucket: Bucket, sliding_window: int, quantised: bool) -> prefill_plans.PrefillPlan:
+    def _prefill_plan(
+        self, bucket: Bucket, block_size: int, sliding_window: int, quantised: bool
+    ) -> prefill_plans.PrefillPlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
         is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
-        is_specialised = is_large and has_hopper_kernel(self.model, sliding_window, quantised)
+        is_specialised = is_large and has_hopper_kernel(self.model, block_size, sliding_window, quantised)
         rows = row_class(self.logits.shape[0] if is_specialised else bucket.rows)
         return prefill_plans.launch_plan(bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised)
 

@@ -56,7 +56,7 @@ class CudaRunner:
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
         self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
         self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
-        self._pooler = Pooler(forward.token_hidden)
+        self._pooler = Pooler(forward.token_hidden, exact=forward.fixed_order)
         self.program = StepProgram(
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
