@@ -74,12 +74,13 @@ def launches_left_out() -> Iterator[list[NeededKernel]]:
 
 
 def compile_all(needed: list[NeededKernel], processes: int) -> None:
-    """Make what was noted ready; where the second is not on disk, the others are compiled by so many processes."""
+    """Make what was noted ready; once a kernel is found not on disk, the others are compiled by so many processes."""
     for number, kernel in enumerate(needed):
         start = time.monotonic()
         kernel.load()
-        if number == 1 and time.monotonic() - start > ON_DISK_S:
-            _compile_elsewhere(needed[2:], processes)
+        if number > 0 and processes > 0 and time.monotonic() - start > ON_DISK_S:
+            _compile_elsewhere(needed[number + 1 :], processes)
+            processes = 0
 
 
 def _compile_elsewhere(needed: list[NeededKernel], processes: int) -> None:
