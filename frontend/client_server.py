@@ -202,6 +202,7 @@ class ClientServer:
         """Do what takes time beside the loop; its errors become replies."""
 
         async def guarded() -> None:
+            """Run it to its end, whatever that is."""
             try:
                 await work
             except RequestError as error:

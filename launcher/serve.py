@@ -136,6 +136,7 @@ def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of `serve` as they are given; raises ConfigError for an empty `--once`."""
     parser = OptionParser(
         prog=program_name(),
         description="Serve a language model. Verbs: serve (the default), status, stop, chat, bench, keys.",

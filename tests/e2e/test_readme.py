@@ -72,4 +72,5 @@ def test_the_curl_command_gets_an_answer(here):
 def test_a_command_line_is_taken(line):
     words = shlex.split(line, comments=True)[2:]
     if not words or words[0] not in VERBS:
-        config_from(serve.parse(words))
+        config = config_from(serve.parse(words))
+        assert config.model.model == (words[0] if words and not words[0].startswith("-") else "default")

@@ -274,8 +274,10 @@ def test_logprobs_are_of_the_raw_logits():
 def test_no_rows_is_no_work():
     bench = Bench(1, 40, 40)
     empty = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    before = bench.slot_token_ids.clone()
     sample(torch.empty(0, 40, device=DEVICE), empty, empty, bench.known, bench.slot_token_ids, bench.state,
            bench.workspace, SampledTokens.allocate(0, 2, DEVICE), 40)  # fmt: skip
+    assert torch.equal(bench.slot_token_ids, before)
 
 
 def test_plan():

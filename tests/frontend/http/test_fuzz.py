@@ -21,17 +21,17 @@ SCHEMA = schemathesis.openapi.from_dict(document(ENDPOINTS))
 @SCHEMA.parametrize()
 @hypothesis.settings(max_examples=10, **SETTINGS)
 def test_any_request_is_answered(case, api):
-    ask(case, api)
+    assert_answered(case, api)
 
 
 @pytest.mark.slow
 @SCHEMA.parametrize()
 @hypothesis.settings(max_examples=400, **SETTINGS)
 def test_many_requests_are_answered(case, api):
-    ask(case, api)
+    assert_answered(case, api)
 
 
-def ask(case, api) -> None:
+def assert_answered(case, api) -> None:
     """Send a request, check the answer, and that a good request succeeds after it."""
     request = case.as_transport_kwargs(base_url="http://test")
     del request["cookies"]
