@@ -329,6 +329,8 @@ class Supervisor:
             self._check_heartbeats(leaving)
             self._check_restart()
         except ProcessLost as lost:
+            if leaving and lost.exit_code == 0:  # told to stop, as we are
+                raise
             self._restart(lost)
 
     def _check_ended(self, leaving: Sequence[str]) -> None:

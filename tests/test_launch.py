@@ -293,11 +293,15 @@ def test_a_loss_while_requests_finish_is_told_at_once_and_is_no_good_end(engine:
     assert orders[1].startswith(f"frontend PeerFailed(process='{name}'")
 
 
-def test_what_ends_as_told_while_requests_finish_is_no_failure(engine: Engine):
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_ends_as_told_while_requests_finish_is_no_failure(engine: Engine, restart: bool):
+    """Nor is it started again: whoever stops a group of processes signals all of them."""
+    engine.server = dataclasses.replace(engine.server, restart=restart)
     supervisor = engine.start(frontend="finishing")
     os.kill(engine.pid("worker-0"), signal.SIGTERM)
     supervisor.stop(60.0)
     assert any("PeerFailed(process='worker-0'" in order for order in engine.orders())
+    assert supervisor._restarts.count == 0
 
 
 def test_a_process_that_freezes_while_it_loads_is_noticed(engine: Engine, monkeypatch):
