@@ -413,7 +413,7 @@ class Core:
         self._past_stats = self.stats = EngineStats().after(self.stats)
         for request in list(self._live.values()):
             if request.note_loss() >= FRUITLESS_LIMIT:
-                text = f"the engine was lost {FRUITLESS_LIMIT} times while it worked on this request: {why}"
+                text = f"the engine was lost {FRUITLESS_LIMIT} times while it had this request: {why}"
                 self._fail(request, RequestError(text, code="engine_restarted", status=503))
 
     def end_overdue(self) -> bool:
