@@ -89,7 +89,7 @@ class Engine:
     def complaints(self) -> list[str]:
         """Lines of its log that say that something went wrong inside."""
         lines = self.log_path.read_text().splitlines()
-        return [line for line in lines if re.search(r"\bERROR\b|Traceback|do not balance", line)]
+        return [line for line in lines if re.search(r"\bERROR\b|Traceback|scheduler leaks", line)]
 
 
 def _model_folder(model: str, folder: Path) -> str:

@@ -1,8 +1,8 @@
 """The configuration: one frozen dataclass per group, one definition per option, validated once and passed whole.
 
-Each field carries its flags (the vLLM name first, the SGLang name as alias), help text and parser; `common.cli` makes
-the command line from them, and this module the JSON that child processes read. Checks between options are in
-`check`; every refusal names the two values that disagree. Unknown keys are refused.
+Each field has its flags (the vLLM name first, the SGLang name as alias), help text and parser. `common.cli` makes the
+command line from them, and this module the JSON that child processes read. `check` compares options with one another;
+every error names the two values that disagree. Unknown keys are refused.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""A lock on a directory, for looking whether an address in it is free and taking it in one go.
+"""A lock on a directory, for binding a Unix socket in it: look whether its address is free, and take it, in one go.
 
-A Unix socket's file outlives its process, so whoever binds removes a file that nobody serves. Two engines that do so at
-the same moment would both find nobody, and the second would remove the first one's file. Used by `sockets` and
-`http_socket`. Nothing is left behind: the lock is on the directory itself, and ends with the process that holds it.
+A Unix socket's file outlives its process, so whoever binds first removes a file that nobody serves. If two engines did
+so at the same moment, both would find nobody, and the second would remove the first one's file. Used by `sockets` and
+`http_socket`. Leaves nothing behind: the lock is on the directory itself, and ends with the process that holds it.
 """
 
 import contextlib

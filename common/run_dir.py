@@ -1,8 +1,8 @@
-"""An instance's run directory: made, found again by other commands, and removed.
+"""An engine's run directory: created, found again by other commands, and removed.
 
-It is a directory of mode 0700 that only one instance uses and that holds the internal sockets, `config.json` and, once
-the engine serves, `ready.json`. The supervisor holds a lock on its `lock` file for as long as it lives, so that the
-next start can tell a directory in use from one that a killed supervisor left. Used by `launch.py`.
+A directory of mode 0700 that only one engine uses. It holds the internal sockets, `config.json` and, once the engine
+serves, `ready.json`. The supervisor holds a lock on its `lock` file for as long as it lives, so that the next start can
+tell a directory in use from one that a killed supervisor left behind. Used by `launch.py`.
 """
 
 import contextlib

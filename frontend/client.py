@@ -6,9 +6,9 @@
             print(delta.text, end="", flush=True)
 
 Needs pyzmq and msgpack only. A client belongs to one thread at a time; connections are cheap, so give each thread its
-own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if no engine is at the
-endpoint or the connection is lost, `AccessError` if the keys do not fit, `TimeoutError` if an answer does not come in
-time. After a loss the client connects again by itself: requests that were live are gone, new ones work.
+own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if there is no engine
+at the endpoint or the connection is lost, `AccessError` if the keys are wrong, `TimeoutError` if an answer does not
+come in time. After a loss the client reconnects by itself: requests that were live are gone, new ones work.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""Which clients get in where the client socket has keys: ZeroMQ's question at each handshake, and its answer.
+"""Decides which clients may connect where the client socket has keys.
 
 Answers the requests of ZeroMQ's authentication protocol (ZAP, RFC 27) about the client socket, on the frontend's loop.
-A client gets in if its public key is in the folder of authorised ones, which is read again when it changes. Its key
-then goes with each of its messages (`key_of`), so that `ClientServer` refuses what a client sends whose key was taken
-out while it was connected.
+A client may connect if its public key is in the folder of authorised keys, which is read again when it changes. Each of
+the client's messages then carries its key (`key_of`), so that `ClientServer` can refuse a client whose key was removed
+while it was connected.
 """
 
 import logging

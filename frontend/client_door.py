@@ -1,8 +1,8 @@
-"""Who comes and goes at the client socket, as its monitor tells.
+"""Counts the connections to the client socket, and reports when one has ended: a reader of the socket's monitor.
 
-Counts the connections, and says when one has ended. ZeroMQ can neither refuse a connection nor end a single one; so if
-clients that were refused stay, and file descriptors are about to run out, all connections of the client socket are cut:
-their requests end, and those that connect again are served. Owned by `client_server`.
+ZeroMQ can neither refuse a connection nor end a single one. So if clients that were refused stay connected until file
+descriptors are about to run out, all connections of the client socket are cut: their requests end, and clients that
+reconnect are served. Owned by `client_server`.
 """
 
 import logging

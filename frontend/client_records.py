@@ -1,7 +1,7 @@
-"""What the client socket keeps: a record for each client, a sink for each of its requests.
+"""What the client socket knows of its clients: a record per client, and a sink for each of its requests.
 
-They gather, in the client's record, what the next flush sends it. Called by the core with events, and by
-`client_server`, which owns the socket and has the records sent.
+Sinks collect, in the client's record, what the next flush sends to it. Called by the core with events, and by
+`client_server`, which owns the socket and sends the records.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""What the two clients ask for: requests and calls as messages, batches as rounds of requests.
+"""The requests of both clients: messages for requests and calls, and batches of requests in rounds.
 
-No sockets and no waiting: `client.Client` and `async_client.AsyncClient` bring those, with the same signatures.
+No sockets and no waiting: `client.Client` and `async_client.AsyncClient` have those, with the same signatures.
 """
 
 from array import array

@@ -1,13 +1,13 @@
-"""The client socket: a ROUTER that client programs connect to, translated to and from the engine.
+"""The client socket: a ROUTER that client programs connect to. Translates between their messages and the engine.
 
-Owns the socket, one record per client that anything is under way for, and one per live request. Called by the
-frontend's main: `flush` after every batch of messages from the scheduler, `close` at the end. Knows the wire only
-through `common.client_messages`.
+Owns the socket, a record for each client that has something under way, and a sink for each live request. Called by the
+frontend's main: `flush` after every batch of messages from the scheduler, `close` at the end. Knows the wire format
+only through `common.client_messages`.
 
-What one step gives one client goes out as one message. A client that does not read is cut off: when
-`CLIENT_QUEUE_LIMIT` messages wait for it, its requests are aborted. A client that is gone loses its requests too: each
-time a connection ends (ZeroMQ's heartbeats end that of a client that vanished without a word), every client with live
-requests is sent a Pong, which fails for the one that is not there.
+All that a step produces for one client is sent as one message. A client that does not read is cut off: when
+`CLIENT_QUEUE_LIMIT` messages wait for it, its requests are aborted. So are those of a client that has gone: whenever a
+connection ends (ZeroMQ's heartbeats end that of a client that vanished without a word), every client with live requests
+is sent a Pong, and sending fails for the one that is not there.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""What the two clients know: whether they are connected, and the replies that came, sorted by request.
+"""The state of both clients: whether they are connected, and the replies that came, sorted by request.
 
-No sockets and no waiting: `client.Client` and `async_client.AsyncClient` bring those.
+No sockets and no waiting: `client.Client` and `async_client.AsyncClient` have those.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
-"""How many clients may be connected at once, over HTTP and the client socket together.
+"""Limits how many clients may be connected at once, over HTTP and the client socket together.
 
-Each connection is a file descriptor, and ZeroMQ aborts a process that has none left. So some are kept for everything
-else, and whoever comes beyond that is refused: by the HTTP protocol, and by the client socket in answer to its Hello. A
-client that stays connected all the same is met by `client_door`. Counted here by both; one object for each frontend.
+Each connection takes a file descriptor, and ZeroMQ aborts a process that has none left. So some are reserved for
+everything else, and clients beyond that are refused: by the HTTP protocol, and by the client socket in answer to Hello.
+`client_door` deals with those that stay connected all the same. Both count their connections here, in one object per
+frontend.
 """
 
 import resource

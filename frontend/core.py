@@ -1,4 +1,4 @@
-"""The life of all requests, as a plain object: submissions, tokens and failures go in, messages and events come out.
+"""The life cycle of all requests, as a plain object: submissions, tokens and failures in, messages and events out.
 
 Knows nothing of sockets, asyncio, HTTP or clients; the clock, the random numbers and the way to the scheduler are
 passed in. `engine.Engine` owns the one instance of a frontend process; tests drive it directly.
@@ -7,12 +7,12 @@ passed in. `engine.Engine` owns the one instance of a frontend process; tests dr
                                        -> failed           RequestFailed, a broken sample, or a dead engine
 
 A request's sink gets exactly one of `on_final` and `on_failed`, as its last call. A request is live from `submit` until
-then, and its number is not given out again meanwhile. What the scheduler says about requests that are not live is
-ignored: an abort and the last tokens may cross on the way.
+then, and its number is not reused before. What the scheduler says about requests that are not live is ignored, since an
+abort and the last tokens may cross on the way.
 
-When scheduler or worker are lost and started again (`suspend`), nothing is sent until the next EngineReady. Then every
-live request is sent once more with the tokens that have come, to go on from there; those that came in between are sent
-for the first time. So a sink sees a pause and nothing else.
+When scheduler and worker are lost and started again (`suspend`), nothing is sent until the next EngineReady. Then every
+live request is sent once more with the tokens that have come, so that it goes on from there; requests that were
+submitted in the meantime are sent for the first time. So a sink sees a pause and nothing else.
 """
 
 import logging

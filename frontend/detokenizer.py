@@ -1,12 +1,12 @@
-"""Token ids to text, piece by piece, never half a character.
+"""Incremental detokenization: token ids to text, piece by piece, never half a character.
 
 Knows nothing of requests. `tokenizer.Tokenizer` makes the table, `request.Sample` feeds one decoder per sample.
 
 Each token id stands for some bytes; the text is the UTF-8 decoding of all bytes so far. A character that is not
-complete yet is held back; bytes that can never become one turn into U+FFFD where they stand. At the end, a cut
-character becomes a single U+FFFD. The joined pieces equal the tokenizer's own decoding of all ids, with two
-differences that are meant: byte-fallback tokenizers replace the good characters of a run of byte tokens too when
-another part of that run is invalid, and end a cut character with one U+FFFD per byte.
+complete yet is held back; bytes that can never become one turn into U+FFFD where they are. At the end, an incomplete
+character becomes a single U+FFFD. The joined pieces equal the tokenizer's own decoding of all ids, with two intended
+differences: byte-fallback tokenizers replace also the good characters of a run of byte tokens when another part of that
+run is invalid, and they end an incomplete character with one U+FFFD per byte.
 """
 
 import codecs

@@ -1,9 +1,9 @@
 """The engine as the frontend's asyncio code sees it: prompts in any form go in, streams of events come out.
 
-The HTTP API and the client socket are built on `Engine`; it knows neither. It adds to the core what takes time:
-encoding and chat templates (`text_work`), and streams that a slow reader cannot make grow.
+The HTTP API and the client socket are built on `Engine`; it knows neither. It adds to the core what takes time, that
+is, encoding text and rendering chats (`text_work`), and it adds streams that do not grow when their reader is slow.
 
-    stream = await engine.generate(prompt, params)        raises RequestError before anything is promised
+    stream = await engine.generate(prompt, params)        raises RequestError if the request is not accepted
     async for event in stream:                            Delta* and one Final; raises RequestError if it fails later
         ...
 

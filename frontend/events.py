@@ -1,7 +1,7 @@
-"""What a request gives back: pieces of text on the way, one result at the end.
+"""The events of a request: deltas on the way, one result at the end.
 
 Plain values without behaviour. The core makes them; the HTTP API and the client socket turn them into their own forms.
-Those parts of them that clients get as they are come from `common.client_messages`.
+The parts that clients get unchanged come from `common.client_messages`.
 """
 
 from array import array

@@ -1,6 +1,6 @@
-"""What the frontend counts: histograms of times and sizes, and how requests ended.
+"""The frontend's statistics: histograms of times and sizes, and how requests ended.
 
-Plain integers, fed by the core: once for each request's first token and end, and once a step for the times between
+Plain integers, fed by the core: once for each request's first token and end, and once per step for the times between
 tokens, however many tokens the step brought. `/metrics` and the dashboard read them; nothing here knows either.
 """
 

@@ -1,13 +1,13 @@
-"""`LLM`: the whole engine inside a program. Starts the processes, talks to them, stops them.
+"""`LLM`: a whole engine inside a program. Starts the processes, talks to them, stops them.
 
     llm = LLM("path/to/model", max_model_len=4096)
     for output in llm.generate(["The sea", "The sky"], SamplingParams(max_tokens=32)):
         print(output.prompt, output.outputs[0].text)
 
-Calls and results have the shape that vLLM gave them. The engine is `launch.py serve` without HTTP, as a child process;
-it ends with this object, and with this program whatever way that ends. Its log goes to the logger `trireme`, line by
-line with its level, so that by default warnings and errors are seen. Errors are those of `client.Client`, and
-`StartupError` or `ConfigError` from the constructor, with the engine's own last line.
+Calls and results have the same shape as vLLM's. The engine is `launch.py serve` without HTTP, as a child process; it
+ends with this object, and with this program however that ends. Its log goes to the logger `trireme`, line by line with
+its level, so that by default warnings and errors are seen. Errors are those of `client.Client`, and from the
+constructor `StartupError` or `ConfigError` with the engine's own last line.
 """
 
 import contextlib

@@ -1,13 +1,13 @@
 """The frontend process: its sockets, its event loop, its start and its end.
 
 Sockets: connects `requests` (PUSH, to the scheduler), binds `outputs` (PULL, from the scheduler) and the client
-endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders come over the supervisor link.
+endpoint (ROUTER); the HTTP API, unless switched off, has its own. Orders come over the supervisor link.
 
-Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
-answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
-finish within the grace, end the rest with an error. A failed peer, or bytes of the scheduler's that are no message:
-every request ends with an error, then exit code 1. A peer that is started again (`--restart`): new sockets to the
-scheduler, those of the new session, and the requests wait until it is ready.
+Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is noticed at once; HTTP
+answers 503 until the scheduler says that the engine is ready. Stop: refuse new requests, let the running ones finish
+within the grace period, end the rest with an error. If a peer has failed, or the scheduler's bytes are not a message:
+every request ends with an error, then exit code 1. If a peer is started again (`--restart`): open the new session's
+sockets to the scheduler, and let the requests wait until it is ready.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""What goes to the scheduler, and what does not while there is none.
+"""The messages to the scheduler, sent or held back: requests, aborts, the order to forget cached prefixes.
 
-Requests, gathered aborts, the order to forget prefixes. While scheduler and worker are being started again (`suspend`)
-requests are held and everything else is dropped: a new scheduler knows nothing that could be aborted or forgotten.
-Called by `core.Core` alone.
+While scheduler and worker are being started again (`suspended`), requests are held and everything else is dropped: a
+new scheduler has nothing that could be aborted or forgotten. Called by `core.Core` alone.
 """
 
 from array import array

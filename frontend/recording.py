@@ -1,11 +1,11 @@
-"""The frontend's core with everything recorded that it is told and tells: requests as they enter, events as they leave.
+"""Records everything that the frontend's core is told and tells: requests as they enter, events as they leave.
 
     calls     [SUBMIT, prompt ids, params, options] [ABORT, id] [DRAIN] [FAIL_ALL, message, code, dead] [FLUSH]
     events    [DELTA, request, delta] [FINAL, request, samples, usage] [FAILED, request, code, message] [REFUSED, ...]
 
-What the scheduler sends and gets is recorded where it leaves and enters the process (`main`). The HTTP API and the
-client socket are outside: what they do is turn bytes into calls, and events into bytes. `replay` makes the same calls
-on the same class, with a comparison in the place of the recorder.
+The scheduler's messages are recorded where they enter and leave the process (`main`). The HTTP API and the client
+socket are not recorded: all they do is turn bytes into calls, and events into bytes. `replay` makes the same calls on
+the same class, with a comparison in place of the recorder.
 """
 
 from array import array

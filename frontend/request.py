@@ -1,4 +1,4 @@
-"""One request and its samples, from submission to the end: what came so far, as tokens and as text.
+"""One request and its samples, from submission to the end: what has come so far, as tokens and as text.
 
 Knows nothing of sockets, clocks or other requests. `core.Core` feeds it tokens and passes its events on.
 """

@@ -1,9 +1,9 @@
-"""Text to token ids and back, done where nobody waits for it: on the spot, in a thread, or in a process of its own.
+"""Encodes, renders and decodes text where nobody has to wait for it: inline, in a thread, or in a process of its own.
 
-The library that encodes lets other threads run for part of the time only, and one that decodes not at all: 100,000
-tokens done in a thread hold every stream up for tens of milliseconds. So what is long goes to text processes
-(`--frontend-workers`), which start when the first long text comes; where there are none, and for what is of middling
-length, there are threads.
+The tokenizer library lets other threads run only part of the time while it encodes, and not at all while it decodes:
+100,000 tokens done in a thread hold up every stream for tens of milliseconds. So long texts go to text processes
+(`--frontend-workers`), which are started when the first long text comes. Threads do the texts of medium length, and the
+long ones where there are no text processes.
 
 `engine.Engine` owns one `TextWork`; it belongs to the event loop that it is used in.
 """

@@ -1,4 +1,4 @@
-"""The verbs of the command line, and what a failure becomes: one line on stderr and an exit code.
+"""The verbs of the command line. A failure becomes one line on stderr and an exit code.
 
 Exit codes are those of `common.errors`. Called by `launch.py`.
 """

@@ -1,4 +1,4 @@
-"""How often lost processes may be started again (`--restart`): counts, and nothing else.
+"""Counts restarts of lost processes, and says whether another one is allowed (`--restart-limit`).
 
 Called by the `Supervisor`; the clock is passed in.
 """

@@ -1,4 +1,4 @@
-"""The verb `serve`: run one engine until it is told to stop, or for the one answer of `--once`.
+"""The verb `serve`: runs one engine until it is told to stop, or for the one answer of `--once`.
 
 Makes the run directory, reports where the engine serves (a line for people, `ready.json` for programs), and leaves the
 processes to the `Supervisor`. Called by `launcher.command`; torch is never loaded here.

@@ -1,21 +1,22 @@
 """Starts the processes of one engine, watches them and stops them.
 
-Order of start: HTTP socket (bound here, so that a port in use is known at once), control socket, model folder, then
-frontend, scheduler and worker side by side. Everything that happens is dealt with in `Supervisor._turn`: messages on
-the control socket, ended children, missing heartbeats, signals. Order of stop: the frontend, which ends its requests
-first, then the others. A child that ends or stops responding ends the run: the frontend is told, so that requests in
-flight get their error, and one line on stderr names the process and its error.
+Order of start: HTTP socket (bound here, so that a port in use is noticed at once), control socket, model folder, then
+frontend, scheduler and worker side by side. `Supervisor._turn` handles everything that happens: messages on the control
+socket, ended children, missing heartbeats, signals. Order of stop: the frontend, which ends its requests first, then
+the others. If a child ends or stops responding, the run ends: the frontend is told, so that requests in flight get
+their error, and one line on stderr names the process and its error.
 
-With `--restart` it is started again instead, in a new *session*, whose sockets nothing of an earlier one can reach:
+With `--restart` the child is started again instead, in a new *session* with sockets of its own, which nothing of an
+earlier session can reach:
 
     lost                   started again            the others are told (NewSession)
-    scheduler or worker    scheduler and workers    the frontend: its requests wait, and go on
-    frontend               frontend                 the scheduler: it drops the old one's requests
+    scheduler or worker    scheduler and workers    the frontend: its requests wait, then go on
+    frontend               frontend                 the scheduler: it drops the old frontend's requests
     anything, while another process is not ready    those and that one
 
 One loss more than `--restart-limit` allows ends the run as above, as does any loss before the engine was ready.
 
-Knows nothing of models or requests; torch is never loaded here. Called by `launcher.serve`.
+Knows nothing of models or requests; never loads torch. Called by `launcher.serve`.
 """
 
 import logging

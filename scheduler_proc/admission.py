@@ -1,11 +1,12 @@
-"""Gives out slots: to preempted sequences first, then to waiting ones in the policy's order.
+"""Gives slots to sequences that want to run: preempted ones first, then waiting ones in the policy's order.
 
-A sequence enters when all its known tokens find blocks beside what is promised to the prompts under way. What need not
-be computed is taken from the prefix cache, from another sample of the same request, or from the host. A sequence whose
-next block another prompt is about to compute waits for it: it could only compute the same again.
+A sequence is admitted when there are blocks for all its known tokens, besides those promised to the prompts already
+under way. Tokens that need not be computed come from the prefix cache, from another sample of the same request, or from
+host memory. If another prompt is about to compute the sequence's next block, the sequence waits for that prompt, since
+it could only compute the same block again.
 
-At most two prompts stay unfinished after a step; new ones beyond them enter only if they finish in it. Nobody overtakes
-a preempted sequence. No clock, no sockets. Called by the planner.
+At most two prompts stay unfinished after a step; beyond them, new ones are admitted only if they finish in it. Nobody
+overtakes a preempted sequence. No clock, no sockets. Called by the planner.
 """
 
 from array import array
@@ -61,7 +62,7 @@ class Admission:
     """Fills the rest of a step with sequences that get a slot.
 
     Args:
-        state: the books.
+        state: the scheduler's.
     """
 
     def __init__(self, state: State) -> None:

@@ -1,7 +1,7 @@
-"""Applies a step's result to the books and writes what the frontend hears of it.
+"""Applies a step's result to the scheduler's state and writes the message that tells the frontend of it.
 
-Tokens of sequences that are over by now, and tokens past an end token, are dropped here and counted nowhere. Called by
-the core.
+Drops the tokens of sequences that have ended meanwhile, and tokens past an end token; they are counted nowhere. Called
+by the core.
 """
 
 from array import array
@@ -45,7 +45,7 @@ class Collector:
     """Turns results into messages.
 
     Args:
-        state: the books.
+        state: the scheduler's.
     """
 
     def __init__(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""A step plan under construction: rows as they are placed, and their translation into the message.
+"""A step plan under construction: collects the rows as they are placed, then turns them into a `StepPlan`.
 
 Called by the planner and by admission. Decides nothing.
 """

@@ -1,16 +1,16 @@
 """Decides who runs in the next step.
 
-    1. decode rows, in the order in which they were served last, one each while the budget lasts
-    2. the next chunk of each running prompt, the largest that fits
+    1. decode rows, one token each while the budget lasts; whoever has waited longest since its last step comes first
+    2. the next chunk of each running prompt, as large as fits
     3. sequences that get a slot: preempted ones, then waiting ones in the policy's order
     4. what is left of the budget, to the chunks again
 
-When blocks run out, the highest rank among the running sequences not yet placed in this step is preempted. Its blocks
-come back once the plans in flight that use them have; until then whoever needs them sits out. New sequences preempt
-nobody. So the lowest rank at hand always makes progress.
+When blocks run out, the running sequence with the highest rank that is not placed in this step yet is preempted. Its
+blocks can be reused once all plans in flight that use them have come back; until then, a sequence that needs a block
+skips the step. New sequences preempt nobody. So the lowest rank that is running always makes progress.
 
-A prompt that is longer than the budget leaves half of it to those behind it, so that a long prompt at the head holds up
-nobody. Who gets a slot is decided in `admission`.
+A prompt that is longer than the budget leaves half of it to those behind it, so a long prompt at the head of the queue
+does not hold up the others. `admission` decides who gets a slot.
 
 No clock, no sockets. Called by the core.
 """
@@ -24,10 +24,10 @@ from scheduler_proc.state import Flight, State
 
 
 class Planner:
-    """Plans steps over the books.
+    """Plans one step after another.
 
     Args:
-        state: the books.
+        state: the scheduler's.
     """
 
     def __init__(self, state: State) -> None:
@@ -164,7 +164,7 @@ class Planner:
     # ---- the plan
 
     def _commit(self, draft: Draft) -> StepPlan:
-        """Write the step into the books: what it computes is findable, what it ends leaves its slot."""
+        """Record the step in the state: index the blocks it computes, free the slots of sequences it ends."""
         state = self._state
         plan = draft.to_plan(state.cleared_slots, has_grammars=state.grammar_count > 0)
         state.cleared_slots = []

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request and of each of its samples. Data only; called by everything in this room."""
+"""What the scheduler knows of a request and of each of its samples. Data only; used by everything in this room."""
 
 from array import array
 from enum import IntEnum

@@ -1,8 +1,8 @@
-"""The scheduler's books: every sequence, slot and block, and the plans in flight.
+"""The scheduler's state: every sequence, slot and block, and the plans in flight.
 
-Holds the transitions that several parts need (take out, preempt, give back blocks) and recounts itself in `check`.
-Decides nothing: the planner decides who runs, the collector applies results, the core takes messages. No clock, no
-sockets.
+Has the transitions that several parts need (end a sequence, preempt it, give back blocks) and recounts itself in
+`check`. Decides nothing: the planner decides who runs, the collector applies results, the core takes messages. No
+clock, no sockets.
 """
 
 from collections import Counter, deque
@@ -94,7 +94,7 @@ class Counters:
 
 
 class State:
-    """The books.
+    """The scheduler's state.
 
     Attributes:
         requests: live requests by id.

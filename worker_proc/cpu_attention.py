@@ -1,9 +1,9 @@
 """The CPU path of attention: decode rows batched over sequences, chunks in tiles. Called by `attention.attention` only.
 
-The query heads that share a KV head are attended as query positions of one head, so each key is read once for all of
-them. In bfloat16 two batched matrix products with a float32 softmax between them beat PyTorch's fused attention except
-on small inputs (measured: benchmarks/cpu_forward.py); scores are then rounded to bfloat16, which adds a tenth to the
-error that bfloat16 makes anyway. In float32 it is always the fused one.
+The query heads that share a KV head are treated as query positions of one head, so that each key is read once for all
+of them. In bfloat16, two batched matrix products with a float32 softmax between them are faster than PyTorch's fused
+attention except on small inputs (measured: benchmarks/cpu_forward.py). Scores are then rounded to bfloat16, which adds
+a tenth to the error that bfloat16 makes anyway. In float32 the fused attention is always used.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Writing and reading the paged cache on the CPU, 8-bit formats included. Used by `cpu_attention` only.
 
-An 8-bit cache (`kernels/kv_format.py`) is dequantised as its blocks are gathered, into the workspace that plain blocks
-are gathered into: float32 products of element and scale, whatever type the model computes in. Measured, 1,536 blocks of
-16 x 64 on one core, milliseconds: bfloat16 0.07, float32 0.13, int8 0.18 (0.30 to bfloat16), fp8 0.35; torch's own
-conversion of FP8 takes 16.
+Blocks of an 8-bit cache (`kernels/kv_format.py`) are dequantised while they are gathered, into the same workspace that
+plain blocks are gathered into: as float32 products of element and scale, whatever type the model computes in. Measured
+with 1,536 blocks of 16 x 64 on one core, in milliseconds: bfloat16 0.07, float32 0.13, int8 0.18 (0.30 to bfloat16),
+fp8 0.35; torch's own conversion of FP8 takes 16.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""What the CPU path of attention works out once per step and shares between the layers: gather indices and masks.
+"""The plan of CPU attention, made once per step and shared by all layers: gather indices and masks.
 
-On a CPU reading a tensor's value costs nothing, so all of it comes from the context's own tensors. Used by
+On a CPU, reading a tensor's value costs nothing, so everything is worked out from the context's own tensors. Used by
 `cpu_attention` only.
 
 Decode rows of similar length form a group, small enough that its gathered K and V stay in the processor's cache. Blocks
-are gathered right-aligned: every row's last block comes last, so positions that were never written are in one known
-place (the last block) and are zeroed there; padding on the left repeats the longest row's first block, which is full,
-and is masked.
+are gathered right-aligned: every row's last block comes last. So positions that were never written are all in one known
+place (the last block) and are set to zero there. Padding on the left repeats the longest row's first block, which is
+full, and is masked.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Puts a worker's parts together: device, model, cache, runner. What the process does with them is in `worker.py`."""
+"""Assembles a worker's parts: device, model, cache, runner. `worker.py` is the process around them."""
 
 import logging
 import os

@@ -1,8 +1,8 @@
-"""Attention of `--deterministic` on the CPU: what a query gets depends on its position and its own context alone.
+"""Attention of `--deterministic` on the CPU: a query's result depends on its position and its own context only.
 
-Queries are taken in tiles of TILE positions that lie at multiples of TILE in their request, and with each tile the keys
-up to its end, padded with zeros. So the products of a query have shapes that follow from its position, and it stands in
-the same place of its tile, however its prompt was cut into chunks. Called by `attention.attention` only.
+Queries are taken in tiles of TILE positions, aligned to multiples of TILE within their request, and with each tile the
+keys up to its end, padded with zeros. So the shapes of a query's products follow from its position, and it always has
+the same place in its tile, however its prompt was cut into chunks. Called by `attention.attention` only.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""The paged KV cache: how many blocks there are, their tensors, and moving whole blocks about.
+"""The paged KV cache: how many blocks there are, their tensors, and copying whole blocks.
 
-What a layer keeps is a small spec that turns into bytes per block; nothing else in the engine knows more of it than a
-count of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each layer.
-They start as zeros, since unwritten positions take part in products whose weight is zero. Of an 8-bit cache
-(`kernels/kv_format.py`) the scales lie beside, `[block, kv_head, position in block]`, and go wherever their blocks go.
+What a layer keeps is described by a small spec, which turns into bytes per block; the rest of the engine knows only a
+number of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each
+layer. They start as zeros, since unwritten positions take part in products with weight zero (and zero times NaN would
+be NaN). An 8-bit cache (`kernels/kv_format.py`) has its scales beside it, `[block, kv_head, position in block]`, and
+they are copied along with their blocks.
 """
 
 import logging

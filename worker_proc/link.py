@@ -1,4 +1,4 @@
-"""How fast blocks move between device and host: measured at start, for the scheduler's choice of preemption.
+"""Measures how fast blocks move between device and host at the start, for the scheduler's choice of preemption.
 
 Called by the engine; works with whatever moves the device's blocks.
 """

@@ -1,7 +1,8 @@
-"""Log probabilities of the model's own distribution: of a given token, its rank, and the likeliest ones.
+"""Log probabilities of the model's own distribution: of a given token, its rank, and the likeliest tokens.
 
-"Own" means before temperature, penalties, biases and filters, as vLLM reports by default. On the CPU one row at a time
-in NumPy; on a GPU many rows in torch, without a read by the host, to be copied with what the step sampled.
+"Own" means before temperature, penalties, biases and filters, as vLLM reports by default. On the CPU they are computed
+in NumPy, row by row; on a GPU in torch, for many rows, without reading anything back: they are copied to the host with
+the sampled tokens.
 """
 
 from array import array

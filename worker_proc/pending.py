@@ -1,7 +1,7 @@
-"""A step that has been issued: everything that its result is made of, on its way to the host.
+"""A step that has been issued: everything its result is made of, still on its way to the host.
 
-On the CPU it is there already. On a GPU the copies are in flight, and `result` waits for them: whoever calls it then
-should not be the thread that issues steps. Made by both runners, read by the worker's reporter.
+On the CPU everything is there already. On a GPU the copies are in flight, and `result` waits for them, so the thread
+that issues steps should not be the one that calls it. Made by both runners, read by the worker's reporter.
 """
 
 from array import array

@@ -1,7 +1,7 @@
-"""Sends step results to the scheduler: in line where they are there at once, in a thread where that means waiting.
+"""Sends step results to the scheduler: directly if they are there at once (CPU), else from a thread (GPU).
 
-A thread of its own waits for the GPU's copies, so that the thread that issues steps never does. The results socket is
-its own from then on. If a step fails there, `report` raises the error in the issuing thread, which `wake` has woken.
+The thread waits for the GPU's copies, so that the thread that issues steps never has to. From then on it alone uses the
+results socket. If a step fails in the thread, `wake` wakes the issuing thread, and `report` raises the error there.
 """
 
 import queue

@@ -1,8 +1,7 @@
-"""Runs step plans on the CPU: slots, cache and model, from a `StepPlan` to what it sampled.
+"""Runs step plans on the CPU: takes a `StepPlan`, updates slots and cache, runs the model and samples.
 
-A step prepares the inputs of its rows, runs the model over them, and samples; when `execute` returns, all of it is
-done. The GPU's runner, where each of these only is issued, is `cuda/runner.py`. Sockets, and when a plan comes, are
-`worker.py`'s business.
+When `execute` returns, the whole step is done. The GPU's runner, which only issues the same work and does not wait for
+it, is `cuda/runner.py`. Sockets, and when a plan comes, are the business of `worker.py`.
 """
 
 import itertools

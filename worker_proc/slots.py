@@ -1,11 +1,11 @@
-"""The worker's state of every slot: what the device holds, and the host's mirror of its lengths.
+"""The worker's state of every slot: what is in device memory, and the host's copy of its lengths (the mirror).
 
-A slot is the place of one running request. Everything that a step reads of it lies in one flat int32 tensor, carved
-into tables, so that whatever a step plan changes (tokens and parameters of new slots, appended blocks) is one list of
-addresses and values, copied once and scattered once. Sampled ids are written by the device and never come back through
-here: the host knows lengths, because the plan says how they grow, but never values.
+A slot is the place of one running request. Everything that a step reads of it is in one flat int32 tensor, divided into
+tables. So all that a step plan changes (tokens and parameters of new slots, appended blocks) is one list of addresses
+and values, copied once and scattered once. Sampled ids are written by the device and are never read back here: the host
+knows lengths, because the plan says how they grow, but not values.
 
-Row `slot_count` of every table is scratch: index -1, which stands for padding, wraps to it.
+Row `slot_count` of every table is scratch: index -1, which stands for padding, wraps around to it.
 """
 
 from collections.abc import Mapping

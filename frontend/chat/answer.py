@@ -1,4 +1,4 @@
-"""How one request's answer is to be read: what is reasoning, what is a call, what is content."""
+"""Splits one request's answer into reasoning, content and tool calls, as its chat format says."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""One tool call as a JSON object, read character by character: `{"name": "f", "arguments": {...}}`.
+"""Reads one tool call as a JSON object, character by character: `{"name": "f", "arguments": {...}}`.
 
-The arguments are passed on as they come, once the name is known, so that they can be streamed; from then on the call
-stands, even if the model never ends it. Until then it may turn out to be no call at all. Other keys are skipped.
+Once the name is known, the arguments are passed on as they come, so that they can be streamed. From then on the call
+counts, even if the model never finishes it; until then it may turn out not to be a call. Other keys are skipped.
 """
 
 import json

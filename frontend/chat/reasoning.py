@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer: the text between `<think>` and `</think>` at the start of an output.
+"""Separates reasoning from the answer: the text between `<think>` and `</think>` at the start of an output.
 
 White space around either is left out. A block that is never closed is reasoning to the end.
 """

@@ -1,10 +1,10 @@
-"""How models write tool calls, which of it a model's template speaks, and the same as a grammar.
+r"""The formats in which models write tool calls: which one a model's template uses, and each one as a grammar.
 
     hermes    <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>      Hermes, Qwen and others
     llama     {"name": ..., "parameters": {...}}, also behind <|python_tag|>    Llama 3
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]              Mistral
 
-A template that knows no tools gets the Hermes form, described in the system message (`tools.py`).
+For a template that does not support tools, the Hermes format is described in the system message (`tools.py`).
 """
 
 import json

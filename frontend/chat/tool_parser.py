@@ -1,7 +1,7 @@
-"""Tool calls apart from the text around them, as the text grows.
+"""Separates tool calls from the text around them, as the text grows.
 
-What might become a call is held back until it is certain; what turns out to be none comes out as content, tags and
-all. White space between calls, and between a call and the text beside it, is left out.
+Text that may become a call is held back until this is certain; if it turns out not to be one, it comes out as content,
+tags included. White space between calls, and between a call and the text beside it, is left out.
 """
 
 import secrets

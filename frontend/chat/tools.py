@@ -1,7 +1,7 @@
-"""What a request says of tools: checked, and brought into the form that templates take.
+"""Checks a request's tools and converts them to the form that chat templates take.
 
-A template that knows no tools gets them in the system message, and earlier calls and their results as text, in the
-Hermes form.
+For a template that does not support tools, they go into the system message, and earlier calls and their results become
+text in the Hermes format.
 """
 
 import contextlib

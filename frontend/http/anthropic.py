@@ -1,4 +1,4 @@
-"""`/v1/messages` and its `count_tokens`: Anthropic's form of a chat, over the same start and the same parsers."""
+"""`/v1/messages` and its `count_tokens`: Anthropic's form of a chat, with the same start and parsers as the others."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any

@@ -1,6 +1,6 @@
-"""How a chat begins, for every endpoint that answers chats: prompt, parameters, and how its answer is to be read.
+"""Starts a chat, for every endpoint that answers chats: its prompt, its parameters, and how to read its answer.
 
-`chat.py` and `responses.py` differ in what they take and send; both start here from a `ChatRequest`.
+The chat endpoints differ in what they take and send; all of them start here from a `ChatRequest`.
 """
 
 from dataclasses import dataclass, replace

@@ -1,9 +1,9 @@
-"""The short way of a token into its stream: from the core's call straight to the connection, without waking a task.
+"""The fast path of a token into its stream: from the core's call straight to the connection, without waking a task.
 
-Waking the task that writes a stream, and the way through the application's layers, cost more than everything else that
-happens to a token. They are taken for a stream's start and end, for errors, for clients that read too slowly, and by
-servers other than ours. Nothing can overtake anything: a token goes the short way only while the task waits for one,
-which means that all before it has been written.
+Waking the task that writes a stream, and going through the application's layers, cost more than everything else that
+happens to a token. That slow path is taken for a stream's start and end, for errors, for clients that read too slowly,
+and by servers other than ours. Nothing can overtake anything: a token takes the fast path only while the task waits for
+one, which means that everything before it has been written.
 """
 
 from collections.abc import Callable

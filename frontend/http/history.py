@@ -1,7 +1,7 @@
-"""The last minutes of an engine, second by second: what the dashboard draws.
+"""The last minutes of an engine, second by second, for the dashboard's charts.
 
-A row a second is kept for five minutes, made from differences of the figures that the core counts anyway; a page that
-is opened finds the past already there. Called by the HTTP server and by the dashboard's endpoint.
+One row per second is kept for five minutes, computed from differences of the figures that the core counts anyway. So a
+page that has just been opened shows the past too. Called by the HTTP server and by the dashboard's endpoint.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with bounds on connections and on a request's head, and errors in the API's own form.
+"""uvicorn's HTTP protocol with limits on connections and on a request's head, and errors in the API's own form.
 
-The parser keeps what it has not finished, so that a header without an end would grow until memory is gone; and a
-process that is out of file descriptors dies in ZeroMQ, so that idle connections must leave some.
+The limits are needed: the parser keeps what is unfinished, so a header without an end would grow until memory is gone;
+and ZeroMQ aborts a process that is out of file descriptors, so idle connections must leave some.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""What is sent back for completions: whole bodies, and the chunks of streams.
+"""The replies to completions: whole bodies, and the chunks of streams.
 
-Nearly every chunk of a stream is a piece of text and nothing else; such a chunk is put together from parts encoded once
-for the stream and the text. All others are dicts, encoded by msgspec.
+Nearly every chunk of a stream is a piece of text and nothing else. Such a chunk is put together from constant parts,
+encoded once per stream, and the text. All others are dicts, encoded by msgspec.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""What the bodies of requests may hold: one class per endpoint, decoded by msgspec, refused with the field's name.
+"""The bodies of requests: one class per endpoint, decoded by msgspec. A bad body is refused with the field's name.
 
 Field names and defaults are OpenAI's, with vLLM's additions. A field that is null counts as not given. Unknown fields
-are accepted, and each is logged once. The ranges of sampling parameters are `SamplingParams`' business.
+are accepted, and each is logged once. `SamplingParams` checks the ranges of sampling parameters.
 """
 
 import logging

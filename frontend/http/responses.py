@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer form of a chat, over the same start and the same parsers.
+"""`/v1/responses`: OpenAI's newer form of a chat, with the same start and parsers as the others.
 
 Nothing is stored, so there is no `previous_response_id`: send the whole conversation as `input`.
 """

@@ -1,7 +1,7 @@
-"""Folders for work in progress that do not outlive it: what a killed process left is removed by the next.
+"""Temporary folders for work in progress: what a killed process left behind is removed by the next one.
 
-Used where models are fetched and converted, beside the folder that is being made, since a rename must not cross file
-systems.
+Used where models are fetched and converted. They are beside the folder that is being made, since a rename must not
+cross file systems.
 """
 
 import contextlib

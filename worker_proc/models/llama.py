@@ -1,7 +1,7 @@
 """The Llama family: Llama 3.x, SmolLM2, Mistral, and the frame that Qwen2 and Qwen3 share.
 
-Module names are the checkpoint's, so a weight's place can be read off its name. Which attention runs, where K and V
-live and how rows are packed is the business of `attention` and of the `ForwardContext`.
+Module names are the checkpoint's, so a weight's name says where it is. Which attention runs, where K and V are and how
+rows are packed is left to `attention` and the `ForwardContext`.
 """
 
 from collections.abc import Iterator
