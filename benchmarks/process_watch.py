@@ -1,6 +1,6 @@
-"""What the processes of a running engine hold: memory, file descriptors, threads. Read from /proc; Linux only.
+"""The resources of a running engine's processes: memory, file descriptors, threads. Read from /proc; Linux only.
 
-Called by benchmarks/soak.py. A process is named as its title says: `supervisor`, `frontend`, `scheduler`, `worker-0`.
+Called by benchmarks/soak.py. Processes are named by their titles: `supervisor`, `frontend`, `scheduler`, `worker-0`.
 """
 
 import contextlib

@@ -1,10 +1,11 @@
-"""Run the workloads against the running engine: throughput, time to first token, time per output token, step parts.
+"""Runs workloads on the engine and measures throughput, time to first token, time per output token, parts of a step.
 
     python -m benchmarks.throughput --workloads b1_128_512 w1_nano256
     python -m benchmarks.throughput --model DIR --load-format dummy --engine trireme --repeats 3
 
-Each workload runs once to warm up and then `--repeats` times; the figures are of the run with the median wall time,
-all runs' wall times stand beside them. Prints a table, appends JSON lines to `--output`, and ends with one JSON line.
+Each workload runs once to warm up and then `--repeats` times. The figures are those of the run with the median wall
+time, with the wall times of all runs beside them. Prints a table, appends JSON lines to `--output`, and ends with one
+JSON line.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A GPU that is not there: kernels are compiled for it, and launches must be left out."""
+"""A GPU that does not exist: kernels are compiled for it, and launches must be left out."""
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
