@@ -17,7 +17,7 @@ No clock, no sockets. Called by the core.
 
 from common.messages import StepPlan
 from scheduler_proc.admission import Admission
-from scheduler_proc.draft import ChunkRow, Draft, share_of
+from scheduler_proc.draft import ChunkRow, Draft, chunk_share
 from scheduler_proc.queues import rank_of
 from scheduler_proc.sequence import Sequence, Status
 from scheduler_proc.state import Flight, State
@@ -34,7 +34,7 @@ class Planner:
         self._state = state
         self._pool = state.pool
         self._block_size = state.limits.block_size
-        self._decode_bound = 1  # tokens that a decode row computes at most; results correct the lengths downwards
+        self._decode_bound = 1  # tokens that a decode row computes at most; more with speculative decoding
         self._admission = Admission(state)
 
     def plan_step(self) -> StepPlan | None:
@@ -53,7 +53,7 @@ class Planner:
     # ---- decode rows
 
     def _place_decodes(self, draft: Draft) -> None:
-        """One row for each decoding sequence, longest unserved first, while budget and blocks last."""
+        """One row for each decoding sequence, those that waited longest first, while budget and blocks last."""
         order, step_id, bound = self._state.decoding.copy(), draft.step_id, self._decode_bound
         if self._state.grammar_count:
             order = [sequence for sequence in order if sequence.is_plannable]
@@ -93,14 +93,14 @@ class Planner:
     # ---- blocks
 
     def _make_room(self, sequence: Sequence, needed: int, draft: Draft) -> bool:
-        """Preempt until `needed` blocks are available; False if the sequence must sit out this step."""
+        """Preempt until `needed` blocks are available; False if the sequence must skip this step."""
         state, pool = self._state, self._pool
         while pool.available_count < needed:
             if pool.available_count + state.pending_count >= needed:
-                return False  # they come back with plans in flight
+                return False  # enough blocks will be free when the plans in flight have come back
             unplaced = [s for s in state.decoding + state.prefilling if s.last_step != draft.step_id]
             if len(unplaced) < 2:
-                return False  # it comes first in the next step, and finds the others unplaced
+                return False  # all others are placed; in the next step this sequence comes first, and can preempt them
             victim = max(unplaced, key=rank_of)
             self._preempt(victim, draft)
             if victim is sequence:
@@ -116,9 +116,10 @@ class Planner:
             self._state.preempt(victim)
 
     def _swaps(self, victim: Sequence) -> bool:
-        """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it.
+        """Whether the victim's K/V is swapped to the host: as configured, or (auto) if moving it twice is faster.
 
-        A mean of hidden states starts anew with the slot, so for one everything is computed again.
+        Not for a request that wants the mean of its hidden states: their sum is lost with the slot, so that all of them
+        have to be computed again.
         """
         if victim.request.message.pooling == "mean":
             return False
@@ -132,13 +133,13 @@ class Planner:
         return swap_s < victim.computed_count * token_s
 
     def _room(self, sequence: Sequence) -> int:
-        """Tokens for which the sequence has blocks or can get them."""
+        """How many more tokens the sequence has blocks for, or can get blocks for."""
         return sequence.capacity - sequence.computed_count + self._pool.available_count * self._block_size
 
     # ---- prompts that run already
 
     def _place_chunks(self, draft: Draft) -> None:
-        """The next chunk of each prompt that is under way."""
+        """Place the next chunk of each prompt that is under way."""
         order = self._state.prefilling.copy()
         for index, sequence in enumerate(order):
             if not draft.budget:
@@ -146,7 +147,7 @@ class Planner:
             if sequence.slot < 0 or (self._room(sequence) < 1 and not self._make_room(sequence, 1, draft)):
                 continue
             others = index + 1 < len(order) or self._others_wait()
-            count = min(share_of(sequence.unplanned_count, draft.budget, others), self._room(sequence))
+            count = min(chunk_share(sequence.unplanned_count, draft.budget, others), self._room(sequence))
             row = ChunkRow(sequence, sequence.computed_count, 0, is_new=False)
             draft.place(row)
             draft.extend(row, count, self._pool)
@@ -155,7 +156,7 @@ class Planner:
         return bool(self._state.free_slots) and (len(self._state.waiting) + len(self._state.preempted) > 0)
 
     def _top_up(self, draft: Draft) -> None:
-        """What nobody else could use goes to the unfinished chunks."""
+        """Give the budget that nobody else could use to the unfinished chunks."""
         for row in draft.chunks:
             extra = min(row.sequence.unplanned_count, draft.budget, self._room(row.sequence))
             if extra > 0:
@@ -205,7 +206,7 @@ class Planner:
         state.prefilling = sorted((s for s in state.prefilling if s not in complete), key=rank_of)
 
     def _drain(self, sequence: Sequence) -> None:
-        """Its last token is planned: the slot is free for the next step, the blocks once the result is here."""
+        """Its last token is planned: its slot is free for the next step, its blocks are when the result has come."""
         self._state.decoding.remove(sequence)
         self._state.free_slot(sequence)
         sequence.status = Status.DRAINING
