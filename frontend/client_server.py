@@ -21,7 +21,7 @@ import zmq
 from common import client_messages as wire
 from common.errors import RequestError, WireError
 from frontend.client_access import ClientAccess, key_of
-from frontend.client_door import ClientDoor
+from frontend.client_monitor import ClientMonitor
 from frontend.client_records import ClientRecord, ClientSink, EmbedSink, error_reply
 from frontend.engine import Engine
 from frontend.prompt import ChatPrompt, Prompt
@@ -29,11 +29,11 @@ from frontend.request_checks import EMBEDDING_PARAMS
 from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536
-"""Live requests of one client at most."""
-FIRST_LOOK_S = 0.02
-LOOK_INTERVAL_S = 0.3
-LOOK_COUNT = 2
-"""How often to look who is gone after a connection has ended: the socket learns of it a little after its monitor."""
+"""Live requests that one client may have."""
+FIRST_PROBE_S = 0.02
+PROBE_INTERVAL_S = 0.3
+PROBE_COUNT = 2
+"""How often to check which client is gone after a connection has ended: the socket notices later than its monitor."""
 
 _FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
 _LAST_FRAME = int(zmq.NOBLOCK)
@@ -47,7 +47,7 @@ class ClientServer:
     Args:
         engine: does the work.
         socket: a bound ROUTER with ROUTER_MANDATORY; closed by `close`.
-        access: tells which clients may speak, where the socket has keys.
+        access: decides which clients may connect, where the socket has keys.
 
     Attributes:
         touched: clients that the next flush sends something to.
@@ -65,9 +65,9 @@ class ClientServer:
             if access is None
             else ZmqReader(socket, self._on_keyed_frames, self.flush, copy=False)
         )
-        self._looks_left = 0
-        self._next_look: asyncio.TimerHandle | None = None
-        self._door = ClientDoor(socket, engine.connections, self._on_disconnect)
+        self._probes_left = 0
+        self._next_probe: asyncio.TimerHandle | None = None
+        self._monitor = ClientMonitor(socket, engine.connections, self._on_disconnect)
 
     def flush(self) -> None:
         """Send what has gathered since the last flush. Never blocks."""
@@ -90,22 +90,23 @@ class ClientServer:
         self.flush()
         for task in self._tasks:
             task.cancel()
-        if self._next_look is not None:
-            self._next_look.cancel()
-        self._door.close()
+        if self._next_probe is not None:
+            self._next_probe.cancel()
+        self._monitor.close()
         self._reader.close()
         self._socket.close(linger=linger_ms)
 
     def _on_disconnect(self) -> None:
-        self._looks_left = LOOK_COUNT
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(FIRST_LOOK_S, self._look_for_gone_clients)
+        self._probes_left = PROBE_COUNT
+        if self._next_probe is None:
+            self._next_probe = asyncio.get_running_loop().call_later(FIRST_PROBE_S, self._probe_clients)
 
-    def _look_for_gone_clients(self) -> None:
-        self._looks_left -= 1
-        self._next_look = None
-        if self._looks_left:
-            self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._look_for_gone_clients)
+    def _probe_clients(self) -> None:
+        """Send every client a Pong; sending fails for those that are gone."""
+        self._probes_left -= 1
+        self._next_probe = None
+        if self._probes_left:
+            self._next_probe = asyncio.get_running_loop().call_later(PROBE_INTERVAL_S, self._probe_clients)
         for client in list(self._clients.values()):
             self._send(client, wire.Pong("").to_wire())
         self.flush()
@@ -139,7 +140,7 @@ class ClientServer:
     # -- messages in ---------------------------------------------------------------------------------------------------
 
     def _on_keyed_frames(self, frames: list[zmq.Frame]) -> None:
-        """Take a message whose sender had to show a key, which may have been revoked since."""
+        """Handle a message on a socket with keys; the sender's key may have been revoked since it connected."""
         identity, *parts = [frame.bytes for frame in frames]
         key = key_of(frames[-1])
         if not key or self._access is None or self._access.allows(key):
@@ -199,10 +200,9 @@ class ClientServer:
         client.touch()
 
     def _start(self, client: ClientRecord, request_id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do what takes time beside the loop; its errors become replies."""
+        """Run work that takes time as a task; its errors become replies."""
 
         async def guarded() -> None:
-            """Run it to its end, whatever that is."""
             try:
                 await work
             except RequestError as error:
@@ -265,7 +265,7 @@ class ClientServer:
                 if not sink.aborted:
                     self._submit(sink, message, ids, options)
             except Exception:
-                if sink.aborted:  # it has had its end
+                if sink.aborted:  # its final message has been sent
                     return
                 client.live.pop(message.request_id, None)
                 raise

@@ -2,7 +2,7 @@
 
 Each connection takes a file descriptor, and ZeroMQ aborts a process that has none left. So some are reserved for
 everything else, and clients beyond that are refused: by the HTTP protocol, and by the client socket in answer to Hello.
-`client_door` deals with those that stay connected all the same. Both count their connections here, in one object per
+`client_monitor` deals with those that stay connected all the same. Both count their connections here, in one object per
 frontend.
 """
 

@@ -3,7 +3,7 @@
     python -m frontend.text_process --number 0 --jobs ENDPOINT --results ENDPOINT --tokenizer DIR [--chat-template FILE]
 
 Binds a PULL for jobs, connects to the frontend's PULL for results, and does one job after another. Started by
-`text_work.TextProcesses`, and ends with it, however that ends. Runs at a lower priority than the frontend, whose
+`text_work.TextPool`, and ends with it, however that ends. Runs at a lower priority than the frontend, whose
 clients wait for every token.
 """
 

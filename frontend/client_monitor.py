@@ -22,7 +22,7 @@ _EVENT = struct.Struct("=H")
 logger = logging.getLogger(__name__)
 
 
-class ClientDoor:
+class ClientMonitor:
     """Watches a client socket.
 
     Args:
