@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import prefill_plans
-from worker_proc.cuda.fused_forward import has_hopper_kernel
+from kernels import prefill_plans, skinny_linear, tuning
+from kernels.tuning import LIBRARY, LinearPlan
+from worker_proc.cuda.buckets import DECODE, Bucket
+from worker_proc.cuda.fused_forward import FusedForward, has_hopper_kernel
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,21 @@ def test_the_hopper_kernel_is_asked_about_the_blocks_that_there_are(block_size, 
         model=SimpleNamespace(norm=SimpleNamespace(weight=weight)),
     )
     assert has_hopper_kernel(model, block_size, sliding_window=0, quantised=False) is possible
+
+
+@pytest.mark.parametrize("measured", ["n40_k64", "n40_k64_norm"])
+def test_the_head_takes_the_plan_of_the_product_that_it_is(measured, monkeypatch):
+    """Behind products in parts the rows are normed already, and the product without a norm has a plan of its own."""
+    chosen, plan = [], LinearPlan("small_m", block_n=16, block_k=32)
+    monkeypatch.setattr(tuning, "measured_plan", lambda *key: plan if key[3] == measured else LIBRARY)
+    monkeypatch.setattr(skinny_linear, "run_plan", lambda plan, *_: chosen.append(plan.kernel))
+    norm = SimpleNamespace(weight=torch.ones(64), eps=1e-6)
+    forward = SimpleNamespace(
+        model=SimpleNamespace(model=SimpleNamespace(norm=norm), lm_head=SimpleNamespace(weight=torch.zeros(40, 64))),
+        logits=torch.zeros(3, 40),
+        _workspace=skinny_linear.Workspace.allocate(3, 64, 80, torch.float32, torch.device("cpu")),
+        _sampled_rows=lambda tokens, *_: tokens,
+    )
+    FusedForward._logits_of(forward, torch.zeros(3, 64))
+    FusedForward._head(forward, torch.zeros(3, 64), Bucket(DECODE, 3, 3), None)
+    assert chosen == (["small_m", "library"] if measured == "n40_k64" else ["library", "small_m"])
