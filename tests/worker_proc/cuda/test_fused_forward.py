@@ -1,6 +1,8 @@
 """What the fused pass decides from the model and the card, without either."""
 
+from dataclasses import replace
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 from kernels import prefill_plans, skinny_linear, tuning
 from kernels.tuning import LIBRARY, LinearPlan
-from worker_proc.cuda.buckets import DECODE, Bucket
-from worker_proc.cuda.fused_forward import FusedForward, has_hopper_kernel
+from worker_proc.cuda import fused_forward
+from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket, bucket_of, compiled_buckets
+from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, has_hopper_kernel
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,37 @@ def test_the_hopper_kernel_is_asked_about_the_blocks_that_there_are(block_size, 
         model=SimpleNamespace(norm=SimpleNamespace(weight=weight)),
     )
     assert has_hopper_kernel(model, block_size, sliding_window=0, quantised=False) is possible
+
+
+def attention_variants(bucket: Bucket, max_rows: int) -> set:
+    """What the attention of a bucket's step is compiled for, early launch included, on a card like Hopper."""
+    pass_ = SimpleNamespace(
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _multiprocessors=132, model=None,
+        logits=torch.empty(max_rows, 0), hidden=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+    found = set()
+    if bucket.kind != CHUNK:
+        found.add(FusedForward._decode_plan(pass_, bucket.rows))
+    if bucket.kind != DECODE:
+        plan = FusedForward._prefill_plan(pass_, bucket, block_size=16, sliding_window=0, quantised=False)
+        found.add((replace(plan, program_count=0), bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS))
+    return found
+
+
+@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize("limits", [(1, 16), (48, 64), (100, 1000), (256, 8192), (300, 512), (512, 4096), (1024, 8192)])
+def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper, monkeypatch):
+    """Otherwise a step among many has to wait for the compiler, on a machine where it is the first of its kind."""
+    monkeypatch.setattr(fused_forward, "has_hopper_kernel", lambda *_: is_hopper)
+    max_rows, max_tokens = limits
+    ready = set().union(*(attention_variants(bucket, max_rows) for bucket in compiled_buckets(*limits)))
+    rng = Random(0)
+    for _ in range(500):
+        rows = rng.choice((rng.randint(1, max_rows), min(max_rows, rng.choice((1, 16, 17, 64, 65, 128, 129)))))
+        chunks = rng.choice((0, 1, rows // 2, rows))
+        tokens = rows if chunks == 0 else min(max_tokens, rows + int(2 ** rng.uniform(0, 13)))
+        bucket = bucket_of(rows - chunks, chunks, tokens, max_rows=max_rows, max_tokens=max_tokens)
+        assert attention_variants(bucket, max_rows) <= ready, bucket
 
 
 @pytest.mark.parametrize("measured", ["n40_k64", "n40_k64_norm"])
