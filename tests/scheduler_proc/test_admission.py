@@ -191,6 +191,6 @@ def test_two_prompts_at_most_stay_unfinished_after_a_step():
         run.send(message)
     assert list(run.plan().chunk_token_counts) == [12, 4], "the third waits: two are unfinished already"
     second = run.plan()
-    assert list(second.chunk_token_counts)[0] == 8 and list(second.chunk_samples) == [1, 0, 0], "the first has ended"
+    assert second.chunk_token_counts[0] == 8 and list(second.chunk_samples) == [1, 0, 0], "the first has ended"
     run.run()
     assert run.outputs == expected_outputs(messages)
