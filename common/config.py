@@ -6,6 +6,7 @@ every error names the two values that disagree. Unknown keys are refused.
 """
 
 import dataclasses
+import ipaddress
 import json
 import re
 from dataclasses import dataclass, field
@@ -387,16 +388,20 @@ def _check_client_endpoint(server: ServerOptions) -> None:
             f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp://ADDRESS:PORT with a port other than 0, such "
             "as tcp://127.0.0.1:5555"
         )
-    if endpoint.startswith("tcp://") and not (is_loopback(endpoint) or server.client_keys):
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if endpoint.startswith("tcp://") and not (is_loopback(host) or server.client_keys):
         raise ConfigError(
             f"--client-endpoint is {endpoint}, which other machines reach: run `launch.py keys DIR` and add "
             "--client-keys DIR, or take a loopback address such as tcp://127.0.0.1:5555"
         )
 
 
-def is_loopback(endpoint: str) -> bool:
-    """Whether a tcp endpoint is reached from this machine alone."""
-    return bool(re.fullmatch(r"tcp://(127(\.\d+){3}|localhost|\[::1\]):\d+", endpoint))
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address: `localhost`, 127.0.0.0/8 or ::1."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may stand for any address
+        return False
 
 
 @dataclass(frozen=True)

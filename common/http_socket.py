@@ -97,8 +97,3 @@ def inherited_http_socket() -> socket.socket | None:
     """The socket that the supervisor bound for HTTP; None if this process was started without one."""
     number = os.environ.get(HTTP_SOCKET_VARIABLE, "")
     return socket.socket(fileno=int(number)) if number else None
-
-
-def is_private(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    return host in ("localhost", "::1") or host.startswith("127.")

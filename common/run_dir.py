@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import StartupError
+from common.file_locks import is_locked
 
 PREFIX = "trireme-"
 _SOCKET_PATH_LIMIT = 107  # characters that a Unix socket's address holds
@@ -153,13 +154,6 @@ def _own_dirs(base: Path) -> list[Path]:
 
 def _in_use(path: Path) -> bool:
     try:
-        fd = os.open(path / "lock", os.O_RDWR)
+        return is_locked(path / "lock")
     except OSError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from, is_given, program_name
-from common.config import EngineConfig, with_changes
+from common.config import EngineConfig, is_loopback, with_changes
 from common.errors import ConfigError, TriremeError
-from common.http_socket import is_private
 from common.processes import Wakeup, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.version import own_version
@@ -46,7 +45,7 @@ def serve(arguments: argparse.Namespace) -> int:
         endpoint = config.server.client_endpoint or f"ipc://{run_dir.path}/client.sock"
         server = dataclasses.replace(config.server, client_endpoint=endpoint)
         config = with_changes(config, server=server, run_dir=str(run_dir.path))
-        if server.http and not (is_private(server.host) or server.uds or server.api_key):
+        if server.http and not (is_loopback(server.host) or server.uds or server.api_key):
             logger.warning("whoever reaches %s can use this engine; --api-key protects it", server.host)
         supervisor = Supervisor(config, run_dir, wakeup, arguments.parent_pipe)
         try:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.file_locks import is_locked
+
 LEAST_AGE_S = 60
 """A younger folder is left alone: its maker may not have locked it yet."""
 
@@ -40,15 +42,8 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _held(path: Path) -> bool:
-    """Whether a process holds the folder's lock, or nobody can say."""
+    """Whether a process holds the folder's lock, or nobody can tell."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        return is_locked(path)
     except OSError:
         return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
