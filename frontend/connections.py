@@ -19,7 +19,7 @@ class Connections:
 
     Args:
         limit: how many there may be.
-        tolerance: how many more are borne, since who was refused needs a moment to go.
+        tolerance: how many more are tolerated, since a refused client needs a moment to leave.
 
     Attributes:
         http_count, client_count: over HTTP, and over the client socket.
@@ -32,7 +32,7 @@ class Connections:
 
     @classmethod
     def allowed(cls) -> "Connections":
-        """As many as this process's limit of open files allows."""
+        """A limit that follows from this process's limit of open files."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
             return cls(1 << 30, RESERVED_FILES)

@@ -25,7 +25,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Timings:
-    """When things happened to a request.
+    """The times at which a request arrived, was submitted, got tokens and ended.
 
     Attributes:
         arrived_at_s: wall clock time of arrival.
@@ -86,7 +86,7 @@ class Final:
 
 
 class Sink(Protocol):
-    """Who takes a request's events. Called from the event loop; must neither block nor call back into the core.
+    """Takes a request's events. Called from the event loop; must neither block nor call back into the core.
 
     `on_token` and `on_delta` come only for requests that stream; `on_final` or `on_failed` comes exactly once, as the
     last call.

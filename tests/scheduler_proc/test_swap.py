@@ -171,3 +171,16 @@ def test_auto_does_not_change_the_tokens(block_bytes):
     run.run()
     assert run.core.stats().preemptions > 0
     assert run.outputs == expected_outputs(messages)
+
+
+@pytest.mark.parametrize(
+    ("preemption", "status", "counts"),
+    [("recompute", Status.PREEMPTED, (2, 1, 0)), ("swap", Status.SWAPPED, (2, 0, 1))],
+)
+def test_figures_tell_swapped_requests_from_waiting_ones(preemption, status, counts):
+    run = engine(preemption=preemption)
+    for message in requests():
+        run.send(message)
+    run_until(run, status)
+    stats = run.core.stats()
+    assert (stats.running_count, stats.waiting_count, stats.swapped_count) == counts
