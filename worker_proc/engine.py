@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 
 class StepRunner(Protocol):
-    """What the worker runs plans with: `CpuRunner`, or the GPU's `cuda.runner.CudaRunner`."""
+    """Runs step plans: `CpuRunner`, or on a GPU `cuda.runner.CudaRunner`."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
-        """Carry out a plan, on a GPU as far as issuing it."""
+        """Carry out a plan; on a GPU, only issue it."""
 
     def prepare_next(self) -> bool:
-        """Make something ready that steps may need later; whether there is more."""
+        """Prepare something that steps may need later; True if there is more to prepare."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A worker that can run steps; `link_bytes_per_s` is how fast it swaps blocks, 0 where it has nowhere to."""
+    """A worker that can run steps; `link_bytes_per_s` is how fast it swaps blocks, 0 without host blocks."""
 
     runner: StepRunner
     size: CacheSize
@@ -58,7 +58,7 @@ def load_engine(config: EngineConfig) -> Engine:
     """Load the model, size the cache, run once.
 
     Raises:
-        ConfigError: the device, the model or the sizes asked for are not to be had; one line says which.
+        ConfigError: the device, the model or the requested sizes are not available; one line says which.
     """
     device = choose_device(config.model.device)
     check_options(config, device)
@@ -119,10 +119,10 @@ def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[Mod
 
 
 def check_options(config: EngineConfig, device: torch.device) -> None:
-    """Refuse what no model can be served with, before one is loaded.
+    """Refuse options that cannot work with any model, before one is loaded.
 
     Raises:
-        ConfigError: on a GPU blocks or batches larger than the kernels take.
+        ConfigError: blocks or batches are larger than the GPU's kernels support.
     """
     if device.type == "cpu":
         return
@@ -137,7 +137,7 @@ def choose_device(name: str) -> torch.device:
     """`auto` is the first GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: `cuda` was asked for and is not there.
+        ConfigError: `cuda` was requested but is not available.
     """
     available = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not available:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LayerCacheSpec:
-    """What one layer keeps of a token.
+    """What one layer stores per token.
 
     Attributes:
         kind: `full`, `sliding` (a window of tokens) or `latent` (one compressed vector, no separate V).
@@ -220,12 +220,12 @@ def block_pairs(ids: "array[int]") -> list[tuple[int, int]]:
 
 
 def _movable(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that every operation which moves blocks knows: FP8 as bytes."""
+    """The same memory in a type that all operations for moving blocks support: FP8 as bytes."""
     return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Zeros; on the CPU the system's own pages of them, which cost neither time nor memory until they are written."""
+    """Zeros; on the CPU as untouched pages of the system, which cost no time or memory until they are written."""
     if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     byte_count = math.prod(shape) * dtype.itemsize

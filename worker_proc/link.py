@@ -12,7 +12,7 @@ MEASURED_BYTES = 64 << 20
 
 
 class Swap(Protocol):
-    """What moves blocks: the CPU's `KVCache` or a GPU's `BlockSwap`."""
+    """Moves blocks: the CPU's `KVCache` or a GPU's `BlockSwap`."""
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to host blocks; pairs are (device block, host block)."""

@@ -25,7 +25,7 @@ class LogitRules:
 
     @classmethod
     def of(cls, sampling: SlotSampling) -> "LogitRules | None":
-        """The rules that a slot's sampling parameters make; None if they make none."""
+        """The rules that follow from a slot's sampling parameters; None if there are none."""
         penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
         lists = sampling.bias_token_ids or sampling.allowed_token_ids or sampling.bad_token_ids
         if not (penalised or lists or (sampling.min_output_count and sampling.end_token_ids)):

@@ -25,7 +25,7 @@ class LogprobTable:
         logprobs: float32 [n], of the given tokens; ranks: int32 [n], 1 for the likeliest token.
         top_ids, top_logprobs: int32 and float32 [n, k], likeliest first, ties by id.
 
-    What is not finite in it travels as LEAST_LOGPROB.
+    Values that are not finite are sent as LEAST_LOGPROB.
     """
 
     logprobs: np.ndarray
@@ -34,7 +34,7 @@ class LogprobTable:
     top_logprobs: np.ndarray
 
     def entry(self, index: int, row_index: int, top_count: int) -> TokenLogprobs:
-        """One position as it travels, with the first `top_count` of the likeliest tokens."""
+        """One position as a message entry, with the first `top_count` of the likeliest tokens."""
         return TokenLogprobs(
             row_index,
             float(_finite(self.logprobs[index])),

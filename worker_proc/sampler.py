@@ -23,7 +23,7 @@ from worker_proc.noise import gumbel_noise
 from worker_proc.slots import IntArray, SlotMemory, SlotMirror, known_ids
 
 TOP_P_FIRST_LOOK = 4096
-"""Of so many of the likeliest tokens top_p looks at the mass first; mostly it suffices, and all need not be sorted."""
+"""top_p first sorts only so many of the likeliest tokens, which is usually enough, so that not all need be sorted."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sampler:
         self._logprob_counts = np.full(memory.slot_count, -1, dtype=np.int32)
 
     def start(self, init: SlotInit) -> None:
-        """A slot gets a request."""
+        """Set up a slot for a new request."""
         sampling = known_ids(init.sampling, self._vocab_size)
         self._rules[init.slot] = LogitRules.of(sampling)
         greedy = sampling.temperature < TEMPERATURE_FLOOR

@@ -45,7 +45,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(output)
 
     def normalize(self, query_key: torch.Tensor) -> torch.Tensor:
-        """Done to query and key heads [T, head_count + kv_head_count, head_dim] before the rotation: here nothing."""
+        """A hook for query and key heads [T, head_count + kv_head_count, head_dim] before the rotation: here none."""
         return query_key
 
 
