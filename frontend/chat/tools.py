@@ -29,7 +29,7 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        tools: as the client sent them; empty if the model is to know of none.
+        tools: as the client sent them; empty if the model must not see any.
         choice: `none`, `auto`, `required`, or the name of the function that must be called.
         is_named: `choice` is a name.
     """
@@ -127,7 +127,7 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat with tools for a template that knows none."""
+    """A chat with tools, for a template that does not support them."""
     plain = [_plain_message(message) for message in messages]
     if not tools:
         return plain

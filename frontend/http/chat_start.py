@@ -45,7 +45,7 @@ class StartedChat:
 
 
 async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> StartedChat:
-    """Check a chat and send it on its way.
+    """Check a chat and submit its request.
 
     Raises:
         RequestError: it cannot be served.
@@ -87,7 +87,7 @@ def _prompt(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> ChatPrompt
 
 
 def _wanted_output(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> StructuredOutputs | None:
-    """The form of the whole output: the client's, or that of the calls it insists on."""
+    """The form of the whole output: the client's own, or that of the calls it requires."""
     wanted = structured_outputs(body)
     if not tools.must_call:
         return wanted
@@ -119,7 +119,7 @@ def _tool_format(tools: Tools, tokenizer: Tokenizer) -> ToolFormat:
 
 
 def _special_tokens(body: ChatRequest, form: AnswerForm, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special tokens stay in the text if the answer cannot be read without them."""
+    """The parameter that keeps special tokens in the text, if the answer cannot be parsed without them."""
     tags = [OPEN] if form.reasons else []
     tags += [form.tool_format.opening] if form.tool_format else []
     needed = any(tokenizer.special_id_of(tag) is not None for tag in tags)

@@ -49,11 +49,11 @@ HISTOGRAMS = {
 
 
 class Metrics(Collector):
-    """The figures of one frontend.
+    """The metrics of one frontend.
 
     Args:
         engine: whose figures.
-        prefix: before every name.
+        prefix: of every name.
     """
 
     def __init__(self, engine: Engine, prefix: str = "trireme:") -> None:

@@ -39,7 +39,7 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected; it is sent away if there are too many."""
+        """A client has connected; it is refused if there are too many."""
         super().connection_made(transport)
         self.open_connections.http_count = len(self.connections)
         try:
@@ -90,7 +90,7 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the request anew without its wish for another protocol: the parser would take the body for that one."""
+        """Parse the request again without its Upgrade header, with which the body would count as another protocol's."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":  # wishes for another protocol by itself
             self.send_400_response("this is no proxy: CONNECT is not served")
@@ -101,7 +101,7 @@ class Protocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no proper HTTP request, and close."""
+        """Answer bytes that are not an HTTP request, and close."""
         self._refuse(RequestError(msg, code="bad_request"))
 
     def _refuse(self, error: RequestError) -> None:

@@ -30,7 +30,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         input: a text, or items: messages, `function_call`, `function_call_output`.
         model: the name of a model that is served here.
         instructions: a system message to begin with.
-        max_output_tokens: tokens to generate at most; without it, up to the model's context.
+        max_output_tokens: most tokens to generate; by default up to the model's context.
         tools: functions that the model may call.
         tool_choice: `none`, `auto`, `required`, or a map that names one function.
         parallel_tool_calls: false allows one call at most.

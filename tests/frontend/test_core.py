@@ -144,6 +144,13 @@ def test_samples_end_one_by_one_and_the_request_with_the_last(memory_engine, sub
     assert len(memory_engine.sent) == 2, "the scheduler knows of the last end"
 
 
+def test_a_sample_that_the_scheduler_has_ended_is_not_aborted(memory_engine, submit):
+    events = submit(n=2)
+    say(memory_engine, events, "a", sample_index=0, finish="length")
+    say(memory_engine, events, "b", sample_index=1, finish="length")
+    assert len(memory_engine.sent) == 1, "nothing but the request"
+
+
 def test_max_tokens_is_the_rest_of_the_context(memory_engine, submit):
     submit(range(48), max_tokens=None)
     submit(range(48), max_tokens=5000)
