@@ -203,15 +203,22 @@ def test_a_broken_sample_fails_its_request_alone(memory_engine, submit):
     assert list(memory_engine.sent[-1].request_ids) == [0]
 
 
-def test_a_mistake_of_ours_costs_one_request(memory_engine, submit, monkeypatch):
+@pytest.mark.parametrize("fields", [{}, {"cached_counts": array("i", [0, 0])}], ids=["plain step", "any step"])
+def test_a_mistake_of_ours_costs_one_request(memory_engine, submit, monkeypatch, fields):
     broken, good = submit(), submit()
     monkeypatch.setattr(broken.request.samples[0], "_detokenizer", None)
-    step = m.TokensOut(request_ids=array("i", [0, 1]), token_ids=array("i", [40, 41]))
+    step = m.TokensOut(request_ids=array("i", [0, 1]), token_ids=array("i", [40, 41]), **fields)
     memory_engine.core.handle(step)
     memory_engine.core.handle(step)
     assert (broken.end.code, broken.end.status) == ("internal_error", 500)
     assert len(good.deltas) == 2
     assert list(memory_engine.sent[-1].request_ids) == [0]
+
+
+def test_a_plain_step_may_tell_of_preemptions(memory_engine, submit):
+    events = submit()
+    memory_engine.tokens(0, [40], preemption_counts=array("B", [2]))
+    assert (events.request.preemption_count, len(events.deltas)) == (2, 1)
 
 
 def test_a_dead_engine_ends_every_request_and_takes_no_more(memory_engine, submit):
