@@ -51,7 +51,7 @@ SIZE_CLASSES = 20
 logger = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+class StatusLink(Protocol):
     """What the loop tells the supervisor: a `SupervisorLink`, or what stands for it in a replay."""
 
     progress: int
@@ -102,7 +102,7 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
             recorder.close()
 
 
-def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks) -> None:
+def serve(config: EngineConfig, transport: Transport, link: StatusLink, clocks: Clocks) -> None:
     """Wait for the worker, then plan until an order ends it."""
     ready = wait_for_worker(transport, link)
     if ready is None:
@@ -123,7 +123,7 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     traces.stop()
 
 
-def wait_for_worker(transport: Transport, link: Link) -> WorkerReady | None:
+def wait_for_worker(transport: Transport, link: StatusLink) -> WorkerReady | None:
     """The worker's first message; None if the supervisor ends the run before."""
     link.state = "waiting for the worker"
     while True:
@@ -219,7 +219,7 @@ class Loop:
         core: SchedulerCore,
         compilation: Compilation,
         transport: Transport,
-        link: Link,
+        link: StatusLink,
         clocks: Clocks,
         traces: StepTraces,
         announcement: EngineReady,

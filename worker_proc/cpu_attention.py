@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from worker_proc.cpu_cache import read_blocks, store
-from worker_proc.cpu_plan import ChunkRow, DecodeGroup, GatherPlan, Planner
+from worker_proc.cpu_plan import AttentionPlanner, ChunkRow, DecodeGroup, GatherPlan
 from worker_proc.forward_context import ForwardContext
 
 MATMUL_SCORES = 12_000
@@ -31,7 +31,7 @@ def cpu_attention(
     keys_at, values_at = context.layer_keys(layer_index), context.layer_values(layer_index)
     plan = context.plans.get(sliding_window)
     if plan is None:
-        plan = context.plans[sliding_window] = Planner(context, keys_at[0], query.dtype, sliding_window).plan()
+        plan = context.plans[sliding_window] = AttentionPlanner(context, keys_at[0], query.dtype, sliding_window).plan()
     key = store(key, *keys_at, plan)
     value = store(value, *values_at, plan)
     padded = plan.stored_tokens is not None

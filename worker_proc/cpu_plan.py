@@ -70,8 +70,8 @@ class ChunkRow:
 
 
 @dataclass
-class StepPlan:
-    """The plan of one step.
+class AttentionPlan:
+    """What the attention layers of one step read and write.
 
     store_indices: int64 [stored * kv_head], into a cache seen as [block * kv_head * position, head_dim].
     stored_tokens: which tokens are stored, int64; None: all, there is no padding.
@@ -90,7 +90,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Row:
-    """One row on the host."""
+    """One row of the step, as numbers."""
 
     first_token: int
     query_count: int
@@ -98,8 +98,8 @@ class Row:
     slot: int
 
 
-class Planner:
-    """Makes the plan of a step for layers with one sliding window and one cache shape; `dtype` is the query's."""
+class AttentionPlanner:
+    """Plans a step's attention for the layers with one sliding window and cache shape; `dtype` is the query's."""
 
     def __init__(
         self, context: ForwardContext, cache: torch.Tensor, dtype: torch.dtype, sliding_window: int | None
@@ -107,21 +107,21 @@ class Planner:
         self.context, self.dtype, self.sliding_window = context, dtype, sliding_window
         _, self.kv_head_count, self.block_size, self.head_dim = cache.shape
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> AttentionPlan:
         """The whole plan."""
         rows = self.rows()
         store_indices, stored_tokens = self._store()
         decode_rows = [row for row in rows if row.query_count == 1]
-        return StepPlan(
+        return AttentionPlan(
             store_indices,
             stored_tokens,
             [self._decode_group(group) for group in self._group_by_length(decode_rows)],
             [self._chunk_row(row) for row in rows if row.query_count > 1],
         )
 
-    def store_plan(self) -> StepPlan:
-        """Only where the step's K and V go."""
-        return StepPlan(*self._store(), [], [])
+    def store_plan(self) -> AttentionPlan:
+        """A plan that only says where the step's K and V are stored."""
+        return AttentionPlan(*self._store(), [], [])
 
     def rows(self) -> list[Row]:
         """The rows that are not padding."""

@@ -16,11 +16,11 @@ from common.errors import ConfigError
 from common.messages import StepPlan
 from worker_proc.fixed_order_model import aligned_threads
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
-from worker_proc.link import Swap, measured_link_bytes_per_s
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
 from worker_proc.pending import PendingStep
 from worker_proc.runner import CpuRunner
+from worker_proc.swap_speed import Swap, measured_link_bytes_per_s
 from worker_proc.vocabulary import tokenizer_vocab_size
 
 KERNEL_MAX_BLOCK_SIZE = 128

@@ -8,7 +8,7 @@ the same place in its tile, however its prompt was cut into chunks. Called by `a
 import torch
 
 from worker_proc.cpu_cache import read_blocks, store
-from worker_proc.cpu_plan import Planner, Row
+from worker_proc.cpu_plan import AttentionPlanner, Row
 from worker_proc.forward_context import ForwardContext
 
 TILE = 16
@@ -29,7 +29,7 @@ def fixed_order_attention(
     keys_at, values_at = context.layer_keys(layer_index), context.layer_values(layer_index)
     planner = context.plans.get(sliding_window)
     if planner is None:
-        planner = context.plans[sliding_window] = Planner(context, keys_at[0], query.dtype, sliding_window)
+        planner = context.plans[sliding_window] = AttentionPlanner(context, keys_at[0], query.dtype, sliding_window)
     plan = planner.store_plan()
     store(key, *keys_at, plan)
     store(value, *values_at, plan)
