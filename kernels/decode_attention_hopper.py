@@ -188,7 +188,7 @@ def _clean(values, token_count):
 @gluon.jit
 def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_token,
                  KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
-    places = (blocks.to(gl.int64) * KV_HEADS + head) * BLOCK_SIZE + in_block
+    places = (blocks * KV_HEADS + head) * BLOCK_SIZE + in_block  # below 2^31, or a layer's cache had 256 GB
     key_scale = gl.load(key_scales_ptr + places, mask=is_token, other=0.0)
     value_scale = gl.load(value_scales_ptr + places, mask=is_token, other=0.0)
     return key_scale.to(gl.float32), value_scale.to(gl.float32)

@@ -18,18 +18,45 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.runtime.jit import JITFunction
 
 DTYPES = {
     gl.bfloat16: torch.bfloat16, gl.float16: torch.float16, gl.float32: torch.float32, gl.int8: torch.int8,
     gl.int16: torch.int16, gl.int32: torch.int32, gl.int64: torch.int64,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """What a kernel asks of an element's type in shared memory; `Tensor.to` takes it while a kernel is emulated."""
+
+    torch_dtype: torch.dtype
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return 8 * self.torch_dtype.itemsize
+
+
+def _to(tensor: torch.Tensor, dtype: ElementType | torch.dtype, bitcast: bool = False,
+        plain: Callable = torch.Tensor.to) -> torch.Tensor:  # fmt: skip
+    dtype = _torch_dtype(dtype)
+    return tensor.view(dtype) if bitcast else plain(tensor, dtype)
 
 
 class Pointer:
@@ -147,7 +174,7 @@ class Shared:
 
     def __init__(self, memory: torch.Tensor, dtype: torch.dtype, shape: list[int], layout: object) -> None:
         self.memory, self.torch_dtype, self.shape, self.layout = memory, dtype, list(shape), layout
-        self.dtype = SimpleNamespace(primitive_bitwidth=8 * dtype.itemsize)
+        self.dtype = ElementType(dtype)
         self.turned = False
 
     @property
@@ -171,12 +198,9 @@ class Shared:
         return Shared(self.memory[int(index) * size : (int(index) + 1) * size], self.torch_dtype, self.shape[1:],
                       self.layout)  # fmt: skip
 
-    def slice(self, start: int, length: int) -> Shared:
-        assert self.width == self.shape[-1], "slices of tiles that lie in halves are not emulated"
-        size = self.memory.numel() // self.shape[0]
+    def slice(self, start: int, length: int) -> Slice:
         assert 0 <= start and start + length <= self.shape[0]
-        return Shared(self.memory[start * size : (start + length) * size], self.torch_dtype,
-                      [length, *self.shape[1:]], self.layout)  # fmt: skip
+        return Slice(self.elements()[start : start + length], [length, *self.shape[1:]])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         assert tuple(order) == (1, 0)
@@ -200,6 +224,19 @@ class Shared:
         return view
 
 
+class Slice:
+    """Some of the rows of a tile in shared memory."""
+
+    def __init__(self, elements: torch.Tensor, shape: list[int]) -> None:
+        self.elements, self.shape = elements, shape
+
+    def load(self, layout: object) -> torch.Tensor:
+        return self.elements.clone().reshape(self.shape)
+
+    def store(self, value: torch.Tensor) -> None:
+        self.elements.copy_(value.to(self.elements.dtype).reshape(self.elements.shape))
+
+
 class BarrierRow:
     """Barriers in shared memory."""
 
@@ -212,6 +249,7 @@ class BarrierRow:
 
 def _torch_dtype(dtype: object) -> torch.dtype:
     dtype = getattr(dtype, "value", dtype)
+    dtype = getattr(dtype, "torch_dtype", dtype)
     return dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype]
 
 
@@ -346,13 +384,30 @@ def _where(condition, left, right):  # noqa: ANN001, ANN202
 
 
 def _copy(descriptor, place, barrier, target):  # noqa: ANN001, ANN202
-    row, column = map(int, place)
-    rows, columns = descriptor.block_shape
-    assert list(target.shape) == [rows, columns], f"a box of {[rows, columns]} into {target.shape}"
-    assert 0 <= row <= descriptor.shape[0] - rows, f"rows {row}.. of {descriptor.shape[0]}"
+    """A box of a tensor to shared memory; queries past the last token are zeros, blocks past the cache an error."""
+    box = list(descriptor.block_shape)
+    assert list(target.shape) == box, f"a box of {box} into {target.shape}"
+    place = [int(each) for each in place]
+    inside = [
+        slice(start, max(start, min(start + size, limit)))
+        for start, size, limit in zip(place, box, descriptor.shape, strict=True)
+    ]
+    source = torch.zeros(box, dtype=descriptor.base.dtype)
+    found = descriptor.base[tuple(inside)]
+    assert len(box) > 2 or list(found.shape) == box, f"a box of {box} at {place} of {list(descriptor.shape)}"
+    source[tuple(slice(size) for size in found.shape)] = found
     elements = target.elements()
     elements.fill_(float("nan") if elements.is_floating_point() else -86)
-    barrier.copies.append((elements, descriptor.base[row : row + rows, column : column + columns]))
+    barrier.copies.append((elements, source))
+
+
+def _warpgroup_mma(a, b, acc, use_acc=True, is_async=False):  # noqa: ANN001, ANN202
+    a, b = (each.load(None) if isinstance(each, Shared) else each for each in (a, b))
+    return _mma(a, b, acc if use_acc else torch.zeros_like(acc))
+
+
+def _warpgroup_wait(num_outstanding, deps):  # noqa: ANN001, ANN202
+    return deps[0] if len(deps) == 1 else deps
 
 
 def _expect(barrier, count):  # noqa: ANN001, ANN202
@@ -364,6 +419,10 @@ def _init(barrier, count):  # noqa: ANN001, ANN202
     barrier.count = barrier.missing = count
 
 
+def _range(*limits: torch.Tensor | int) -> list[torch.Tensor]:
+    return [torch.tensor(index) for index in range(*map(int, limits))]
+
+
 class EmulatedKernel:
     """A Gluon kernel that runs on the CPU when it is launched."""
 
@@ -373,9 +432,10 @@ class EmulatedKernel:
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments, num_warps, maxnreg=None, launch_pdl=None, **constants):  # noqa: ANN001, ANN002, ANN003, ANN202
             flat = [Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x for x in arguments]
-            for program in range(grid[0]):
-                function = _Program(program, grid[0]).emulated(self.kernel)
-                function(*flat, **{name: _plain(value) for name, value in constants.items()})
+            constants = {name: _plain(value) for name, value in constants.items()}
+            with patch.object(torch.Tensor, "to", _to):
+                for program in range(grid[0]):
+                    _Program(program, grid[0]).emulated(self.kernel)(*flat, **constants)
 
         return launch
 
@@ -407,7 +467,8 @@ class _Program:
             sum=lambda x, axis: torch.sum(x, axis, dtype=x.dtype), expand_dims=torch.unsqueeze,
             associative_scan=lambda x, axis, function: torch.cumsum(x, axis, dtype=x.dtype),
             convert_layout=lambda x, layout: x, cast=lambda x, dtype: torch.as_tensor(x, dtype=dtype),
-            inline_asm_elementwise=_inline_asm, allocate_shared_memory=self._allocate,
+            inline_asm_elementwise=_inline_asm, allocate_shared_memory=self._allocate, num_warps=lambda: 4,
+            warp_specialize=self._specialise,
         )  # fmt: skip
 
     def _allocate(self, dtype: object, shape: list[int], layout: object) -> Shared | BarrierRow:
@@ -417,16 +478,20 @@ class _Program:
         memory = torch.full((int(np.prod(shape)) * dtype.itemsize,), 0xAA, dtype=torch.uint8)
         return Shared(memory, dtype, shape, layout)
 
+    def _specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
+        self.baton.run([partial(function, *arguments) for function, arguments in functions])
+
     def emulated(self, function: JITFunction) -> FunctionType:
         """The Python function behind a kernel's function, with this program's language in its globals."""
         if function in self.functions:
             return self.functions[function]
         python = function.fn
-        scope = dict(python.__globals__)
+        scope = dict(python.__globals__, range=_range)
         emulated = FunctionType(python.__code__, scope, python.__name__, python.__defaults__, python.__closure__)
         self.functions[function] = emulated
         replaced = {
-            fence_async_shared: lambda: None, mma_v2: _mma,
+            fence_async_shared: lambda: None, mma_v2: _mma, warpgroup_mma: _warpgroup_mma,
+            warpgroup_mma_wait: _warpgroup_wait,
             mbarrier: SimpleNamespace(
                 MBarrierLayout=mbarrier.MBarrierLayout, init=_init, expect=_expect,
                 arrive=lambda barrier, count: barrier.arrive(count),
