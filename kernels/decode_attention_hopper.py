@@ -1,22 +1,25 @@
 """Decode attention for Hopper: the operation of kernels/decode_attention.py by programs of one warp each.
 
-A warp waits for nobody: no barrier between warps, no maximum passed through shared memory. The tensor copy engine brings
-its keys and values, block by block (a block of one K/V head is a contiguous box of the cache), so that no instruction
-computes an address of an element, and `stage_count` tiles are on their way while one is worked on. Products are turned
-round: keys are the rows of the first and dims the rows of the second, and the queries of a group their eight columns,
+A warp waits for nobody: no barrier between warps, no maximum passed through shared memory. The tensor copy engine
+brings its keys and values, block by block (a block of one K/V head is a contiguous box of the cache), so that no
+instruction computes an element's address, and STAGES tiles are on their way while one is worked on. Products are
+turned round: keys are the rows of the first and dims the rows of the second, and the queries of a group their columns,
 
     S [tile, 8] = K Q^T            O [head_dim, 8] = V^T P [tile, 8]
 
-where queries as rows would be padded to sixteen. One warp's instructions for 64 tokens of 128 dims are about 460 with a
-bfloat16 cache, 1,000 with int8, 1,300 with fp8, where the plain kernel's four warps take 1,690, 2,340 and 2,530.
+where queries as rows would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
+machine code for sm_90 over all warps of a program (the plain kernel's in brackets): about 690 with a bfloat16 cache
+(1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
 
 8-bit tiles are taken to registers as pairs (kernels/decode_tile.py has the conversions, and why pairs): values as even
 and odd dims, which are rows of two products; fp8 keys as even and odd dims, which two products add up; int8 keys go to
 the tensor cores as they are, times queries of 15-bit levels in two bytes.
 
-Work is shared out, cut and merged as there. The layouts, the workspace (with `group_rows` 8) and the results are those
-of kernels/decode_attention.py, its only caller. Limits beside those there: compute capability 9, Triton 3.6, bf16 or
-(over a plain cache) f16, head_dim 64 or 128, group <= 8, block_size a power of two >= 8, no sliding window, no soft cap.
+Work is shared out, cut and merged as in kernels/decode_attention.py, the only caller, which also has the layouts. The
+workspace is `launch_plan(..., specialised=True)`'s. Limits beside those there: compute capability 9, Triton 3.6, bf16
+or (over a plain cache) f16, head_dim 64 or 128, groups of up to 8, blocks of 8 or more, no sliding window, no soft cap.
+
+State: right in the tests' emulator; no card has run it yet, so the engine's plans do not take it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
 from kernels.kv_format import cache_format
 from kernels.paged_kv import HeadShape, compile_options
 
@@ -40,34 +44,6 @@ MERGED_PARTS = gl.constexpr(8)
 INT8 = gl.constexpr(1)
 FP8 = gl.constexpr(2)
 LEVELS = gl.constexpr(127.0 * 128.0)
-FP8_SHIFT = gl.constexpr(2.0**100)
-FP8_UNSHIFT = gl.constexpr(2.0**20)
-
-_INT8_PAIRS = gl.constexpr("""
-{
-    .reg .b32 high, low_bits, sign_bits;
-    lop3.b32 low_bits, $2, 0x007F007F, 0x43004300, 0xEA;
-    lop3.b32 sign_bits, $2, 0x00800080, 0x43004300, 0xEA;
-    sub.rn.bf16x2 $0, low_bits, sign_bits;
-    shr.u32 high, $2, 8;
-    lop3.b32 low_bits, high, 0x007F007F, 0x43004300, 0xEA;
-    lop3.b32 sign_bits, high, 0x00800080, 0x43004300, 0xEA;
-    sub.rn.bf16x2 $1, low_bits, sign_bits;
-}
-""")
-
-_FP8_PAIRS = gl.constexpr("""
-{
-    .reg .b32 magnitude, sign;
-    and.b32 magnitude, $2, 0x007F007F;
-    shl.b32 magnitude, magnitude, 4;
-    shl.b32 sign, $2, 8;
-    lop3.b32 $0, sign, 0x80008000, magnitude, 0xEA;
-    and.b32 magnitude, $2, 0x7F007F00;
-    shr.u32 magnitude, magnitude, 4;
-    lop3.b32 $1, $2, 0x80008000, magnitude, 0xEA;
-}
-""")
 
 
 @gluon.jit
@@ -79,7 +55,7 @@ def _add(left, right):
 def _unpacked(pairs, FORMAT: gl.constexpr):
     """Even and odd elements of int16 pairs in bfloat16; fp8: times 2^-120."""
     return gl.inline_asm_elementwise(
-        _INT8_PAIRS if FORMAT == INT8 else _FP8_PAIRS,
+        INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS,
         "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
@@ -175,14 +151,15 @@ def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _clean(values, token_count):
-    """Zeros for the vectors of a tile from `token_count` on: what lies past a row's end may be NaN."""
+    """Zeros for the vectors of a tile from `token_count` on, if any: past a row's end there may be NaN."""
     TILE: gl.constexpr = values.shape[0]
     HEAD_DIM: gl.constexpr = values.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [1, 1], [1, 0])
-    places = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
-    value = values.load(layout)
-    values.store(gl.where((places < token_count)[:, None], value, gl.zeros_like(value)))
-    fence_async_shared()
+    if token_count < TILE:
+        places = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+        value = values.load(layout)
+        values.store(gl.where((places < token_count)[:, None], value, gl.zeros_like(value)))
+        fence_async_shared()
 
 
 @gluon.jit
@@ -354,8 +331,7 @@ def _hopper_decode_kernel(
             mbarrier.wait(full.index(stage), (read // STAGES) & 1)
             is_cut = (tile + 1) * TILE > length
             if FORMAT == 0:
-                if is_cut:
-                    _clean(value_tiles.index(stage), length - tile * TILE)
+                _clean(value_tiles.index(stage), length - tile * TILE)
             scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
             if FORMAT > 0:
                 scores = scores * this_key_scale[:, None]

@@ -15,7 +15,7 @@ For the latter queries and weights are multiplied by 2^100 beforehand and the su
 inside bfloat16's and float32's range. Elsewhere (other dtypes, the interpreter) pairs are taken apart with ordinary
 conversions.
 
-Called by kernels/decode_attention.py and kernels/fused_decode_attention.py.
+Called by kernels/decode_attention.py, kernels/decode_attention_hopper.py and kernels/fused_decode_attention.py.
 """
 
 import functools
@@ -27,7 +27,7 @@ import triton.language as tl
 from kernels.kv_format import TOPS
 from kernels.launch import interpreted
 
-_INT8_PAIRS = tl.constexpr("""
+INT8_PAIRS = tl.constexpr("""
 {
     .reg .b32 high, low_bits, sign_bits;
     lop3.b32 low_bits, $2, 0x007F007F, 0x43004300, 0xEA;
@@ -40,7 +40,7 @@ _INT8_PAIRS = tl.constexpr("""
 }
 """)  # 0xEA: (a & b) | c
 
-_FP8_PAIRS = tl.constexpr("""
+FP8_PAIRS = tl.constexpr("""
 {
     .reg .b32 magnitude, sign;
     and.b32 magnitude, $2, 0x007F007F;
@@ -79,7 +79,7 @@ def _has_bfloat16_pairs(device_index: int | None) -> bool:
 def unpacked(pairs, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """Even and odd elements of int16 pairs in DTYPE; native fp8: times 2^-120."""
     if NATIVE:
-        PAIRS: tl.constexpr = _INT8_PAIRS if FORMAT == 1 else _FP8_PAIRS
+        PAIRS: tl.constexpr = INT8_PAIRS if FORMAT == 1 else FP8_PAIRS
         even, odd = tl.inline_asm_elementwise(
             PAIRS, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )  # fmt: skip

@@ -85,9 +85,7 @@ def test_half_precision(device):
     check(make_batch(ones(1, 64, 3, 130), device, torch.float16, seed=5), **plan())
 
 
-@pytest.mark.parametrize(
-    "change", [{"head_dim": 80}, {"query_heads": 18}, {"block_size": 4}, {"dtype": torch.float32}]
-)
+@pytest.mark.parametrize("change", [{"head_dim": 80}, {"query_heads": 18}, {"block_size": 4}, {"dtype": torch.float32}])
 def test_what_it_cannot_compute_is_refused(change):
     sizes = {"query_heads": 4, "kv_heads": 2, "head_dim": 64, "block_size": 16}
     assert can_specialise(HeadShape(**sizes), torch.bfloat16, triton_version="3.6.0")

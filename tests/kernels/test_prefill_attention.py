@@ -406,8 +406,10 @@ def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, hopper_device, 
     is_emulated = hopper_device == "cpu"
     for seed, rows in enumerate([HOPPER_MIXES[1][:9]] if is_emulated else HOPPER_MIXES):
         spare = -sum(count for count, _ in rows) % 64
-        batch = make_batch(rows, hopper_device, torch.bfloat16, query_heads=16, kv_heads=8, head_dim=head_dim, padding=(3,),
-                           spare_tokens=spare, seed=seed)  # fmt: skip
+        shape = {"query_heads": 16, "kv_heads": 8, "head_dim": head_dim}
+        batch = make_batch(
+            rows, hopper_device, torch.bfloat16, padding=(3,), spare_tokens=spare, seed=seed, **shape
+        )  # fmt: skip
         if cache is not None:
             batch = quantise_caches(batch, cache)
         options = {"plan_options": {"specialised": True}, "decode_row_count": decode_rows}
