@@ -410,23 +410,18 @@ def decode_attention(
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
     options = launch_options(output) if pdl else {"PDL": False}
+    inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
+    workspace = (partials, counters, key_scales, value_scales)
     if plan.specialised:
-        is_possible = can_specialise(
-            shape, query.dtype, sliding_window, soft_cap, quantised=key_cache.dtype.itemsize == 1
-        )
+        is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap, quantised=key_scales is not None)
         wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
-        from kernels import decode_attention_hopper  # Triton before 3.6 cannot load it
+        from kernels import decode_attention_hopper
 
-        decode_attention_hopper.launch(
-            output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
-            partials, counters, key_scales, value_scales, shape, plan, scale * LOG2_E, options["PDL"],
-        )  # fmt: skip
+        decode_attention_hopper.launch(*inputs, *workspace, shape, plan, scale * LOG2_E, options["PDL"])
         return
     merge_parts_count, merge_group = merge_sizes(shape.group, plan.dim_tile)
     _decode_kernel[(plan.program_count,)](
-        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
-        partials, counters, key_scales, value_scales,
-        max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E, soft_cap,
+        *inputs, *workspace, max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E, soft_cap,
         FORMAT=cache_format(key_cache.dtype),
         NATIVE=is_native(query, key_cache),
         SINGLE=has_single_keys(query, key_cache),
