@@ -409,7 +409,7 @@ def decode_attention(
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
-    options = launch_options(output) if pdl else {"PDL": False}
+    options, scale_log2 = launch_options(output) if pdl else {"PDL": False}, scale * LOG2_E
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
     workspace = (partials, counters, key_scales, value_scales)
     if plan.specialised:
@@ -417,11 +417,11 @@ def decode_attention(
         wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
         from kernels import decode_attention_hopper
 
-        decode_attention_hopper.launch(*inputs, *workspace, shape, plan, scale * LOG2_E, options["PDL"])
+        decode_attention_hopper.launch(*inputs, *workspace, shape, plan, scale_log2, options["PDL"])
         return
-    merge_parts_count, merge_group = merge_sizes(shape.group, plan.dim_tile)
+    merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
     _decode_kernel[(plan.program_count,)](
-        *inputs, *workspace, max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E, soft_cap,
+        *inputs, *workspace, max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale_log2, soft_cap,
         FORMAT=cache_format(key_cache.dtype),
         NATIVE=is_native(query, key_cache),
         SINGLE=has_single_keys(query, key_cache),
@@ -438,7 +438,7 @@ def decode_attention(
         ROWS_TILE=plan.rows_tile,
         MIN_TILES=plan.min_tiles,
         START_TILES=plan.start_tiles,
-        MERGE_PARTS=merge_parts_count,
+        MERGE_PARTS=merge_parts,
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
