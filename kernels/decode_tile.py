@@ -167,6 +167,22 @@ def add_weighted(even, odd, shrink, weights, values, value_scale, DTYPE: tl.cons
 
 
 @triton.jit
+def attend_tile(first_query, second_query, unit, keys, key_scale, values, value_scale, inside, scale_log2, maximum,
+                normaliser, even, odd, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """(maximum, normaliser, even, odd) with a tile's keys and values in: a running softmax. Where not `inside` nothing
+    is seen; a tile holds at least one position that is."""
+    scores = scores_of(first_query, second_query, unit, keys, FORMAT, NATIVE, False)
+    if FORMAT > 0:
+        scores *= key_scale.to(tl.float32)[None, :]
+    scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_maximum[:, None])
+    shrink = tl.exp2(maximum - new_maximum)
+    even, odd = add_weighted(even, odd, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE)
+    return new_maximum, normaliser * shrink + tl.sum(weights, axis=1), even, odd
+
+
+@triton.jit
 def split_sums(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """Float32 sums [G, d] as `add_weighted` keeps them."""
     even, odd = rows, rows
@@ -207,6 +223,15 @@ def tile_places(table, first, inside, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: 
         in_block = lane % BLOCK_SIZE
     block = tl.load(table + (first + lane) // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     return block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + in_block)
+
+
+@triton.jit
+def as_vectors(cache, FORMAT: tl.constexpr):
+    """A cache as `load_tile` takes it: a pointer to elements, or to pairs of 8-bit ones."""
+    if FORMAT > 0:
+        return cache.to(tl.pointer_type(tl.int16))
+    else:
+        return cache
 
 
 @triton.jit
