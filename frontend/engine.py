@@ -213,13 +213,7 @@ class Engine:
         self._texts = TextWork(config, tokenizer)
         if config.log.enable_log_requests:
             request_log.attach(self.core)
-        self._defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
-        try:
-            SamplingParams.from_wire(dict(self._defaults))
-        except RequestError as error:
-            raise ConfigError(
-                f"the model's generation_config.json: {error}; start with --generation-config vllm to ignore it"
-            ) from None
+        self._defaults = sampling_defaults(config, tokenizer)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -338,6 +332,22 @@ class Engine:
     def close(self) -> None:
         """End threads and processes; work that has not begun is dropped."""
         self._texts.close()
+
+
+def sampling_defaults(config: EngineConfig, tokenizer: Tokenizer) -> Mapping[str, Any]:
+    """What a request's sampling parameters are where it says nothing.
+
+    Raises:
+        ConfigError: the model's generation_config.json sets what no request may.
+    """
+    defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
+    try:
+        SamplingParams.from_wire(dict(defaults))
+    except RequestError as error:
+        raise ConfigError(
+            f"the model's generation_config.json: {error}; start with --generation-config vllm to ignore it"
+        ) from None
+    return defaults
 
 
 def check_timeout(timeout_s: float | None) -> float | None:

