@@ -90,9 +90,10 @@ class ModelOptions:
         choices=("auto", "vllm"),
     )  # fmt: skip
     pooling: str = option(
-        "last",
-        "what embeddings are made of: the last token's hidden state, or the mean of all",
-        choices=("last", "mean"),
+        "auto",
+        "what embeddings are made of: the last token's hidden state, the mean of all, or the first one's (cls); auto: "
+        "what the model's folder says, otherwise last",
+        choices=("auto", "last", "mean", "cls"),
     )
     seed: int = option(0, "seed for dummy weights and for requests that give none")
 

@@ -14,6 +14,7 @@ from common.keys import AuthorisedKeys, server_keys
 from common.sockets import bind_client_router, new_context
 from frontend.connections import Connections
 from frontend.engine import sampling_defaults
+from frontend.model_pooling import ModelPooling
 from frontend.tokenizer import Tokenizer
 
 PROBE = [{"role": "user", "content": "Hi"}]
@@ -59,6 +60,19 @@ def look_at_texts(config: EngineConfig, tokenizer_dir: str) -> Findings:
             shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
             found.ok("sampling", f"the model's defaults: {shown}" if shown else "no defaults of the model's")
         _look_at_template(found, tokenizer)
+    return found
+
+
+def look_at_embeddings(config: EngineConfig, model_dir: str) -> Findings:
+    """How embeddings would be made."""
+    found = Findings()
+    named, detected = config.model.pooling, ModelPooling.read(model_dir)
+    if named != "auto":
+        found.ok("embeddings", f"pooling {named}, as --pooling says")
+    elif detected.unsupported:
+        found.warn("embeddings", f"refused: {detected.unsupported}; --pooling chooses another way")
+    else:
+        found.ok("embeddings", f"pooling {detected.mode}" + (f", as {detected.source} says" if detected.source else ""))
     return found
 
 

@@ -91,6 +91,8 @@ def _look(found: Findings, config: EngineConfig) -> None:
         if texts is None and (folder := found.values.get("tokenizer_dir")):
             texts = preflight.look_at_texts(config, folder)
         found.extend(texts or Findings())
+        if folder := found.values.get("model_dir"):
+            found.extend(preflight.look_at_embeddings(config, folder))
 
 
 def _with_folders_at_hand(found: Findings, config: EngineConfig) -> EngineConfig:
