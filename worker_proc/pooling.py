@@ -69,8 +69,9 @@ class Pooler:
         return self._hidden_of(chunk.first_token + chunk.count - 1, 1)[0].float()
 
     def _first(self, chunk: PooledRows) -> torch.Tensor:
-        kept = self._sums.pop(chunk.slot, None)
-        first = self._hidden_of(chunk.first_token, 1)[0].float() if kept is None else kept
+        first = self._sums.pop(chunk.slot, None)
+        if first is None:  # a copy, which outlives the step
+            first = self._hidden_of(chunk.first_token, 1)[0].to(torch.float32, copy=True)
         if not chunk.is_last:
             self._sums[chunk.slot] = first
         return first
