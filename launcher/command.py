@@ -3,13 +3,14 @@
 Exit codes are those of `common.errors`. Called by `launch.py`.
 """
 
+import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import setproctitle
 
+from common.cli import program_name
 from common.config import DEFAULT_MODEL
 from common.errors import EXIT_CODES, ConfigError, TriremeError, exit_code
 from common.processes import open_standard_files
@@ -33,7 +34,9 @@ def run(argv: Sequence[str]) -> int:
 
             return check.run(arguments)
         if verb == "bench":
-            return subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], check=False).returncode
+            benchmark = importlib.import_module("benchmarks.throughput")
+            benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
+            return 0
         if verb == "keys":
             from launcher import keys
 
