@@ -22,7 +22,7 @@ from common.findings import PROBLEM, WARNING, Findings
 from common.http_socket import bind_http, file_identity, http_url, remove_own
 from common.processes import Child, DeathPipe, raise_file_limit
 from common.recording import SUFFIX, check_new
-from common.run_dir import RunDir
+from common.run_dir import RunDir, base_dir
 from launcher import serve
 from launcher.model_folders import check_model_folder, folder_at_hand
 from launcher.supervisor import engine_rooms
@@ -70,7 +70,7 @@ def verdict(found: Findings) -> str:
     if problems:
         return f"serve would not start: {problems} problem{'s' * (problems > 1)}"
     if not found.values.get("model_dir"):
-        return "nothing speaks against a start, but the model is yet to be fetched"
+        return "nothing speaks against a start, but the model is yet to be made ready"
     return "serve would start" + (f", with {warnings} warning{'s' * (warnings > 1)}" if warnings else "")
 
 
@@ -80,7 +80,11 @@ def _look(found: Findings, config: EngineConfig) -> None:
 
     raise_file_limit()
     config = _with_folders_at_hand(found, config)
-    with tempfile.TemporaryDirectory(prefix="trireme-check-") as scratch, _WorkerPart(config, Path(scratch)) as worker:
+    with (
+        found.refusals("run directory"),
+        tempfile.TemporaryDirectory(prefix="trireme-check-", dir=base_dir()) as scratch,
+        _WorkerPart(config, Path(scratch)) as worker,
+    ):
         found.extend(look_at_packages(config))
         _look_at_run_directory(found)
         _look_at_http(found, config)

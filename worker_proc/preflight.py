@@ -137,7 +137,7 @@ class Preflight:
             ("tokenizer", options.tokenizer, tokenizer_dir),
         ):
             if name and not folder:
-                self.found.warn(what, f"{name} is not on this machine yet, so it was not looked at; serve fetches it")
+                self.found.warn(what, f"{name} is yet to be made ready, which serve does first; it was not looked at")
         self.found.values |= {"model_dir": str(model_dir or ""), "tokenizer_dir": str(tokenizer_dir or "")}
         self._config = with_changes(config, **self.found.values)
 
@@ -146,7 +146,8 @@ class Preflight:
         config, folder = self._config, Path(self._config.model_dir)
         model_config = read_model_config(folder)
         heads = f"{model_config.head_count} heads, {model_config.kv_head_count} KV heads of {model_config.head_dim}"
-        self.found.ok("model", f"{model_config.architecture}, {model_config.layer_count} layers, {heads}; {folder}")
+        where = config.model.model if folder.parent == self._scratch else folder
+        self.found.ok("model", f"{model_config.architecture}, {model_config.layer_count} layers, {heads}; {where}")
         dtype = resolve_dtype(config.model.dtype, model_config, self._device or torch.device("cpu"))
         model = build_model(model_config, META, dtype)
         self._look_at_weights(model)

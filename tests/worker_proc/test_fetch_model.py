@@ -76,7 +76,7 @@ def test_a_download_shows_its_size_and_has_an_end(cache, monkeypatch, capsys):
     monkeypatch.setattr(default_model, "DOWNLOAD_TIMEOUT_S", 2)
     with pytest.raises(ConfigError, match="no end after 2 s"):
         fetch_model("default")
-    assert "  2 of 98 MB" in capsys.readouterr().err
+    assert "  2 of 93 MB" in capsys.readouterr().err
     assert list((cache / "models").iterdir()) == []
 
 

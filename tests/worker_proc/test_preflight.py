@@ -198,7 +198,7 @@ def test_a_gpu_that_was_asked_for_and_is_not_there(folder, tmp_path):
 def test_a_model_that_would_be_fetched_is_no_problem_and_is_not_looked_at(tmp_path, monkeypatch):
     monkeypatch.setenv("TRIREME_CACHE", str(tmp_path / "cache"))
     found = look("default", tmp_path)
-    assert text_of(found, "model", WARNING).startswith("default is not on this machine yet")
+    assert text_of(found, "model", WARNING).startswith("default is yet to be made ready")
     assert found.values == {"model_dir": "", "tokenizer_dir": ""}
     assert [entry.what for entry in found.entries] == ["device", "model"]
     assert "neither a model folder, a .gguf file nor a hub id" in text_of(look("nonsense", tmp_path), "model", PROBLEM)
@@ -211,6 +211,7 @@ def test_a_gguf_file_is_looked_at_without_a_trace_in_the_cache(tmp_path, monkeyp
     write_gguf(tiny.save_model(tmp_path / "tiny"), tmp_path / "tiny.gguf")
     found = look(tmp_path / "tiny.gguf", scratch)
     assert problems(found) == []
+    assert text_of(found, "model", OK).endswith(f"KV heads of 16; {tmp_path / 'tiny.gguf'}")
     assert Path(found.values["model_dir"]).parent == scratch
     assert not (tmp_path / "cache").exists()
 
