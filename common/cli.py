@@ -207,7 +207,8 @@ def _add_option(section: Any, group_name: str, item: Field) -> None:
     if metadata["choices"]:
         keywords["choices"] = metadata["choices"]
     else:
-        keywords["metavar"] = "N" if item.type in (int, float) else item.name.split("_")[-1].upper()
+        own = "N" if item.type in (int, float) else item.name.split("_")[-1].upper()
+        keywords["metavar"] = metadata["metavar"] or own
     if metadata["repeat"]:
         keywords |= {"action": "extend", "nargs": "+"}
     section.add_argument(*flags, **keywords)
@@ -263,11 +264,14 @@ def _number(text: str) -> float:
 
 
 def _shown_default(item: Field) -> str:
+    default: Any = item.default
     if item.type is bool:
-        return f" (default: {'on' if item.default else 'off'})"
-    if item.default in ("", ()) or (item.default == 0 and "0" in item.metadata["help"]):
+        return f" (default: {'on' if default else 'off'})"
+    if default in ("", ()) or (default == 0 and "0" in item.metadata["help"]):
         return ""
-    return f" (default: {item.default})"
+    if item.metadata["count"] and default and default % (1 << 30) == 0:
+        return f" (default: {default >> 30}GiB)"
+    return f" (default: {default:g})" if item.type is float else f" (default: {default})"
 
 
 def _plain(flag: str) -> str:
@@ -284,6 +288,11 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse.BooleanOptionalAction):
+            return super()._format_action_invocation(action)
+        return ", ".join(f"--[no-]{flag[2:]}" for flag in action.option_strings if not flag.startswith("--no-"))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "".join(f"{indent}{line}\n" for line in text.splitlines()).rstrip("\n")

@@ -61,8 +61,9 @@ class Findings:
         """An error of the block, which `serve` would end with, is a problem; the check goes on behind it."""
         try:
             yield
-        except TriremeError as error:
-            self.problem(what, " ".join(str(error).split()))
+        except Exception as error:  # files of strangers: what `serve` does not expect either
+            text = str(error) if isinstance(error, TriremeError) else f"{type(error).__name__}: {error}"
+            self.problem(what, " ".join(text.split()))
 
     def has_problem(self, what: str) -> bool:
         """Whether this was found to be one."""

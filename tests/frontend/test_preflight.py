@@ -130,6 +130,11 @@ def test_chat_templates(folder):
     assert "chats are refused" in text_of(texts(folder), "chat template", WARNING)
 
 
+def test_files_that_starting_does_not_expect_are_a_problem_too(folder):
+    (folder / "tokenizer_config.json").write_text('{"chat_template": [{"title": "no name"}]}')
+    assert text_of(texts(folder), "tokenizer", PROBLEM) == "KeyError: 'name'"
+
+
 def test_sampling_defaults_that_no_request_may_have(folder):
     (folder / "generation_config.json").write_text('{"temperature": 0.5, "top_p": 7}')
     assert "start with --generation-config vllm to ignore it" in text_of(texts(folder), "sampling", PROBLEM)
