@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError, TriremeError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
+MAY_BE_FETCHED = "serve fetches what the hub's cache lacks"
+"""Why a problem with a hub's model is none yet."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class Findings:
         except Exception as error:  # files of strangers: what `serve` does not expect either
             text = str(error) if isinstance(error, TriremeError) else f"{type(error).__name__}: {error}"
             self.problem(what, " ".join(text.split()))
+
+    def soften(self, reason: str) -> None:
+        """Make warnings of the problems: `serve` may do away with them first, as the reason says."""
+        for index, entry in enumerate(self.entries):
+            if entry.status == PROBLEM:
+                self.entries[index] = dataclasses.replace(entry, status=WARNING, text=f"{entry.text} ({reason})")
 
     def has_problem(self, what: str) -> bool:
         """Whether this was found to be one."""

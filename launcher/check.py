@@ -18,8 +18,9 @@ from pathlib import Path
 from common.cli import program_name
 from common.config import EngineConfig, with_changes
 from common.errors import ConfigError, StartupError
-from common.findings import PROBLEM, WARNING, Findings
+from common.findings import MAY_BE_FETCHED, PROBLEM, WARNING, Findings
 from common.http_socket import bind_http, file_identity, http_url, remove_own
+from common.model_cache import is_hub_id
 from common.processes import Child, DeathPipe, raise_file_limit
 from common.recording import SUFFIX, check_new
 from common.run_dir import RunDir, base_dir
@@ -94,6 +95,8 @@ def _look(found: Findings, config: EngineConfig) -> None:
         found.extend(worker.findings())
         if texts is None and (folder := found.values.get("tokenizer_dir")):
             texts = preflight.look_at_texts(config, folder)
+            if is_hub_id(config.model.tokenizer or config.model.model):
+                texts.soften(MAY_BE_FETCHED)
         found.extend(texts or Findings())
         if folder := found.values.get("model_dir"):
             found.extend(preflight.look_at_embeddings(config, folder))

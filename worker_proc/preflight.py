@@ -17,9 +17,8 @@ import torch
 
 from common.child import watch_supervisor
 from common.config import EngineConfig, step_limits, with_changes
-from common.errors import ConfigError
-from common.findings import Findings, size_text
-from common.model_cache import ready_model_dir
+from common.findings import MAY_BE_FETCHED, Findings, size_text
+from common.model_cache import is_hub_id
 from worker_proc.engine import check_options, choose_device, usable_cores
 from worker_proc.fetch_model import find_model
 from worker_proc.kv_cache import (
@@ -31,7 +30,7 @@ from worker_proc.kv_cache import (
     gpu_share_bytes,
     length_is_cut,
 )
-from worker_proc.loader import build_model, check_fits, open_checkpoint, resolve_dtype
+from worker_proc.loader import Checkpoint, build_model, check_fits, open_checkpoint, resolve_dtype
 from worker_proc.model_config import read_model_config
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.slots import SlotMemory
@@ -170,20 +169,20 @@ class Preflight:
         if options.load_format == "dummy":
             self.found.ok("weights", "random ones, as --load-format dummy says")
             return
-        try:
+        found = Findings()
+        with found.refusals("weights"):
             checkpoint = open_checkpoint(folder, options.load_format)
             check_fits(model, folder, checkpoint)
-        except ConfigError as error:
-            if ready_model_dir(options.model) or folder.parent == self._scratch:
-                raise_it = self.found.problem
-            else:  # the hub's cache may hold a part of the files
-                raise_it = self.found.warn
-            raise_it("weights", str(error))
-            return
+            self._describe_weights(found, checkpoint)
+        if is_hub_id(options.model):
+            found.soften(MAY_BE_FETCHED)
+        self.found.extend(found)
+
+    def _describe_weights(self, found: Findings, checkpoint: Checkpoint) -> None:
         count, size = len(checkpoint.file_paths), sum(path.stat().st_size for path in checkpoint.file_paths)
         files = "1 file" if count == 1 else f"{count} files"
         text = f"{len(checkpoint.names)} tensors in {files} of {size_text(size)}, all there and of the right shape"
-        self.found.ok("weights", text, file_bytes=size)
+        found.ok("weights", text, file_bytes=size)
 
     def _look_at_memory(self, weight_bytes: int, dtype: torch.dtype) -> None:
         where, room = "free on the GPU", self._card.free_bytes if self._card else 0

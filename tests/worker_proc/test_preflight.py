@@ -233,4 +233,6 @@ def test_weights_of_the_hub_that_are_not_all_here_may_be_fetched(sharded, tmp_pa
     monkeypatch.setattr(preflight, "find_model", lambda *_, **__: sharded)
     next(sharded.glob("*.safetensors")).unlink()
     found = look("org/name", tmp_path)
-    assert "files that model.safetensors.index.json names are missing" in text_of(found, "weights", WARNING)
+    text = text_of(found, "weights", WARNING)
+    assert "files that model.safetensors.index.json names are missing" in text
+    assert text.endswith("; download the model again (serve fetches what the hub's cache lacks)")
