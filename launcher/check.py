@@ -7,12 +7,13 @@ tokenizer too (`frontend.preflight`), what needs torch in a process of its own (
 each, the verdict last. Exit code 0 if nothing speaks against a start, 1 otherwise. Called by `launcher.command`.
 """
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.cli import program_name
@@ -41,14 +42,13 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines, for programs")
     found = Findings()
+    config = None
     with found.refusals("options"):
         config = serve.configuration(serve.parse(arguments, parser))
         found.ok("options", "none contradicts another")
+    if config is not None:
         _look(found, config)
-    if "--json" in arguments:
-        print(as_json(found))
-    else:
-        print(as_text(found))
+    print(as_json(found) if "--json" in arguments else as_text(found))
     return 1 if found.count(PROBLEM) else 0
 
 
@@ -81,11 +81,12 @@ def _look(found: Findings, config: EngineConfig) -> None:
 
     raise_file_limit()
     config = _with_folders_at_hand(found, config)
-    with (
-        found.refusals("run directory"),
-        tempfile.TemporaryDirectory(prefix="trireme-check-", dir=base_dir()) as scratch,
-        _WorkerPart(config, Path(scratch)) as worker,
-    ):
+    base = None
+    with found.refusals("run directory"):
+        base = base_dir()
+    if base is None:
+        return
+    with _scratch(base) as scratch, _WorkerPart(config, scratch) as worker:
         found.extend(look_at_packages(config))
         _look_at_run_directory(found)
         _look_at_http(found, config)
@@ -100,6 +101,13 @@ def _look(found: Findings, config: EngineConfig) -> None:
         found.extend(texts or Findings())
         if folder := found.values.get("model_dir"):
             found.extend(preflight.look_at_embeddings(config, folder))
+
+
+@contextlib.contextmanager
+def _scratch(base: Path) -> Iterator[Path]:
+    """A folder for the worker's part; no engine's run directory, as it has no lock."""
+    with tempfile.TemporaryDirectory(prefix="trireme-check-", dir=base) as name:
+        yield Path(name)
 
 
 def _with_folders_at_hand(found: Findings, config: EngineConfig) -> EngineConfig:
