@@ -382,12 +382,9 @@ HOPPER_MIXES = [
     [(False, None), (True, None), (True, torch.int8), (True, torch.float8_e4m3fn)],
     ids=["plain", "overlapped", "int8", "fp8"],
 )
-def test_variants_of_the_hopper_kernel(overlap, cache, monkeypatch):
+def test_variants_of_the_hopper_kernel(overlap, cache):
     """Each against float64, and again and again: an error that moves would be a race."""
     skip_unless_here("cuda")
-    from kernels import prefill_attention_hopper
-
-    monkeypatch.setattr(prefill_attention_hopper, "OVERLAP", overlap)
     decode_rows = torch.tensor([2], dtype=torch.int32, device="cuda")
     for seed, rows in enumerate(HOPPER_MIXES):
         spare = -sum(count for count, _ in rows) % 64
@@ -395,7 +392,7 @@ def test_variants_of_the_hopper_kernel(overlap, cache, monkeypatch):
                            spare_tokens=spare, seed=seed)  # fmt: skip
         if cache is not None:
             batch = quantise_caches(batch, cache)
-        options = {"plan_options": {"specialised": True}, "decode_row_count": decode_rows}
+        options = {"plan_options": {"specialised": True, "overlap": overlap}, "decode_row_count": decode_rows}
         result = run(batch, **options)[2:]
         same, exact = references(batch)
         assert_as_exact_as_torch(result, same[2:], exact[2:], ERROR_FACTOR)
