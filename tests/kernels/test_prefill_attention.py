@@ -393,13 +393,13 @@ HOPPER_MIXES = [
     [
         (False, None, 128),
         (True, None, 128),
+        (False, torch.int8, 128),
         *((True, cache, head_dim) for cache in (torch.int8, torch.float8_e4m3fn) for head_dim in (128, 64)),
     ],
-    ids=["plain", "overlapped", "int8", "int8-64", "fp8", "fp8-64"],
+    ids=["plain", "overlapped", "int8-apart", "int8", "int8-64", "fp8", "fp8-64"],
 )
 def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, hopper_device, monkeypatch):
     """Each against float64, and on a card again and again: an error that moves would be a race."""
-    monkeypatch.setattr(prefill_attention_hopper, "OVERLAP", overlap)
     if head_dim == 64:  # compiled, but not chosen before a card has confirmed it: this test would
         monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)
     decode_rows = torch.tensor([2], dtype=torch.int32, device=hopper_device)
@@ -412,7 +412,7 @@ def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, hopper_device, 
         )  # fmt: skip
         if cache is not None:
             batch = quantise_caches(batch, cache)
-        options = {"plan_options": {"specialised": True}, "decode_row_count": decode_rows}
+        options = {"plan_options": {"specialised": True, "overlap": overlap}, "decode_row_count": decode_rows}
         result = run(batch, **options)[2:]
         same, exact = references(batch)
         assert_as_exact_as_torch(result, same[2:], exact[2:], ERROR_FACTOR)
