@@ -47,6 +47,7 @@ def option(
     count: bool = False,
     repeat: bool = False,
     hidden: bool = False,
+    metavar: str = "",
 ) -> Any:
     """A dataclass field that is a command line option.
 
@@ -58,9 +59,11 @@ def option(
         count: the value is an integer in human notation (`8k`).
         repeat: the option may be given several times and collects a tuple.
         hidden: not shown in `--help` (set by the program itself).
+        metavar: what `--help` calls its value; by default N or the last word of its name.
     """
     metadata = {
-        "help": help, "flags": flags, "choices": choices, "count": count, "repeat": repeat, "hidden": hidden
+        "help": help, "flags": flags, "choices": choices, "count": count, "repeat": repeat, "hidden": hidden,
+        "metavar": metavar,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -85,15 +88,16 @@ class ModelOptions:
         0, "most tokens of a request, prompt and output; 0: the model's limit, or what fits into the cache",
         "--max-model-len", "--context-length", count=True,
     )  # fmt: skip
-    chat_template: str = option("", "file with a chat template to use instead of the model's")
+    chat_template: str = option("", "file with a chat template to use instead of the model's", metavar="FILE")
     generation_config: str = option(
         "auto", "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' takes none",
         choices=("auto", "vllm"),
     )  # fmt: skip
     pooling: str = option(
-        "last",
-        "how embeddings are made: from the last token's hidden state, or the mean of all tokens'",
-        choices=("last", "mean"),
+        "auto",
+        "how embeddings are made: from the last token's hidden state, the mean of all tokens', or the first's (cls); "
+        "auto: as the model's folder says, otherwise last",
+        choices=("auto", "last", "mean", "cls"),
     )
     seed: int = option(0, "seed for dummy weights and for requests without a seed")
 
@@ -168,20 +172,24 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "address of the HTTP API")
     port: int = option(8000, "port of the HTTP API; 0: any free one")
-    uds: str = option("", "serve HTTP on this Unix socket instead of host and port")
+    uds: str = option("", "serve HTTP on this Unix socket instead of host and port", metavar="PATH")
     http: bool = option(True, "serve the HTTP API")
     client_endpoint: str = option("", "endpoint of the client socket; by default an ipc:// one in the run directory")
     client_keys: str = option(
-        "", "folder of keys (from `launch.py keys`) for a client socket that is open to other machines"
+        "",
+        "folder of keys (from `launch.py keys`) for a client socket that is open to other machines",
+        metavar="DIR",
     )
     frontend_workers: int = option(
         1, "processes that tokenize long texts, started when the first one comes; 0: threads do it"
     )
     api_key: tuple[str, ...] = option((), "key that HTTP clients must send", repeat=True)
-    allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from (CORS)", repeat=True)
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins that browsers may call from (CORS)", repeat=True, metavar="ORIGIN"
+    )
     root_path: str = option("", "path prefix that a reverse proxy adds")
-    ssl_keyfile: str = option("", "TLS key file")
-    ssl_certfile: str = option("", "TLS certificate file")
+    ssl_keyfile: str = option("", "TLS key, in PEM and without a passphrase", metavar="FILE")
+    ssl_certfile: str = option("", "TLS certificate, in PEM", metavar="FILE")
     stream_interval: int = option(1, "tokens per streamed chunk")
     metrics_prefix: str = option("trireme:", "prefix of all names in /metrics; vllm: fits dashboards made for vLLM")
     shutdown_timeout: float = option(10.0, "seconds that requests in flight have to finish at shutdown")
@@ -205,7 +213,9 @@ class LogOptions:
 class ProfilingOptions:
     """Recordings and traces."""
 
-    record: str = option("", "record all messages of every process in this folder, for `python -m ROOM.replay FOLDER`")
+    record: str = option(
+        "", "record all messages of every process in this folder, for `python -m ROOM.replay DIR`", metavar="DIR"
+    )
     profile: str = option("", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend"))
     profile_steps: int = option(50, "steps in a trace", count=True)
     profile_dir: str = option(

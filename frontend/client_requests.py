@@ -62,7 +62,7 @@ class EmbedOptions(ChatOptions, total=False):
     """The options of a request for an embedding.
 
     Attributes:
-        pooling: `last` or `mean`; empty for the engine's default.
+        pooling: `last`, `mean` or `cls`; empty for the engine's default.
     """
 
     pooling: str

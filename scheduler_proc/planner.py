@@ -15,7 +15,7 @@ does not hold up the others. `admission` decides who gets a slot.
 No clock, no sockets. Called by the core.
 """
 
-from common.messages import StepPlan
+from common.messages import EARLY_POOLINGS, StepPlan
 from scheduler_proc.admission import Admission
 from scheduler_proc.draft import ChunkRow, Draft, chunk_share
 from scheduler_proc.queues import rank_of
@@ -118,10 +118,9 @@ class Planner:
     def _swaps(self, victim: Sequence) -> bool:
         """Whether the victim's K/V is swapped to the host: as configured, or (auto) if moving it twice is faster.
 
-        Not for a request that wants the mean of its hidden states: their sum is lost with the slot, so that all of them
-        have to be computed again.
+        Not for an embedding: what it needs of earlier tokens is lost with the slot, so all of them are computed again.
         """
-        if victim.request.message.pooling == "mean":
+        if victim.request.message.pooling in EARLY_POOLINGS:
             return False
         limits, host_pool = self._state.limits, self._state.host_pool
         if limits.preemption == "recompute" or host_pool is None or host_pool.available_count < len(victim.blocks):

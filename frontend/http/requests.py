@@ -218,8 +218,8 @@ class EmbeddingsRequest(QueueFields, kw_only=True):
         input: a text, token ids, or a list of either.
         encoding_format: `float`, or `base64` of little-endian float32 numbers.
         dimensions: keep only this many numbers of each embedding, and normalise it to length 1 again.
-        pooling: `last` for the last token's hidden state, `mean` for the mean of all; by default the engine's
-            `--pooling`.
+        pooling: `last` for the last token's hidden state, `mean` for the mean of all, `cls` for the first one's; by
+            default the engine's `--pooling`, or what the model's folder says.
     """
 
     input: str | list[Any]

@@ -1,4 +1,4 @@
-"""What the frontend's core does while scheduler and worker are restarted, and after it."""
+"""Lost processes as the frontend's core sees them: who goes on, who waits, who is the cause, and whose time is up."""
 
 from array import array
 from dataclasses import replace
@@ -11,8 +11,29 @@ from common.errors import RequestError
 from common.sampling_params import SamplingParams
 from frontend.core import Core
 from frontend.engine import Health
+from frontend.events import Final
 
 SOON_S = 1e-9
+
+
+def test_a_deadline_holds_while_there_is_no_scheduler(memory_engine, helpers):
+    core = memory_engine.core
+
+    def submit(timeout_s=None):
+        events = helpers.Events()
+        events.request = core.submit(array("i", [5, 6]), SamplingParams(), events, timeout_s=timeout_s)
+        return events
+
+    late, soon, never = submit(60), submit(SOON_S), submit()
+    assert not core.end_overdue() and soon.ends == [], "the scheduler does it"
+    core.suspend("worker-0 was killed", 1)
+    soon_too = submit(SOON_S)
+    assert core.end_overdue()
+    assert (soon.end.code, soon.end.status) == (soon_too.end.code, soon_too.end.status) == ("deadline_exceeded", 408)
+    assert late.ends == never.ends == []
+    del memory_engine.sent[:]
+    core.handle(LIMITS)
+    assert [sent.request_id for sent in memory_engine.sent] == [late.request.request_id, never.request.request_id]
 
 
 @pytest.fixture
@@ -86,6 +107,24 @@ def test_a_request_that_may_be_the_cause_is_not_sent_for_ever(memory_engine, sub
     assert good.ends == []
 
 
+def test_who_waits_is_not_the_cause(memory_engine, submit, restart):
+    """A queue behind long requests was thrown away with the second loss, though nothing in it had ever run."""
+    running, queued, begun, late = (submit(text) for text in ("runs", "waits", "has begun", "is not known to wait"))
+    ids = array("i", [queued.request.request_id, begun.request.request_id])
+    for session in (1, 2, 3):
+        memory_engine.core.handle(m.QueueNews(ids, array("i")))
+        memory_engine.core.handle(m.QueueNews(array("i"), ids[1:]))
+        restart(session)
+        memory_engine.say(running, "b")
+        assert (begun.ends, late.ends) == ([], []) or session > 1
+    assert begun.end.code == late.end.code == "engine_restarted"
+    assert running.ends == queued.ends == []
+    memory_engine.core.handle(m.QueueNews(array("i", [99]), array("i", [99])))  # one that has ended meanwhile
+    memory_engine.core.handle(m.QueueNews(ids[:1], array("i")))
+    memory_engine.say(queued, "x", finish="length")
+    assert isinstance(queued.end, Final)
+
+
 def test_losses_while_the_engine_loads_are_nobodys_fault(memory_engine, submit, restart):
     events = submit("x")
     for session in range(1, 9):
@@ -102,48 +141,3 @@ def test_a_drain_during_a_restart_lets_requests_finish(memory_engine, submit):
     assert memory_engine.engine.health().state == "draining"
     memory_engine.say(events, "y", finish="length")
     assert events.end.samples[0].text == "y"
-
-
-def test_before_the_first_step_every_block_is_free(memory_engine):
-    core = memory_engine.core
-    core.handle(LIMITS)
-    assert (core.stats.total_block_count, core.stats.free_block_count) == (LIMITS.block_count, LIMITS.block_count)
-    core.handle(m.EngineStats(steps=3, total_block_count=LIMITS.block_count, free_block_count=1))
-    core.handle(LIMITS)
-    assert core.stats.free_block_count == 1, "what the scheduler says counts"
-    core.suspend("worker-0 was killed", 1)
-    core.handle(LIMITS)
-    assert (core.stats.steps, core.stats.free_block_count) == (3, LIMITS.block_count)
-
-
-def test_counters_go_on_after_a_restart(memory_engine):
-    core = memory_engine.core
-    parts = array("i", [10] * 6)
-    core.handle(
-        m.EngineStats(steps=100, output_tokens=50, running_count=3, parts_us=parts, step_sizes=array("i", [100]))
-    )
-    core.suspend("worker-0 was killed", 1)
-    assert (core.stats.steps, core.stats.running_count) == (100, 0)
-    core.handle(m.EngineStats(steps=7, output_tokens=5, running_count=2, parts_us=parts, step_sizes=array("i", [7])))
-    assert (core.stats.steps, core.stats.output_tokens, core.stats.running_count) == (107, 55, 2)
-    assert core.figures.step_totals_us()["step_plan_us"] == 1070
-
-
-def test_a_deadline_holds_while_there_is_no_scheduler(memory_engine, helpers):
-    core = memory_engine.core
-
-    def submit(timeout_s=None):
-        events = helpers.Events()
-        events.request = core.submit(array("i", [5, 6]), SamplingParams(), events, timeout_s=timeout_s)
-        return events
-
-    late, soon, never = submit(60), submit(SOON_S), submit()
-    assert not core.end_overdue() and soon.ends == [], "the scheduler does it"
-    core.suspend("worker-0 was killed", 1)
-    soon_too = submit(SOON_S)
-    assert core.end_overdue()
-    assert (soon.end.code, soon.end.status) == (soon_too.end.code, soon_too.end.status) == ("deadline_exceeded", 408)
-    assert late.ends == never.ends == []
-    del memory_engine.sent[:]
-    core.handle(LIMITS)
-    assert [sent.request_id for sent in memory_engine.sent] == [late.request.request_id, never.request.request_id]
