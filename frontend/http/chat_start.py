@@ -57,7 +57,7 @@ async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> Sta
     form = _answer_form(body, tools, wanted, engine.tokenizer)
     values = {**_values(body), **_special_tokens(body, form, engine.tokenizer), "structured_outputs": wanted}
     params = engine.make_params(values, max_tokens=None)
-    prompt = _prompt(body, tools, engine.tokenizer)
+    prompt = _prompt(body, tools)
     [stream] = await generation.start(engine, request, body, [prompt], params, deltas=bool(body.stream))
     if form.reasons:
         tail = stream.prompt_token_ids[-_TAIL_TOKENS:]
@@ -65,12 +65,12 @@ async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> Sta
     return StartedChat(model, stream, params, form)
 
 
-def chat_prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
+def chat_prompt_of(body: ChatRequest) -> ChatPrompt:
     """The prompt that a chat would start with; raises RequestError as `start_chat` does."""
-    return _prompt(body, Tools.of(body.tools, body.tool_choice), tokenizer)
+    return _prompt(body, Tools.of(body.tools, body.tool_choice))
 
 
-def _prompt(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> ChatPrompt:
+def _prompt(body: ChatRequest, tools: Tools) -> ChatPrompt:
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -82,7 +82,6 @@ def _prompt(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> ChatPrompt
         continue_final_message=body.continue_final_message,
         template_kwargs=template_kwargs,
         tools=tools.tools,
-        template=tokenizer.template_text(with_tools=bool(tools.tools)),
     )
 
 

@@ -17,7 +17,7 @@ from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
 from frontend.http.prompts import completion_prompts
-from frontend.http.requests import EmbeddingsRequest, decode
+from frontend.http.requests import EmbeddingsRequest, read_body
 from frontend.http.streams import answer_or_abort
 from frontend.request_checks import EMBEDDING_PARAMS
 
@@ -30,7 +30,7 @@ _encoder = msgspec.json.Encoder()
 async def embeddings(request: Request) -> Response:
     """Embed one or several texts: for each a vector of length 1."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), EmbeddingsRequest)
+    body = await read_body(request, EmbeddingsRequest)
     model = generation.check_model(engine, body.model)
     generation.check_queueing(body)
     if body.dimensions is not None and body.dimensions < 1:

@@ -1,11 +1,11 @@
 """What clients send as prompts, in the forms that the engine takes: text, token ids, chats."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import RequestError
-from frontend.chat.tool_formats import knows_tools
-from frontend.chat.tools import as_text, with_decoded_arguments
+from frontend.chat.tools import check_calls
 from frontend.prompt import ChatPrompt, Prompt
 
 PROMPT_LIMIT = 1024
@@ -28,12 +28,13 @@ def completion_prompts(prompt: str | list[Any], name: str = "prompt", limit: int
         return [prompt]
     if not prompt:
         raise RequestError(f"{name}: wanted a string, token ids, or a list of either; got an empty list", param=name)
-    if all(type(entry) is int for entry in prompt):
+    if isinstance(prompt, array) or all(type(entry) is int for entry in prompt):
         return [prompt]
     if len(prompt) > limit:
         raise RequestError(f"{name}: {len(prompt)} prompts, at most {limit} are allowed", param=name)
     for entry in prompt:
         ids = isinstance(entry, list) and all(type(token_id) is int for token_id in entry)
+        ids = ids or isinstance(entry, array)
         if not ids and not isinstance(entry, str):
             raise RequestError(
                 f"{name}: wanted a string, token ids, or a list of either; got a list that mixes or nests them",
@@ -49,13 +50,11 @@ def chat_prompt(
     continue_final_message: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
-    template: str = "",
 ) -> ChatPrompt:
-    """A chat as the templates expect it: every content a string, every call's arguments an object.
+    """A chat whose every content is a string; `tools.for_template` does the rest where it is rendered.
 
     Args:
         tools: checked descriptions of functions.
-        template: the model's, to see whether it knows tools.
 
     Raises:
         RequestError: no messages, one without a role, or content that is not text.
@@ -67,8 +66,6 @@ def chat_prompt(
             "add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message"
         )
     chat = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    if not knows_tools(template):
-        chat, tools = as_text(chat, tools), ()
     return ChatPrompt(
         messages=chat,
         tools=tools or None,
@@ -82,8 +79,9 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role: wanted a string such as 'user', got {role!r:.80}", param="messages")
+    check_calls(message, where)
     return {
-        **with_decoded_arguments(message, where),
+        **message,
         "role": _ROLES.get(role, role),
         "content": _text_of(message.get("content"), where),
     }

@@ -18,7 +18,7 @@ from frontend.http import generation
 from frontend.http.chat_start import StartedChat, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, not_supported
-from frontend.http.requests import ChatRequest, ResponseFormat, decode
+from frontend.http.requests import ChatRequest, ResponseFormat, read_body
 from frontend.http.response_items import Items, ResponseHead
 from frontend.http.streams import EventStream, answer_or_abort
 
@@ -81,7 +81,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 async def responses(request: Request) -> Response:
     """Answer a chat in the form of OpenAI's Responses."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), ResponsesRequest)
+    body = await read_body(request, ResponsesRequest)
     given = as_chat(body)
     chat = await start_chat(engine, request, given)
     head = ResponseHead(generation.reply_id("resp", request, given), chat.model, _echoed(body, chat))
