@@ -195,6 +195,14 @@ class Core:
         self._finish(request)
         self._outbox.flush()
 
+    def fail(self, request_id: int, error: RequestError) -> None:
+        """End a request with an error: its sink gets `on_failed`. Unknown ids are ignored."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self._outbox.abort(request_id)
+            self._fail(request, error)
+            self._outbox.flush()
+
     def abort_named(self, name: str | None) -> int:
         """Abort all live requests, or those whose name is this, or this without what stands before its first `-`.
 
@@ -332,9 +340,7 @@ class Core:
     def _break(self, request: Request, error: Exception) -> None:
         """Our own mistake costs the request it concerns, not those beside it."""
         logger.exception("request %d failed in the frontend", request.request_id)
-        if request.request_id in self._live:
-            self._outbox.abort(request.request_id)
-            self._fail(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
+        self.fail(request.request_id, RequestError(f"internal error: {error}", code="internal_error", status=500))
 
     def _extend(self, request: Request, sample: Sample, row: Row, now: float) -> None:
         old_count, old_logprob_count = len(sample.token_ids), len(sample.logprobs)
