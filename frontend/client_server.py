@@ -194,6 +194,10 @@ class ClientServer:
             reply = wire.ErrorReply(wire.request_id_of(data), "bad_message", str(error)[:1000])
             self._reply(client, reply)
             return
+        except MemoryError:
+            refusal = RequestError("there is no memory for this message", code="internal_error", status=500)
+            self._reply(client, error_reply(wire.request_id_of(data), refusal))
+            return
         try:
             self._dispatch(client, message)
         except RequestError as error:

@@ -179,20 +179,31 @@ class Core:
             client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
             pooling=pooling,
         )  # fmt: skip
-        self._outbox.request(request)
-        self._live[request.request_id] = request
+        self._send_new(request)
         return request
+
+    def _send_new(self, request: Request) -> None:
+        """The request is live, unless it cannot be sent."""
+        self._live[request.request_id] = request
+        try:
+            self._outbox.request(request)
+        except BaseException:
+            del self._live[request.request_id]
+            raise
 
     def abort(self, request_id: int) -> None:
         """End a request: its sink gets `on_final`, open samples as `abort`. Unknown ids are ignored."""
         request = self._live.get(request_id)
         if request is None:
             return
-        self._outbox.abort(request_id)
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                self._close_sample(request, sample, "abort", None)
-        self._finish(request)
+        try:
+            self._outbox.abort(request_id)
+            for sample in request.samples:
+                if sample.finish_reason is None:
+                    self._close_sample(request, sample, "abort", None)
+            self._finish(request)
+        except Exception as error:
+            self._break(request, error)
         self._outbox.flush()
 
     def fail(self, request_id: int, error: RequestError) -> None:
@@ -338,9 +349,17 @@ class Core:
         self._sample_ended(request, sample, early=False)
 
     def _break(self, request: Request, error: Exception) -> None:
-        """Our own mistake costs the request it concerns, not those beside it."""
+        """Our own mistake, or the memory that it lacked, costs the request it concerns, not those beside it.
+
+        Raises:
+            MemoryError: the request's end was made, and may not have reached its client.
+        """
         logger.exception("request %d failed in the frontend", request.request_id)
-        self.fail(request.request_id, RequestError(f"internal error: {error}", code="internal_error", status=500))
+        if self._live.get(request.request_id) is request:
+            self._outbox.abort(request.request_id)
+            self._fail(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
+        elif isinstance(error, MemoryError):
+            raise error
 
     def _extend(self, request: Request, sample: Sample, row: Row, now: float) -> None:
         old_count, old_logprob_count = len(sample.token_ids), len(sample.logprobs)
@@ -457,16 +476,21 @@ class Core:
         self._outbox.flush()
 
     def _finish(self, request: Request) -> None:
-        self._retire(request, str(request.samples[0].finish_reason))
-        request.sink.on_final(request.final())
+        final = request.final()  # while the request is live: if this fails, it still has its error to come
+        self._retire(request)
+        request.sink.on_final(final)
+        self._tell_observers(request, str(request.samples[0].finish_reason))
 
     def _fail(self, request: Request, error: RequestError) -> None:
-        self._retire(request, error.code)
+        self._retire(request)
         request.sink.on_failed(error)
+        self._tell_observers(request, error.code)
 
-    def _retire(self, request: Request, outcome: str) -> None:
+    def _retire(self, request: Request) -> None:
         request.timings.finished_s = self._clock()
         del self._live[request.request_id]
         self._outbox.forget(request.request_id)
+
+    def _tell_observers(self, request: Request, outcome: str) -> None:
         for observer in self.observers:
             observer(request, outcome)

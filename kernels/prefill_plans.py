@@ -79,10 +79,12 @@ def can_specialise(
 ) -> bool:
     """Whether kernels/prefill_attention_hopper.py computes such calls on a card of that compute capability.
 
-    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
+    `dtype` is the query's; `quantised`: the cache holds 8-bit elements. Over these, heads of 64 are compiled but have
+    not been confirmed on a card: they take the plain kernel.
     """
     is_plain = sliding_window == 0 and soft_cap == 0
-    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
+    head_dims = (128,) if quantised else (64, 128)
+    is_size = shape.head_dim in head_dims and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
     dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
     return is_plain and is_size and is_here and dtype in dtypes

@@ -48,6 +48,8 @@ FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
 """How long a process gets to exit after its grace."""
+FAILED_EXIT_S = 0.5
+"""How long one that has said why it ends gets to exit; a driver may take seconds to give a GPU's memory back."""
 LAST_WORDS_TIMEOUT_S = 2.0
 TURN_LIMIT_MS = 250
 POLL_WITHOUT_PIDFD_MS = 50
@@ -86,7 +88,13 @@ class Peer:
     last_heard_at: float
     ready_after_s: float | None = None
     last_words: str = ""
+    last_words_at_s: float = 0.0
     state: str = ""
+
+    def is_leaving(self, now_s: float) -> bool:
+        """Whether it has failed while it served, and takes long to exit. The frontend has clients to tell before."""
+        limit_s = EXIT_TIMEOUT_S if self.child.name == "frontend" else FAILED_EXIT_S
+        return bool(self.last_words and self.ready_after_s is not None and now_s > self.last_words_at_s + limit_s)
 
 
 class Supervisor:
@@ -302,7 +310,7 @@ class Supervisor:
             if isinstance(message, Ready):
                 self._on_ready(peer, message)
             elif isinstance(message, Failed):
-                peer.last_words = message.message
+                peer.last_words, peer.last_words_at_s = message.message, peer.last_heard_at
             elif isinstance(message, Heartbeat):
                 peer.state = message.state
             elif isinstance(message, Profile):
@@ -334,8 +342,9 @@ class Supervisor:
             self._restart(lost)
 
     def _check_ended(self, leaving: Sequence[str]) -> None:
+        now = time.monotonic()
         for name, peer in self._peers.items():
-            if name not in leaving and peer.child.ended():
+            if name not in leaving and (peer.child.ended() or peer.is_leaving(now)):
                 self._await_last_words(peer)
                 raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 

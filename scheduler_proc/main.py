@@ -169,21 +169,20 @@ def engine_ready(limits: Limits, ready: WorkerReady) -> EngineReady:
 
 
 class StepFigures:
-    """The steps since the last report: the mean times of their parts, in microseconds, and their sizes."""
+    """The steps planned since the last report: the mean times of their parts, in microseconds, and their sizes.
+
+    A result may come when no step is planned any more. What its parts took, and what of a sum is no whole microsecond
+    of a step, goes into the next means, so that means times steps add up to all that was taken.
+    """
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
         self._sums = [0] * 6
-        self._steps = 0
         self._sizes = array("i", [0] * SIZE_CLASSES)
 
     def add_plan(self, token_count: int, plan_us: int, wire_us: int) -> None:
         """How many tokens one step computes, and what planning and sending it took here."""
         self._sums[0] += plan_us
         self._sums[1] += wire_us
-        self._steps += 1
         self._sizes[min(max(token_count - 1, 0).bit_length(), SIZE_CLASSES - 1)] += 1
 
     def add_result(self, parts_us: "array[int]") -> None:
@@ -192,10 +191,12 @@ class StepFigures:
             self._sums[2 + index] += part_us
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """The figures with these; starts anew."""
-        means = array("i", [min(total // max(self._steps, 1), 2**31 - 1) for total in self._sums])
+        """The figures with these; starts anew, from what no step here stands for."""
+        steps = sum(self._sizes)
+        means = array("i", [min(total // steps, 2**31 - 1) if steps else 0 for total in self._sums])
         complete = replace(stats, parts_us=means, step_sizes=self._sizes)
-        self._clear()
+        self._sums = [total - mean * steps for total, mean in zip(self._sums, means, strict=True)]
+        self._sizes = array("i", [0] * SIZE_CLASSES)
         return complete
 
 

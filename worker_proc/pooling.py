@@ -61,8 +61,8 @@ class Pooler:
             vector = self._mean_so_far(chunk) if chunk.pooling == "mean" else self._last(chunk)
             if chunk.is_last:
                 ended.append(chunk.slot)
-                vectors.append(vector)
-        return Embeddings(tuple(ended), to_host(F.normalize(torch.stack(vectors), dim=1))) if ended else None
+                vectors.append(F.normalize(vector, dim=0))  # by itself: a GPU's order of sums depends on how many
+        return Embeddings(tuple(ended), to_host(torch.stack(vectors))) if ended else None
 
     def _last(self, chunk: PooledRows) -> torch.Tensor:
         return self._hidden_of(chunk.first_token + chunk.count - 1, 1)[0].float()
@@ -82,4 +82,4 @@ class Pooler:
 
 def exact_sum(hidden: torch.Tensor) -> torch.Tensor:
     """[count, size] -> float64 [size], in units of EXACT_UNIT."""
-    return (hidden.double() / EXACT_UNIT).round().sum(dim=0)
+    return hidden.double().div_(EXACT_UNIT).round_().sum(dim=0)

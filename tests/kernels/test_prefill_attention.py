@@ -1,5 +1,7 @@
 """Prefill attention against its reference: fresh and cached prompts, chunks, mixed steps, poison, and graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -353,6 +355,9 @@ def test_the_hopper_kernel_is_for_what_it_can_compute():
     assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
     assert not can_specialise(shape, torch.float16, quantised=True, triton_version="3.6.0")
     assert can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0")
+    short = replace(shape, head_dim=64)
+    assert can_specialise(short, torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(short, torch.bfloat16, quantised=True, triton_version="3.6.0")
     assert launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised
     assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
     assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
@@ -378,11 +383,15 @@ HOPPER_MIXES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "overlap, cache",
-    [(False, None), (True, None), (True, torch.int8), (True, torch.float8_e4m3fn)],
-    ids=["plain", "overlapped", "int8", "fp8"],
+    "overlap, cache, head_dim",
+    [
+        (False, None, 128),
+        (True, None, 128),
+        *((True, cache, head_dim) for cache in (torch.int8, torch.float8_e4m3fn) for head_dim in (128, 64)),
+    ],
+    ids=["plain", "overlapped", "int8", "int8-64", "fp8", "fp8-64"],
 )
-def test_variants_of_the_hopper_kernel(overlap, cache, monkeypatch):
+def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, monkeypatch):
     """Each against float64, and again and again: an error that moves would be a race."""
     skip_unless_here("cuda")
     from kernels import prefill_attention_hopper
@@ -391,7 +400,7 @@ def test_variants_of_the_hopper_kernel(overlap, cache, monkeypatch):
     decode_rows = torch.tensor([2], dtype=torch.int32, device="cuda")
     for seed, rows in enumerate(HOPPER_MIXES):
         spare = -sum(count for count, _ in rows) % 64
-        batch = make_batch(rows, "cuda", torch.bfloat16, query_heads=16, kv_heads=8, head_dim=128, padding=(3,),
+        batch = make_batch(rows, "cuda", torch.bfloat16, query_heads=16, kv_heads=8, head_dim=head_dim, padding=(3,),
                            spare_tokens=spare, seed=seed)  # fmt: skip
         if cache is not None:
             batch = quantise_caches(batch, cache)

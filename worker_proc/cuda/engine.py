@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from kernels.compile_ahead import compile_all, launches_left_out
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda.buckets import DECODE, Bucket, largest_buckets, start_buckets
+from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets
 from worker_proc.cuda.fixed_order_forward import FixedOrderForward
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
@@ -106,7 +106,7 @@ def _profile(
     plan = torch.zeros(layout.size, dtype=torch.int32, device=slots.device)
     options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
     program = StepProgram(forward, cache, slots, plan, layout, **options, eager=True)
-    _compile(program, slots, start_buckets(*sizes))
+    _compile(program, slots, compiled_buckets(*sizes))
     for bucket in largest_buckets(*sizes):
         program.run(bucket)
     if not forward.capturable:

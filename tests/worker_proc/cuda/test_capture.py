@@ -61,23 +61,96 @@ def failing_program(driver):
     return program
 
 
-@interpreted
-def test_a_failing_capture_names_the_step_the_reason_and_the_way_out(
-    library_products, tiny_model, make_gpu_driver, fused_sizes, monkeypatch
-):
+@pytest.fixture
+def pretended_graphs(monkeypatch):
+    """Graphs on a CPU: capturing one runs its step, replaying it does nothing."""
+    PretendedGraph.captures = 0
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendedGraph)
     monkeypatch.setattr(torch.cuda, "graph", pretended_capture)
+
+
+@interpreted
+def test_a_failing_capture_names_the_step_the_reason_and_the_way_out(
+    library_products, pretended_graphs, tiny_model, make_gpu_driver, fused_sizes
+):
     _, folder = tiny_model("Llama", **fused_sizes)
     program = failing_program(make_gpu_driver(folder, "cpu"))
     program.uses_graphs = True
     with torch.inference_mode():
         with pytest.raises(CaptureError) as caught:
-            program.run(Bucket(DECODE, 2, 2))
+            program.prepare(Bucket(DECODE, 2, 2))
         assert str(caught.value) == MESSAGE
         assert str(caught.value.__cause__).startswith("out of shared memory")
         assert program.graph_count == 0, "a broken graph was kept"
-        program.run(Bucket(DECODE, 2, 2))
+        program.prepare(Bucket(DECODE, 2, 2))
     assert (program.graph_count, PretendedGraph.captures) == (1, 2)
+
+
+class BrokenRehearsal:
+    """A forward pass that cannot be rehearsed, and so never captured; it computes all the same."""
+
+    capturable, fixed_order = True, False
+
+    def __init__(self, forward) -> None:
+        self._forward = forward
+
+    def shortened(self):
+        """The rehearsal's pass."""
+        return self
+
+    def run(self, bucket, inputs, cache, slots, counts) -> torch.Tensor:
+        """The real pass; an error on a rehearsal's empty plan."""
+        if not counts.any():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._forward.run(bucket, inputs, cache, slots, counts)
+
+
+@interpreted
+def test_steps_whose_graph_cannot_be_captured_run_without_one(
+    library_products, pretended_graphs, tiny_model, make_gpu_driver, fused_sizes, reference_tokens, caplog
+):
+    """The worker ended in the middle of somebody's answer; and the rehearsal left an empty plan in the buffer."""
+    reference, folder = tiny_model("Llama", **fused_sizes)
+    driver = make_gpu_driver(folder, "cpu")
+    program = driver.runner.program
+    program._forward, program.uses_graphs = BrokenRehearsal(program._forward), True
+    request = driver.add([5, 9, 77, 30])
+    driver.run([request], 4)
+    assert request.output == reference_tokens(reference, [5, 9, 77, 30], 4)
+    assert PretendedGraph.captures == program.graph_count == 0
+    told = [record.getMessage() for record in caplog.records if "cannot be captured" in record.getMessage()]
+    assert len(told) == 2, "once for the prompt's step, once for the three others"
+
+
+@interpreted
+def test_an_error_while_there_is_nothing_to_do_ends_the_preparation_and_not_the_worker(
+    library_products, pretended_graphs, tiny_model, make_gpu_driver, fused_sizes, reference_tokens, caplog
+):
+    reference, folder = tiny_model("Llama", **fused_sizes)
+    driver = make_gpu_driver(folder, "cpu")
+    runner, program = driver.runner, failing_program(driver)
+    program.uses_graphs = True
+    left = len(runner._unprepared) - 1
+    assert not runner.prepare_next() and not runner.prepare_next()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"steps are not prepared any more ({left} were left): {MESSAGE.replace('2', '1')}"
+    ]
+    program.uses_graphs = False
+    request = driver.add([5, 9, 77, 30])
+    driver.run([request], 2)
+    assert request.output == reference_tokens(reference, [5, 9, 77, 30], 2)
+
+
+@interpreted
+def test_graphs_that_fail_at_the_start_end_the_start(
+    library_products, pretended_graphs, tiny_model, make_gpu_driver, fused_sizes
+):
+    _, folder = tiny_model("Llama", **fused_sizes)
+    driver = make_gpu_driver(folder, "cpu")
+    program = driver.runner.program
+    program._forward, program.uses_graphs = BrokenRehearsal(program._forward), True
+    with pytest.raises(CaptureError, match="--enforce-eager runs without graphs"):
+        driver.runner.warm_up(seconds=0.0)
 
 
 @pytest.mark.gpu
@@ -86,7 +159,7 @@ def test_after_a_failed_capture_the_device_still_computes(tiny_model, make_gpu_d
     driver = make_gpu_driver(folder, "cuda")
     program = failing_program(driver)
     with torch.inference_mode(), pytest.raises(CaptureError) as caught:
-        program.run(Bucket(DECODE, 2, 2))
+        program.prepare(Bucket(DECODE, 2, 2))
     assert str(caught.value) == MESSAGE
     request = driver.add([5, 9, 77, 30])
     driver.run([request], 6)
