@@ -19,6 +19,7 @@ from common.errors import RequestError
 ITEM_LIMIT = 1 << 15
 """Items in all lists and objects of a large body, token ids aside: some milliseconds of work on the loop."""
 
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -41,8 +42,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
     Raises:
         RequestError: anything else.
     """
+    if not body.strip():
+        raise RequestError("the request has no body: wanted a JSON object", code="invalid_json")
     try:
-        values = msgspec.json.decode(body)
+        values = msgspec.json.decode(body.removeprefix(_BYTE_ORDER_MARK))
     except RecursionError:
         raise RequestError("the body is nested too deeply", code="invalid_json") from None
     except (msgspec.MsgspecError, ValueError) as error:

@@ -59,7 +59,7 @@ async def messages(request: Request) -> Response:
     if body.max_tokens is None:
         raise RequestError("max_tokens: wanted an integer from 1", param="max_tokens")
     given = as_chat(body)
-    chat = await start_chat(engine, request, given)
+    chat = await start_chat(engine, request, given, {"stop": "stop_sequences"})
     message_id = generation.reply_id("msg", request, given)
     if body.stream:
         writer = DirectWriter(request.scope)

@@ -3,6 +3,7 @@
 `chat.py` and `responses.py` differ in what they take and send; both start here from a `ChatRequest`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,14 @@ from frontend.chat.tool_formats import ToolFormat, call_grammar, format_of
 from frontend.chat.tools import Tools
 from frontend.engine import Engine, RequestStream
 from frontend.http import generation
-from frontend.http.errors import not_supported
-from frontend.http.output_form import structured_outputs
+from frontend.http.errors import name_fields, not_supported
+from frontend.http.output_form import form_field, structured_outputs
 from frontend.http.prompts import chat_prompt
 from frontend.http.requests import ChatRequest, sampling_values
 from frontend.prompt import ChatPrompt
 from frontend.tokenizer import Tokenizer
 
+_FIELD_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 _TAIL_TOKENS = 16
 """So many of a prompt's last tokens hold whatever opens the reasoning."""
 
@@ -44,12 +46,18 @@ class StartedChat:
     form: AnswerForm
 
 
-async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> StartedChat:
+async def start_chat(
+    engine: Engine, request: Request, body: ChatRequest, names: Mapping[str, str] | None = None
+) -> StartedChat:
     """Check a chat and send it on its way.
+
+    Args:
+        names: what the client calls fields of `ChatRequest`, for errors.
 
     Raises:
         RequestError: it cannot be served.
     """
+    name_fields(request.scope, {**_FIELD_NAMES, **_chosen_names(body), **(names or {})})
     model = generation.check_model(engine, body.model)
     generation.check_generation(body)
     tools = Tools.of(body.tools, body.tool_choice)
@@ -63,6 +71,12 @@ async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> Sta
         tail = stream.prompt_token_ids[-_TAIL_TOKENS:]
         form = replace(form, opened=opens_reasoning(engine.tokenizer.decode(tail, skip_special_tokens=False)))
     return StartedChat(model, stream, params, form)
+
+
+def _chosen_names(body: ChatRequest) -> dict[str, str]:
+    """Names of fields that have several, as this client knows them."""
+    names = {"structured_outputs": form_field(body)}
+    return names if body.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
 
 def chat_prompt_of(body: ChatRequest) -> ChatPrompt:

@@ -11,6 +11,8 @@ from frontend.prompt import ChatPrompt, Prompt
 PROMPT_LIMIT = 1024
 """Prompts in one completion request."""
 MESSAGE_LIMIT = 4096
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts -> the field that holds their text."""
 _ROLES = {"developer": "system"}  # roles that no template knows -> the one that means the same
 
 
@@ -94,12 +96,14 @@ def _text_of(content: Any, where: str) -> str:
         return ""
     if not isinstance(content, list):
         raise RequestError(f"{where}.content: wanted a string or a list of parts", param="messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"{where}.content: this model takes text only; got a part of type {kind!r:.80}", param="messages"
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(_text_of_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise RequestError(f"{where}: this model takes text only; got a part of type {kind!r:.80}", param="messages")
+    if not isinstance(part.get(field), str):
+        raise RequestError(f"{where}.{field}: wanted a string", param="messages")
+    return str(part[field])

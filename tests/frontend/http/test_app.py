@@ -75,7 +75,7 @@ def test_unknown_paths_and_methods(api):
         ("/", "; /docs describes the API, and /dashboard shows the engine"),
         ("/chat/completions", "; did you mean /v1/chat/completions?"),
         ("/v1/v1/embeddings", "; did you mean /v1/embeddings?"),
-        ("/v1/", "; did you mean /v1/models?"),
+        ("/v1", "; did you mean /v1/models?"),
         ("/v1/model", "; did you mean /v1/models?"),
         ("/generate", "; /docs describes what there is"),
         ("/" + "a" * 5000, ""),
