@@ -120,10 +120,11 @@ class ClientRecord:
         key: its name in the log and for the scheduler; short, however long the identity that it chose.
         live: its requests that have not ended, by the client's own ids.
         task_count: tasks that work on its messages.
+        public_key: the key that it was accepted with; empty if none is required.
         gone: it could not be reached; a message that still comes from there gets a new record.
     """
 
-    __slots__ = ("_touched", "ends", "gone", "identity", "key", "live", "rows", "task_count")
+    __slots__ = ("_touched", "ends", "gone", "identity", "key", "live", "public_key", "rows", "task_count")
 
     def __init__(self, touched: "dict[bytes, ClientRecord]", identity: bytes) -> None:
         self.identity = identity
@@ -131,6 +132,7 @@ class ClientRecord:
         self.live: dict[str, ClientSink] = {}
         self.rows: list[list[Any]] = []
         self.ends: list[bytes] = []
+        self.public_key = b""
         self.task_count = 0
         self.gone = False
         self._touched = touched

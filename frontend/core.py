@@ -22,15 +22,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
-from common.messages import (
-    AddRequest,
-    EngineReady,
-    EngineStats,
-    ForFrontend,
-    QueueNews,
-    RequestFailed,
-    TokensOut,
-)
+from common.messages import AddRequest, EngineReady, EngineStats, ForFrontend, QueueNews, RequestFailed, TokensOut
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
@@ -207,6 +199,14 @@ class Core:
         except Exception as error:
             self._break(request, error)
         self._outbox.flush()
+
+    def fail(self, request_id: int, error: RequestError) -> None:
+        """End a request with an error: its sink gets `on_failed`. Unknown ids are ignored."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self._outbox.abort(request_id)
+            self._fail(request, error)
+            self._outbox.flush()
 
     def abort_named(self, name: str | None) -> int:
         """Abort all live requests, or those with this name, or with what follows the first `-` in it.

@@ -112,7 +112,7 @@ class TextPool:
         process = min(self._processes.values(), key=lambda process: process.load)
         self._next_job_id = (self._next_job_id + 1) & INT32_MAX
         try:
-            data = job(self._next_job_id).to_wire()
+            frames = job(self._next_job_id).to_frames()
         except (TypeError, ValueError, OverflowError, RecursionError):
             return None
         future = asyncio.get_running_loop().create_future()
@@ -120,7 +120,8 @@ class TextPool:
             process.heard_at_s = time.monotonic()
         self._check_later()
         process.jobs[self._next_job_id] = (size, future)
-        process.socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits, and may come before the process
+        # No high-water mark: it never waits, and may come before the process. Long frames are not copied.
+        process.socket.send_multipart(frames, zmq.NOBLOCK, copy=all(len(f) <= zmq.COPY_THRESHOLD for f in frames))
         return future
 
     def close(self) -> None:

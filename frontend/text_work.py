@@ -18,8 +18,9 @@ from typing import TypeVar
 from common.config import EngineConfig
 from common.errors import RequestError
 from common.wire import INT32_MAX, array_bytes
+from frontend.large_json import LargeBody, parse_large
 from frontend.prompt import ChatPrompt, size_of
-from frontend.text_messages import DecodeIds, EncodeChat, EncodeText, ForTextProcess
+from frontend.text_messages import DecodeIds, EncodeChat, EncodeText, ForTextProcess, ParseJson
 from frontend.text_pool import ProcessEnded, ProcessHung, TextPool
 from frontend.tokenizer import Tokenizer
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextWork:
-    """Encodes, renders and decodes text inline, in threads or in text processes.
+    """Encodes, renders and decodes text, and parses JSON: inline, in threads or in text processes.
 
     Args:
         config: names the number of processes, the run directory and the tokenizer's folder.
@@ -97,6 +98,16 @@ class TextWork:
             len(ids),
             lambda job_id: DecodeIds(job_id, ids, skip_special_tokens),
             lambda: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens),
+        )
+
+    async def parse(self, body: bytes, id_fields: tuple[str, ...]) -> LargeBody:
+        """The values of a large JSON body, see `large_json.parse_large`.
+
+        Raises:
+            RequestError: no JSON object, too many values in it, or too much waits already.
+        """
+        return await self._run(
+            len(body), lambda job_id: ParseJson(job_id, body, id_fields), lambda: parse_large(body, id_fields)
         )
 
     def close(self) -> None:
