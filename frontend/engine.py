@@ -28,6 +28,7 @@ from frontend import request_log
 from frontend.connections import Connections
 from frontend.core import Core
 from frontend.events import Delta, Final
+from frontend.large_json import LargeBody
 from frontend.model_pooling import ModelPooling
 from frontend.prompt import ChatPrompt, Prompt
 from frontend.recording import RecordedCore, RecorderLog
@@ -311,6 +312,14 @@ class Engine:
             RequestError: ids that are none, or too much text at once.
         """
         return await self._texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def parse(self, body: bytes, id_fields: tuple[str, ...]) -> LargeBody:
+        """The values of a large JSON body, see `large_json.parse_large`.
+
+        Raises:
+            RequestError: no JSON object, too many values in it, or too much waits already.
+        """
+        return await self._texts.parse(body, id_fields)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

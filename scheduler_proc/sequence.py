@@ -42,9 +42,10 @@ class Request:
         end_token_ids: ids that end a sample.
         sequences: one per sample, by sample index.
         live_count: sequences that are not DONE; waiting_count: those that wait for their first slot.
+        told_waiting: the frontend has been told that all of them wait, and nothing since.
     """
 
-    __slots__ = ("end_token_ids", "live_count", "message", "sequences", "waiting_count")
+    __slots__ = ("end_token_ids", "live_count", "message", "sequences", "told_waiting", "waiting_count")
 
     def __init__(self, message: AddRequest) -> None:
         self.message = message
@@ -52,6 +53,7 @@ class Request:
         self.sequences: list[Sequence] = []
         self.live_count = 0
         self.waiting_count = 0
+        self.told_waiting = False
 
 
 class Sequence:

@@ -14,6 +14,7 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     11    TokensOut        scheduler -> frontend    step that produced tokens or ended samples
     12    RequestFailed    scheduler -> frontend    request that ends without (further) tokens
     13    EngineStats      scheduler -> frontend    tenth of a second, when something changed
+    14    QueueNews        scheduler -> frontend    time that requests have to wait, or have waited
     20    WorkerReady      worker -> scheduler      start
     21    StepResult       worker -> scheduler      step
     30    StepPlan         scheduler -> worker      step
@@ -40,6 +41,7 @@ from common.messages.requests import (
     EngineReady,
     EngineStats,
     FlushCache,
+    QueueNews,
     RequestFailed,
     SampleFinish,
     TokensOut,
@@ -77,6 +79,7 @@ __all__ = [
     "NewSession",
     "PeerFailed",
     "Profile",
+    "QueueNews",
     "Ready",
     "RequestFailed",
     "SampleFinish",
@@ -97,7 +100,7 @@ __all__ = [
 ]
 
 ForScheduler = AddRequest | AbortRequests | AbortSamples | FlushCache
-ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
+ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats | QueueNews
 FromWorker = WorkerReady | StepResult
 ForSupervisor = Heartbeat | Ready | Failed | Profile
 ForChild = Stop | PeerFailed | Profile | NewSession
@@ -128,6 +131,8 @@ def decode_for_frontend(data: bytes) -> ForFrontend:
             return EngineStats.from_fields(fields)
         case RequestFailed.CODE:
             return RequestFailed.from_fields(fields)
+        case QueueNews.CODE:
+            return QueueNews.from_fields(fields)
         case EngineReady.CODE:
             return EngineReady.from_fields(fields)
     raise _unknown(code, "scheduler -> frontend")
