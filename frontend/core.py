@@ -26,6 +26,8 @@ from common.messages import (
     AddRequest,
     EngineReady,
     EngineStats,
+    ForFrontend,
+    QueueNews,
     RequestFailed,
     TokensOut,
 )
@@ -250,7 +252,7 @@ class Core:
 
     # -- messages from the scheduler -----------------------------------------------------------------------------------
 
-    def handle(self, message: TokensOut | RequestFailed | EngineReady | EngineStats) -> None:
+    def handle(self, message: ForFrontend) -> None:
         """Take one message from the scheduler."""
         match message:
             case TokensOut():
@@ -259,7 +261,11 @@ class Core:
                 self.stats = message.after(self._past_stats)
                 self.figures.note_stats(message)
             case RequestFailed():
-                self._take_failure(message)
+                if (request := self._live.get(message.request_id)) is not None:
+                    self._fail(request, error_of(message))
+            case QueueNews():
+                self._note_waiting(message.waiting_ids, waits=True)
+                self._note_waiting(message.started_ids, waits=False)
             case EngineReady():
                 self.limits = message
                 self.stats = self.stats.at_rest(message.block_count)
@@ -419,17 +425,18 @@ class Core:
         if not request.open_count:
             self._finish(request)
 
-    def _take_failure(self, message: RequestFailed) -> None:
-        request = self._live.get(message.request_id)
-        if request is not None:
-            self._fail(request, error_of(message))
+    def _note_waiting(self, request_ids: Sequence[int], *, waits: bool) -> None:
+        for request_id in request_ids:
+            if (request := self._live.get(request_id)) is not None:
+                request.waits = waits
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     def suspend(self, why: str, session: int) -> None:
         """Scheduler and worker start anew: send nothing until they are ready, then go on.
 
-        A request that was lost with them more than once without a token in between ends here: it may be the cause.
+        A request that was lost with them more than once without a token in between ends here: it may be the cause,
+        unless it waited for its first step.
         """
         if self.state == "serving":
             self.state = "restarting"

@@ -1,6 +1,5 @@
 """What a request must fulfil, and what is filled in, before it goes to the scheduler. Called by the core."""
 
-import dataclasses
 import random
 from array import array
 from typing import Any
@@ -81,7 +80,7 @@ def completed(
         changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
     if params.seed is None:
         changes["seed"] = seeds.getrandbits(63)
-    return dataclasses.replace(params, **changes) if changes else params
+    return params.with_values(**changes) if changes else params
 
 
 def known_end_token_ids(params: SamplingParams, limits: EngineReady, tokenizer: Tokenizer) -> set[int]:

@@ -362,7 +362,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any], file: str) -> str 
     if file:
         try:
             return Path(file).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read --chat-template {file}: {error}") from None
     beside = folder / "chat_template.jinja"
     if beside.exists():

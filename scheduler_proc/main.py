@@ -26,6 +26,7 @@ from common.messages import (
     EngineReady,
     EngineStats,
     ForFrontend,
+    ForScheduler,
     NewSession,
     PeerFailed,
     RequestFailed,
@@ -232,6 +233,7 @@ class Loop:
         self._announcement = announcement
         self._figures = StepFigures()
         self._outbox: list[ForFrontend] = []
+        self._arrived_ids: list[int] = []
         self._changed = False
         self._stats_due_s = 0.0
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
@@ -246,6 +248,8 @@ class Loop:
             self._take_requests()
             self._outbox += self._core.tick()
             self._plan()
+            self._outbox += self._core.queue_news(self._arrived_ids)
+            self._arrived_ids.clear()
             self._send_outbox()
             self._report()
         self._end_rest()
@@ -307,9 +311,14 @@ class Loop:
                 text = "the engine is shutting down"
                 self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
             elif self._compilation.pass_on(message):
-                self._outbox += self._core.handle(message)
+                self._handle(message)
         for compiled in self._compilation.ready():
-            self._outbox += self._core.handle(compiled)
+            self._handle(compiled)
+
+    def _handle(self, message: ForScheduler) -> None:
+        if isinstance(message, AddRequest):
+            self._arrived_ids.append(message.request_id)
+        self._outbox += self._core.handle(message)
 
     def _plan(self) -> None:
         while True:

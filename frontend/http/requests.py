@@ -228,8 +228,8 @@ class EmbeddingsRequest(QueueFields, kw_only=True):
         input: a text, token ids, or a list of either.
         encoding_format: base64 is that of the little-endian float32 numbers.
         dimensions: keep so many numbers of each embedding, and make it of length 1 again.
-        pooling: `last` for the last token's hidden state, `mean` for the mean of all; by default as the engine was
-            started.
+        pooling: `last` for the last token's hidden state, `mean` for the mean of all, `cls` for the first one's; by
+            default as the engine was started, or as the model's folder says.
     """
 
     input: str | list[Any]
