@@ -113,6 +113,7 @@ class DecodePlan:
     rows_tile: int
     min_tiles: int
     start_tiles: int
+    late_sum: bool
     num_warps: int
     num_stages: int
     max_registers: int | None
@@ -132,10 +133,12 @@ def launch_plan(
     programs_per_multiprocessor: int = 2,
     min_tiles: int = 1,
     start_tiles: int = 1,
+    late_sum: bool = False,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
-    The other keyword arguments are for tests.
+    The other keyword arguments are for tests and benchmarks. `late_sum`: weights are added up column by column and
+    over the columns only at the end, which spares three barriers a tile; exact, but its speed is not measured yet.
     """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
@@ -152,6 +155,7 @@ def launch_plan(
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
         start_tiles=start_tiles,
+        late_sum=late_sum,
         # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
         num_warps=8 if is_wide else 4,
         num_stages=3,
@@ -179,8 +183,8 @@ def _decode_kernel(
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_ROW_COUNT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
+    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr, LATE_SUM: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -239,7 +243,7 @@ def _decode_kernel(
         positions = first_position + first_tile * TILE + tile_places
 
         maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
-        normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
+        normaliser = tl.zeros([GROUP_ROWS, TILE] if LATE_SUM else [GROUP_ROWS], dtype=tl.float32)
         query_places = query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places
         query = tl.load(query_places, mask=is_query, other=0.0)
         even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
@@ -289,7 +293,10 @@ def _decode_kernel(
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
-            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
+            if LATE_SUM:
+                normaliser = normaliser * shrink[:, None] + weights
+            else:
+                normaliser = normaliser * shrink + tl.sum(weights, axis=1)
             maximum = new_maximum
             even_sums, odd_sums = add_weighted(
                 even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
@@ -298,6 +305,8 @@ def _decode_kernel(
                 value_scale = tl.load(value_scales_ptr + scale_places, mask=is_next, other=0.0)
             positions = next_positions
         accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
+        if LATE_SUM:
+            normaliser = tl.sum(normaliser, axis=1)
 
         # 4. Store: a whole (row, head) at once, or this piece's part of it.
         output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
@@ -402,6 +411,7 @@ def decode_attention(
         ROWS_TILE=plan.rows_tile,
         MIN_TILES=plan.min_tiles,
         START_TILES=plan.start_tiles,
+        LATE_SUM=plan.late_sum,
         MERGE_PARTS=merge_parts_count,
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,
