@@ -97,7 +97,7 @@ def _model_folder(model: str, folder: Path) -> str:
         return model
     from tests.support import tiny
 
-    return str(tiny.save_model(folder / "tiny", max_position_embeddings=1024))
+    return str(tiny.save_model(folder / "tiny", max_position_embeddings=4096))
 
 
 class Watch:

@@ -7,6 +7,8 @@ whatever comes out of the room's `main` into an exit code:
     0  stopped as told        1  failed, traceback in the log
     2  ConfigError            3  StartupError
 
+After an error the process ends without the interpreter's own shutdown, which might hang.
+
 The link's thread sends a heartbeat twice a second and takes the supervisor's orders. A process that is stopped or
 frozen misses its heartbeats. A main loop that hangs does not show in them; so the thread wakes it every few seconds,
 and where it does not take its orders for `HANG_TIMEOUTS_S`, the thread writes the stack of every thread to stderr,
@@ -26,13 +28,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import setproctitle
 import zmq
 
 from common import log
 from common.config import EngineConfig, in_session
-from common.errors import ConfigError, StartupError, TriremeError, WireError, exit_code
+from common.errors import ConfigError, StartupError, TriremeError, WireError, exit_code, first_line
 from common.messages import Failed, ForChild, Heartbeat, Profile, Ready, Stop, decode_for_child
 from common.sockets import connect_dealer, new_context
 
@@ -200,7 +203,10 @@ def run_child(room: str, main: Callable[[EngineConfig, SupervisorLink, int], int
     link = SupervisorLink(process, config.endpoint("supervisor", 0), HANG_TIMEOUTS_S[room], config.session)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: link.order(Stop(int(config.server.shutdown_timeout * 1000))))
-    code = _guarded(lambda: main(config, link, arguments.rank), link)
+    try:
+        code = main(config, link, arguments.rank)
+    except BaseException as error:
+        _end_by(error, link)
     link.close()
     sys.stderr.flush()
     sys.exit(code)
@@ -213,19 +219,19 @@ def _parse(room: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _guarded(main: Callable[[], int], link: SupervisorLink) -> int:
-    try:
-        return main()
-    except (ConfigError, StartupError) as error:  # the supervisor prints it
-        link.failed(str(error))
-        return exit_code(error)
-    except TriremeError as error:
-        logger.exception("stopped by an error")
-        link.failed(str(error))
-    except BaseException as error:
-        logger.exception("stopped by an unexpected error")
-        link.failed(f"{type(error).__name__}: {error}")
-    return 1
+def _end_by(error: BaseException, link: SupervisorLink) -> NoReturn:
+    """Log the error, tell the supervisor, and end at once.
+
+    Nothing is taken down in order, and what the error's frames hold stays alive until the end: the interpreter would
+    wait for threads that wait for something themselves, and freeing what lies on a broken device may never return.
+    """
+    text = str(error) if isinstance(error, TriremeError) else first_line(error)
+    if not isinstance(error, ConfigError | StartupError):  # the supervisor prints those
+        logger.error("stopped by an error", exc_info=error)
+    link.failed(text)
+    link.close()
+    sys.stderr.flush()
+    os._exit(exit_code(error))
 
 
 def watch_supervisor() -> None:

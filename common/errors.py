@@ -85,6 +85,11 @@ def exit_code(error: BaseException) -> int:
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
+def first_line(error: BaseException) -> str:
+    """An error's name and what it says, without what torch adds below: advice, and where in C++ it was."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
 def shown(value: Any) -> str:
     """A value that came from outside as an error's text shows it: short, however long or deep it is."""
     if isinstance(value, bytes | bytearray | memoryview):

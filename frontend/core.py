@@ -26,6 +26,8 @@ from common.messages import (
     AddRequest,
     EngineReady,
     EngineStats,
+    ForFrontend,
+    QueueNews,
     RequestFailed,
     TokensOut,
 )
@@ -179,21 +181,40 @@ class Core:
             client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
             pooling=pooling,
         )  # fmt: skip
-        self._outbox.request(request)
-        self._live[request.request_id] = request
+        self._send_new(request)
         return request
+
+    def _send_new(self, request: Request) -> None:
+        """The request is live, unless it cannot be sent."""
+        self._live[request.request_id] = request
+        try:
+            self._outbox.request(request)
+        except BaseException:
+            del self._live[request.request_id]
+            raise
 
     def abort(self, request_id: int) -> None:
         """End a request: its sink gets `on_final`, open samples as `abort`. Unknown ids are ignored."""
         request = self._live.get(request_id)
         if request is None:
             return
-        self._outbox.abort(request_id)
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                self._close_sample(request, sample, "abort", None)
-        self._finish(request)
+        try:
+            self._outbox.abort(request_id)
+            for sample in request.samples:
+                if sample.finish_reason is None:
+                    self._close_sample(request, sample, "abort", None)
+            self._finish(request)
+        except Exception as error:
+            self._break(request, error)
         self._outbox.flush()
+
+    def fail(self, request_id: int, error: RequestError) -> None:
+        """End a request with an error: its sink gets `on_failed`. Unknown ids are ignored."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self._outbox.abort(request_id)
+            self._fail(request, error)
+            self._outbox.flush()
 
     def abort_named(self, name: str | None) -> int:
         """Abort all live requests, or those whose name is this, or this without what stands before its first `-`.
@@ -231,7 +252,7 @@ class Core:
 
     # -- messages from the scheduler -----------------------------------------------------------------------------------
 
-    def handle(self, message: TokensOut | RequestFailed | EngineReady | EngineStats) -> None:
+    def handle(self, message: ForFrontend) -> None:
         """Take one message from the scheduler."""
         match message:
             case TokensOut():
@@ -240,7 +261,11 @@ class Core:
                 self.stats = message.after(self._past_stats)
                 self.figures.note_stats(message)
             case RequestFailed():
-                self._take_failure(message)
+                if (request := self._live.get(message.request_id)) is not None:
+                    self._fail(request, error_of(message))
+            case QueueNews():
+                self._note_waiting(message.waiting_ids, waits=True)
+                self._note_waiting(message.started_ids, waits=False)
             case EngineReady():
                 self.limits = message
                 self.stats = self.stats.at_rest(message.block_count)
@@ -330,11 +355,17 @@ class Core:
         self._sample_ended(request, sample, early=False)
 
     def _break(self, request: Request, error: Exception) -> None:
-        """Our own mistake costs the request it concerns, not those beside it."""
+        """Our own mistake, or the memory that it lacked, costs the request it concerns, not those beside it.
+
+        Raises:
+            MemoryError: the request's end was made, and may not have reached its client.
+        """
         logger.exception("request %d failed in the frontend", request.request_id)
-        if request.request_id in self._live:
+        if self._live.get(request.request_id) is request:
             self._outbox.abort(request.request_id)
             self._fail(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
+        elif isinstance(error, MemoryError):
+            raise error
 
     def _extend(self, request: Request, sample: Sample, row: Row, now: float) -> None:
         old_count, old_logprob_count = len(sample.token_ids), len(sample.logprobs)
@@ -394,17 +425,18 @@ class Core:
         if not request.open_count:
             self._finish(request)
 
-    def _take_failure(self, message: RequestFailed) -> None:
-        request = self._live.get(message.request_id)
-        if request is not None:
-            self._fail(request, error_of(message))
+    def _note_waiting(self, request_ids: Sequence[int], *, waits: bool) -> None:
+        for request_id in request_ids:
+            if (request := self._live.get(request_id)) is not None:
+                request.waits = waits
 
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     def suspend(self, why: str, session: int) -> None:
         """Scheduler and worker start anew: send nothing until they are ready, then go on.
 
-        A request that was lost with them more than once without a token in between ends here: it may be the cause.
+        A request that was lost with them more than once without a token in between ends here: it may be the cause,
+        unless it waited for its first step.
         """
         if self.state == "serving":
             self.state = "restarting"
@@ -451,16 +483,21 @@ class Core:
         self._outbox.flush()
 
     def _finish(self, request: Request) -> None:
-        self._retire(request, str(request.samples[0].finish_reason))
-        request.sink.on_final(request.final())
+        final = request.final()  # while the request is live: if this fails, it still has its error to come
+        self._retire(request)
+        request.sink.on_final(final)
+        self._tell_observers(request, str(request.samples[0].finish_reason))
 
     def _fail(self, request: Request, error: RequestError) -> None:
-        self._retire(request, error.code)
+        self._retire(request)
         request.sink.on_failed(error)
+        self._tell_observers(request, error.code)
 
-    def _retire(self, request: Request, outcome: str) -> None:
+    def _retire(self, request: Request) -> None:
         request.timings.finished_s = self._clock()
         del self._live[request.request_id]
         self._outbox.forget(request.request_id)
+
+    def _tell_observers(self, request: Request, outcome: str) -> None:
         for observer in self.observers:
             observer(request, outcome)

@@ -5,9 +5,9 @@ endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders com
 
 Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
 answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
-finish within the grace, end the rest with an error. A failed peer, or bytes of the scheduler's that are no message:
-every request ends with an error, then exit code 1. A peer that is started again (`--restart`): new sockets to the
-scheduler, those of the new session, and the requests wait until it is ready.
+finish within the grace, end the rest with an error. A failed peer, or a message of the scheduler's that is lost because
+it cannot be read or for want of memory: every request ends with an error, then exit code 1. A peer that is started
+again (`--restart`): new sockets to the scheduler, those of the new session, and the requests wait until it is ready.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import zmq
 
 from common.child import SupervisorLink
 from common.config import EngineConfig
-from common.errors import WireError
+from common.errors import WireError, first_line
 from common.messages import EngineReady, NewSession, PeerFailed, Profile, Stop, TokensOut, decode_for_frontend
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
@@ -107,7 +107,9 @@ class Frontend:
         self._next_deadline_look: asyncio.TimerHandle | None = None
         self._clients = ClientServer(self._engine, router, self._access)
         self._outputs_reader = self._read_outputs()
-        asyncio.get_running_loop().add_reader(link.wake_fd, self._on_orders)
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
+        loop.add_reader(link.wake_fd, self._on_orders)
 
     async def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
@@ -146,12 +148,12 @@ class Frontend:
             self._recorder.received(Link.OUTPUTS, frames[0])
         try:
             message = decode_for_frontend(frames[0])
-        except WireError as error:  # the requests that it is about would wait for ever
-            why = f"a message of the scheduler cannot be read: {error}"
-            self._link.failed(why)
-            self._fail(why)
-            return
-        self._engine.core.handle(message)
+            self._engine.core.handle(message)
+        except WireError as error:
+            return self._fail_ourselves(f"a message of the scheduler cannot be read: {error}")
+        except Exception as error:
+            logger.exception("a message of the scheduler was lost")
+            return self._fail_ourselves(first_line(error))
         if isinstance(message, TokensOut) and self._traces is not None:
             self._traces.step()
         elif isinstance(message, EngineReady):
@@ -207,12 +209,24 @@ class Frontend:
         self._next_deadline_look = loop.call_later(DEADLINE_LOOK_S, self._end_overdue) if waits else None
         self._clients.flush()
 
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody has caught costs whoever it concerned. Without memory that might be anybody."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if isinstance(error, MemoryError):
+            self._fail_ourselves(first_line(error))
+
+    def _fail_ourselves(self, why: str) -> None:
+        """Requests would wait for ever for what was lost here: none goes on."""
+        self._link.failed(why)
+        self._fail(why)
+
     def _fail(self, why: str) -> None:
         """The engine cannot serve any more: every request ends with an error, then the process ends."""
+        self._end(1, 0.0)  # first: what follows may fail too
         logger.error("%s", why)
         self._engine.core.fail_all(why)
         self._clients.flush()
-        self._end(1, 0.0)
 
     def _end(self, code: int, grace_s: float) -> None:
         if not self._ended.done():

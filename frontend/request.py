@@ -131,14 +131,15 @@ class Request:
     Attributes:
         message: what the scheduler is told of it.
         sent_count: output tokens that it had when it was sent last; -1 if no scheduler has it now.
-        fruitless_count: how often it was lost since its last token.
+        waits: it is in the scheduler's queue; no worker has heard of it.
+        fruitless_count: how often it was lost since its last token, not while it waited.
     """
 
     __slots__ = (
         "cached_count", "client_key", "embedding", "end_token_ids", "fruitless_count", "message", "name", "open_count",
         "params", "pooling", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sent_count", "sink",
         "starts_text", "stops",
-        "stream", "timings", "tokenizer",
+        "stream", "timings", "tokenizer", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -177,6 +178,7 @@ class Request:
         self.open_count = params.n
         self.message: AddRequest | None = None
         self.sent_count = -1
+        self.waits = False
         self.fruitless_count = 0
 
     @property
@@ -193,10 +195,10 @@ class Request:
         return dataclasses.replace(self.message, outputs=outputs)
 
     def note_loss(self) -> int:
-        """Scheduler or worker are lost; how often that was so since the last token, while they had this request."""
-        if self.sent_count >= 0:
+        """Scheduler or worker are lost; how often that was so since the last token, while they worked on it."""
+        if self.sent_count >= 0 and not self.waits:
             self.fruitless_count = self.fruitless_count + 1 if self.output_count == self.sent_count else 0
-        self.sent_count = -1
+        self.sent_count, self.waits = -1, False
         return self.fruitless_count
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:

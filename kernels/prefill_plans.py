@@ -65,6 +65,7 @@ class PrefillPlan:
     num_stages: int
     max_registers: int | None
     one_loop: bool
+    overlap: bool
 
 
 def can_specialise(
@@ -79,10 +80,12 @@ def can_specialise(
 ) -> bool:
     """Whether kernels/prefill_attention_hopper.py computes such calls on a card of that compute capability.
 
-    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
+    `dtype` is the query's; `quantised`: the cache holds 8-bit elements. Over these, heads of 64 are compiled but have
+    not been confirmed on a card: they take the plain kernel.
     """
     is_plain = sliding_window == 0 and soft_cap == 0
-    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
+    head_dims = (128,) if quantised else (64, 128)
+    is_size = shape.head_dim in head_dims and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
     is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
     dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
     return is_plain and is_size and is_here and dtype in dtypes
@@ -103,6 +106,7 @@ def launch_plan(
     tile_rows: int | None = None,
     key_tile: int | None = None,
     one_loop: bool | None = None,
+    overlap: bool | None = None,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
@@ -110,7 +114,9 @@ def launch_plan(
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
     kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. `element_bytes`
     of a query's element, `shared_bytes` that the card has for a program: where the measured tiles do not fit, those of
-    few tokens are taken. The other keyword arguments override the measured choice.
+    few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether the Hopper
+    kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit caches, while
+    over a plain one that is exact but its speed not measured yet.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -138,6 +144,7 @@ def launch_plan(
         num_stages=chosen.num_stages,
         max_registers=chosen.max_registers,
         one_loop=chosen.one_loop if one_loop is None else one_loop,
+        overlap=quantised if overlap is None else overlap,
     )
 
 

@@ -19,12 +19,10 @@ Knows nothing of models or requests; torch is never loaded here. Called by `laun
 """
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
 
@@ -33,11 +31,11 @@ from common.config import DEFAULT_MODEL, EngineConfig, in_session, with_changes
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, file_identity, http_url, remove_own
 from common.messages import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
-from common.model_cache import ready_model_dir
 from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
 from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir
 from common.sockets import bind_router, new_context
+from launcher.model_folders import check_model_folder, folder_at_hand
 from launcher.restarts import WINDOW_S, Restarts
 
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -48,6 +46,8 @@ FAILURE_NOTICE_S = 1.5
 """How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
 EXIT_TIMEOUT_S = 5.0
 """How long a process gets to exit after its grace."""
+FAILED_EXIT_S = 0.5
+"""How long one that has said why it ends gets to exit; a driver may take seconds to give a GPU's memory back."""
 LAST_WORDS_TIMEOUT_S = 2.0
 TURN_LIMIT_MS = 250
 POLL_WITHOUT_PIDFD_MS = 50
@@ -86,7 +86,13 @@ class Peer:
     last_heard_at: float
     ready_after_s: float | None = None
     last_words: str = ""
+    last_words_at_s: float = 0.0
     state: str = ""
+
+    def is_leaving(self, now_s: float) -> bool:
+        """Whether it has failed while it served, and takes long to exit. The frontend has clients to tell before."""
+        limit_s = EXIT_TIMEOUT_S if self.child.name == "frontend" else FAILED_EXIT_S
+        return bool(self.last_words and self.ready_after_s is not None and now_s > self.last_words_at_s + limit_s)
 
 
 class Supervisor:
@@ -240,21 +246,15 @@ class Supervisor:
         options = self.config.model
         revision = ("--revision", options.revision) if options.revision else ()
         model_dir = self._local_folder("--model", options.model, *revision)
-        if not os.access(Path(model_dir) / "config.json", os.R_OK):
-            raise ConfigError(
-                f"--model {options.model}: no readable config.json in {model_dir}, so it is no model folder"
-            )
+        check_model_folder(options.model, model_dir)
         if not options.tokenizer:
             return model_dir, model_dir
         return model_dir, self._local_folder("--tokenizer", options.tokenizer, "--tokenizer-only")
 
     def _local_folder(self, option: str, name: str, *arguments: str) -> str:
         """The local folder that an option names, fetched and converted first if need be."""
-        if folder := ready_model_dir(name):
-            return str(folder)
-        a_path = name.startswith(("/", ".", "~")) or name.endswith(".gguf")
-        if a_path and not (name.endswith(".gguf") and Path(name).expanduser().is_file()):
-            raise ConfigError(f"{option} {name}: no such folder or .gguf file")
+        if folder := folder_at_hand(option, name):
+            return folder
         logger.info("fetching %s", "the default model" if name == DEFAULT_MODEL else name)
         command = ["-m", "worker_proc.fetch_model", "--model", name, *arguments]
         child = Child("fetch_model", command, self._death_pipe, capture_stdout=True)
@@ -302,7 +302,7 @@ class Supervisor:
             if isinstance(message, Ready):
                 self._on_ready(peer, message)
             elif isinstance(message, Failed):
-                peer.last_words = message.message
+                peer.last_words, peer.last_words_at_s = message.message, peer.last_heard_at
             elif isinstance(message, Heartbeat):
                 peer.state = message.state
             elif isinstance(message, Profile):
@@ -334,8 +334,9 @@ class Supervisor:
             self._restart(lost)
 
     def _check_ended(self, leaving: Sequence[str]) -> None:
+        now = time.monotonic()
         for name, peer in self._peers.items():
-            if name not in leaving and peer.child.ended():
+            if name not in leaving and (peer.child.ended() or peer.is_leaving(now)):
                 self._await_last_words(peer)
                 raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 

@@ -3,6 +3,7 @@
     core.handle(message)       a request, an abort, a flush       -> messages for the frontend
     core.tick()                the time has moved on              -> messages for the frontend
     core.plan_step()           the next step, to be sent at once  -> StepPlan or None
+    core.queue_news(arrived)   who waits, who does no more        -> messages for the frontend
     core.handle_result(result) the oldest step's result           -> messages for the frontend
     core.check()               recount everything
 
@@ -11,7 +12,8 @@ in the same order give the same plans.
 """
 
 import heapq
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 
 from common.messages import (
     AbortRequests,
@@ -20,6 +22,7 @@ from common.messages import (
     EngineStats,
     ForFrontend,
     ForScheduler,
+    QueueNews,
     RequestFailed,
     StepPlan,
     StepResult,
@@ -63,6 +66,7 @@ class SchedulerCore:
         self._finish_interval_s = 1.0  # running mean of the time between two requests that end
         self._finished_at_s: float | None = None
         self._result_at_s = 0.0
+        self._started_ids = array("i")
 
     # ---- messages from the frontend
 
@@ -225,8 +229,27 @@ class SchedulerCore:
             flight = self.state.in_flight[-1]
             flight.planned_at_s = self._monotonic()
             for entry in plan.new_slots:
-                flight.chunk_sequences[entry.slot].note_start(flight.planned_at_s)
+                sequence = flight.chunk_sequences[entry.slot]
+                sequence.note_start(flight.planned_at_s)
+                if sequence.request.told_waiting:
+                    sequence.request.told_waiting = False
+                    self._started_ids.append(sequence.request_id)
         return plan
+
+    def queue_news(self, arrived_ids: Iterable[int]) -> list[ForFrontend]:
+        """What the frontend should know of the queue, once everything is planned that can be.
+
+        Args:
+            arrived_ids: requests that have come since the last call.
+        """
+        waiting_ids = array("i")
+        for request_id in arrived_ids:
+            request = self.state.requests.get(request_id)
+            if request is not None and request.waiting_count == request.live_count:
+                request.told_waiting = True
+                waiting_ids.append(request_id)
+        started_ids, self._started_ids = self._started_ids, array("i")
+        return [QueueNews(waiting_ids, started_ids)] if waiting_ids or started_ids else []
 
     def handle_result(self, result: StepResult) -> list[ForFrontend]:
         """Take in the oldest step's result; what the frontend must hear.
@@ -255,6 +278,7 @@ class SchedulerCore:
     def fail_all(self, error_code: str, message: str, status: int = 503) -> list[ForFrontend]:
         """End every live request with an error, at shutdown or when the worker is gone."""
         requests = list(self.state.requests.values())
+        self._started_ids = array("i")
         for request in requests:
             self.state.end_request(request)
         return [RequestFailed(r.message.request_id, error_code, message, status) for r in requests]

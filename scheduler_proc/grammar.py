@@ -165,6 +165,8 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer, grammar_text(wanted), log_level=0)
         except GrammarError as error:
             return error
+        except MemoryError:  # not kept: the next time there may be some
+            raise GrammarError("there is no memory for it") from None
         except Exception as error:  # the library raises whatever it likes
             return GrammarError(str(error)[:2000])
         return GrammarError(matcher.get_error()[:2000]) if matcher.is_error() else matcher

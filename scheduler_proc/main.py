@@ -26,6 +26,7 @@ from common.messages import (
     EngineReady,
     EngineStats,
     ForFrontend,
+    ForScheduler,
     NewSession,
     PeerFailed,
     RequestFailed,
@@ -169,21 +170,20 @@ def engine_ready(limits: Limits, ready: WorkerReady) -> EngineReady:
 
 
 class StepFigures:
-    """The steps since the last report: the mean times of their parts, in microseconds, and their sizes."""
+    """The steps planned since the last report: the mean times of their parts, in microseconds, and their sizes.
+
+    A result may come when no step is planned any more. What its parts took, and what of a sum is no whole microsecond
+    of a step, goes into the next means, so that means times steps add up to all that was taken.
+    """
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
         self._sums = [0] * 6
-        self._steps = 0
         self._sizes = array("i", [0] * SIZE_CLASSES)
 
     def add_plan(self, token_count: int, plan_us: int, wire_us: int) -> None:
         """How many tokens one step computes, and what planning and sending it took here."""
         self._sums[0] += plan_us
         self._sums[1] += wire_us
-        self._steps += 1
         self._sizes[min(max(token_count - 1, 0).bit_length(), SIZE_CLASSES - 1)] += 1
 
     def add_result(self, parts_us: "array[int]") -> None:
@@ -192,10 +192,12 @@ class StepFigures:
             self._sums[2 + index] += part_us
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """The figures with these; starts anew."""
-        means = array("i", [min(total // max(self._steps, 1), 2**31 - 1) for total in self._sums])
+        """The figures with these; starts anew, from what no step here stands for."""
+        steps = sum(self._sizes)
+        means = array("i", [min(total // steps, 2**31 - 1) if steps else 0 for total in self._sums])
         complete = replace(stats, parts_us=means, step_sizes=self._sizes)
-        self._clear()
+        self._sums = [total - mean * steps for total, mean in zip(self._sums, means, strict=True)]
+        self._sizes = array("i", [0] * SIZE_CLASSES)
         return complete
 
 
@@ -231,6 +233,7 @@ class Loop:
         self._announcement = announcement
         self._figures = StepFigures()
         self._outbox: list[ForFrontend] = []
+        self._arrived_ids: list[int] = []
         self._changed = False
         self._stats_due_s = 0.0
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
@@ -245,6 +248,8 @@ class Loop:
             self._take_requests()
             self._outbox += self._core.tick()
             self._plan()
+            self._outbox += self._core.queue_news(self._arrived_ids)
+            self._arrived_ids.clear()
             self._send_outbox()
             self._report()
         self._end_rest()
@@ -306,9 +311,14 @@ class Loop:
                 text = "the engine is shutting down"
                 self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
             elif self._compilation.pass_on(message):
-                self._outbox += self._core.handle(message)
+                self._handle(message)
         for compiled in self._compilation.ready():
-            self._outbox += self._core.handle(compiled)
+            self._handle(compiled)
+
+    def _handle(self, message: ForScheduler) -> None:
+        if isinstance(message, AddRequest):
+            self._arrived_ids.append(message.request_id)
+        self._outbox += self._core.handle(message)
 
     def _plan(self) -> None:
         while True:

@@ -3,7 +3,7 @@
 from array import array
 from enum import IntEnum
 
-from common.messages import AddRequest, SlotSampling, TokenLogprobs
+from common.messages import EARLY_POOLINGS, AddRequest, SlotSampling, TokenLogprobs
 from common.sampling_params import sample_seed
 from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
@@ -42,9 +42,10 @@ class Request:
         end_token_ids: ids that end a sample.
         sequences: one per sample, by sample index.
         live_count: sequences that are not DONE; waiting_count: those that wait for their first slot.
+        told_waiting: the frontend has been told that all of them wait, and nothing since.
     """
 
-    __slots__ = ("end_token_ids", "live_count", "message", "sequences", "waiting_count")
+    __slots__ = ("end_token_ids", "live_count", "message", "sequences", "told_waiting", "waiting_count")
 
     def __init__(self, message: AddRequest) -> None:
         self.message = message
@@ -52,6 +53,7 @@ class Request:
         self.sequences: list[Sequence] = []
         self.live_count = 0
         self.waiting_count = 0
+        self.told_waiting = False
 
 
 class Sequence:
@@ -134,8 +136,8 @@ class Sequence:
     @property
     def needs_all_computed(self) -> bool:
         """Whether every prompt token has to be computed for it, whatever the cache holds: each one's logits or hidden
-        state is reported, or is part of a mean."""
-        return self.prompt_logprobs is not None or self.request.message.pooling == "mean"
+        state is reported, or is part of an embedding."""
+        return self.prompt_logprobs is not None or self.request.message.pooling in EARLY_POOLINGS
 
     @property
     def is_plannable(self) -> bool:

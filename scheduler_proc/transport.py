@@ -13,8 +13,9 @@ made by the process main, `replay` has one of its own.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgpack
 import zmq
 
 from common.child import SupervisorLink
@@ -32,7 +33,10 @@ from common.messages import (
 )
 from common.recording import Link, Recorder, receiving, sending
 from common.sockets import bind_pull, connect_push, new_context
-from common.wire import INT32_MAX, unpack
+from common.wire import INT32_MAX
+
+BEGINNING_BYTES = 64
+"""Of a message, hold its type code and its number."""
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +139,10 @@ class SocketTransport:
                 message = decode_for_scheduler(data)
             except WireError as error:
                 self._refuse(data, error)
-                continue
-            yield message
+            except MemoryError:
+                self._refuse(data, WireError("there is no memory for it"))
+            else:
+                yield message
 
     def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
         """At most `limit` messages that have come from the workers; raises WireError."""
@@ -182,14 +188,21 @@ def read_result(data: bytes) -> StepResult | WorkerReady:
 
 def refusal_of(data: bytes, error: WireError) -> RequestFailed | None:
     """The answer to a request that cannot be read; None if it does not even tell its number."""
-    try:
-        code, fields = unpack(data)
-    except WireError:
-        return None
-    if code != AddRequest.CODE or not fields or type(fields[0]) is not int or not 0 <= fields[0] <= INT32_MAX:
+    code, number = _beginning(data)
+    if code != AddRequest.CODE or type(number) is not int or not 0 <= number <= INT32_MAX:
         return None
     text = f"the scheduler cannot read this request: {error}"[:4000]
-    return RequestFailed(fields[0], "internal_error", text, status=500)
+    return RequestFailed(number, "internal_error", text, status=500)
+
+
+def _beginning(data: bytes) -> tuple[Any, Any]:
+    """A message's type code and first field, whatever follows them; None for what is not there."""
+    reader = msgpack.Unpacker()
+    try:
+        reader.feed(data[:BEGINNING_BYTES])
+        return (reader.unpack(), reader.unpack()) if reader.read_array_header() >= 2 else (None, None)
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
+        return None, None
 
 
 def _waiting(receive: Callable[..., bytes], limit: int) -> Iterator[bytes]:

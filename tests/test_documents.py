@@ -1,21 +1,28 @@
-"""The documents against the programs: options that are named exist, links lead somewhere, migration tables are true."""
+"""The documents against the programs: options, files and links exist, examples run, migration tables are true."""
 
+import doctest
 import re
 import runpy
 import shlex
+from array import array
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from common.cli import OptionParser, config_from, read_config_file
+from common.messages import SlotInit, SlotSampling, StepPlan
+from kernels.step_layout import StepInputs
 from launcher import serve
+from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from worker_proc.step_inputs import StepStager, fill_inputs
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 OTHER_PROGRAMS = {
     "running.md": set(), "deployment.md": {"--gpus", "--stop-timeout", "--ipc", "--shm-size", "--no-install-recommends",
-                                           "--no-cache-dir", "--create-home"},
+                                           "--no-cache-dir", "--create-home", "--entrypoint", "--rm"},
 }  # fmt: skip
 """Options of other programs that a document names."""
 VERB_OPTIONS = {"--pid", "--watch", "--json", "--system", "--temperature", "--max-tokens", "--server-key", "--revoke"}
@@ -87,11 +94,26 @@ def test_every_option_of_ours_with_another_engines_name_is_in_a_table(options):
     assert aliases <= options and aliases <= told
 
 
+def anchors(path: Path) -> set[str]:
+    """What links to a document's headings end with."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
         if not target.startswith("http"):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+            there = path.parent / target if target else path
+            assert there.exists(), f"{path.name} links to {target}"
+            assert not anchor or anchor in anchors(there), f"{path.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_a_document_names_exist(path):
+    rooms = "benchmarks|common|examples|frontend|kernels|launcher|scheduler_proc|tests|worker_proc"
+    for name in re.findall(rf"`((?:{rooms})/[\w/]+\.\w+)`", path.read_text()):
+        assert (ROOT / name).exists(), f"{path.name} names {name}"
 
 
 def test_the_configuration_file_of_the_deployment_document_is_read(tmp_path):
@@ -124,3 +146,30 @@ def test_what_the_scheduler_does_is_what_the_document_shows(arguments, first, ca
     tables = re.findall(r"```\n(step  .*?)```", (ROOT / "docs" / "how-it-works.md").read_text(), re.DOTALL)
     shown = [table.splitlines() for table in tables]
     assert [heading, *rows[first - 1 : first + len(shown[len(arguments)]) - 2]] == shown[len(arguments)]
+
+
+def test_python_examples_print_what_the_document_shows():
+    failed, attempted = doctest.testfile(str(ROOT / "docs" / "how-it-works.md"), module_relative=False)
+    assert failed == 0 and attempted > 20
+
+
+def test_the_packed_batch_is_what_the_document_shows():
+    memory, mirror = SlotMemory(2, 32, 4, torch.device("cpu")), SlotMirror.empty(2)
+    writes = StateWrites(memory)
+    decoding = SlotInit(slot=0, token_ids=array("i", range(10, 16)), prompt_count=5, computed_count=5,
+                        block_ids=array("i", [3, 1]), sampling=SlotSampling())  # fmt: skip
+    prompt = SlotInit(slot=1, token_ids=array("i", range(20, 29)), prompt_count=9, computed_count=4,
+                      block_ids=array("i", [0]), sampling=SlotSampling())  # fmt: skip
+    for init in (decoding, prompt):
+        mirror.start(init)
+        writes.add_slot(init)
+    plan = StepPlan(step_id=1, decode_slots=array("H", [0]), chunk_slots=array("H", [1]),
+                    chunk_token_counts=array("i", [3]), chunk_samples=array("B", [0]),
+                    chunk_block_counts=array("i", [1]), block_ids=array("i", [2]))  # fmt: skip
+    staged = StepStager(memory, mirror).stage(plan, writes)
+    memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
+    inputs = StepInputs.allocate(staged.row_count, staged.token_count, "cpu")
+    fill_inputs(staged.buffer, staged.layout, memory.state, inputs, block_size=4)
+    text = (ROOT / "docs" / "how-it-works.md").read_text()
+    shown = dict(re.findall(r"^\| `(\w+)` \| `(\[[-\d, ]+\])` \|", text, re.MULTILINE))
+    assert shown == {name: str(getattr(inputs, name).tolist()) for name in shown} and len(shown) == 6

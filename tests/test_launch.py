@@ -48,6 +48,9 @@ def main(config, link, rank):
         os.kill(os.getpid(), 19)
     if how != "slow":
         link.ready(f"in session {config.session}")
+    if how == "lingering":
+        link.failed("CUDA error: unspecified launch failure")
+        select.select([], [], [])
     while True:
         select.select([link.wake_fd], [], [])
         for order in link.take_orders():
@@ -190,6 +193,16 @@ def test_a_stopped_process_is_noticed(engine: Engine, monkeypatch):
     os.kill(engine.pid("scheduler"), signal.SIGSTOP)
     with pytest.raises(ProcessLost, match=r"^scheduler does not respond: no heartbeat for 1\.\d s$"):
         engine.watch()
+
+
+def test_a_process_that_has_failed_and_does_not_end_is_not_waited_for(engine: Engine):
+    """A driver may take its time to give back what a worker had on the device."""
+    supervisor = engine.start(worker="lingering")
+    with pytest.raises(ProcessLost, match="^worker-0 failed: CUDA error: unspecified launch failure$") as caught:
+        engine.watch()
+    assert supervisor._peers["worker-0"].child.exit_code is None
+    supervisor.announce_loss(caught.value)
+    assert any("PeerFailed(process='worker-0'" in order for order in engine.orders())
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ In: StepPlan. Out: one WorkerReady when the model has run once, then one StepRes
 Start: sockets, device, weights, cache, a first forward pass, WorkerReady, ready to the supervisor.
 Stop: an order of the supervisor ends the loop between two steps, with code 0; plans still queued are dropped, because
 whoever waits for them is being stopped too. If the scheduler dies, the supervisor says so, which is the same.
-An exception, such as bytes that are no plan, ends the process; `run_child` logs it and tells the supervisor.
+An exception, such as bytes that are no plan or an error of the device, ends the process; `run_child` logs it and tells
+the supervisor.
 """
 
 import logging
@@ -71,21 +72,24 @@ class Worker:
         self._poller.register(link.wake_fd, zmq.POLLIN)
 
     def run(self) -> int:
-        """Start, serve until told to stop, return the exit code."""
+        """Start, serve until told to stop, return the exit code.
+
+        After an error nothing but the recording is closed: a step may still be under way in the reporter's thread, on a
+        device that does not answer any more.
+        """
         try:
             start = time.monotonic()
             engine = load_engine(self._config)
-            if self._stop_ordered():
-                return 0
-            self._announce(engine, time.monotonic() - start)
-            self._serve(engine, self._make_reporter(engine))
-            return 0
+            if not self._stop_ordered():
+                self._announce(engine, time.monotonic() - start)
+                self._serve(engine, self._make_reporter(engine))
         finally:
-            self._plans.close(linger=0)
-            self._results.close(linger=0)
-            self._context.term()
             if self._recorder is not None:
                 self._recorder.close()
+        self._plans.close(linger=0)
+        self._results.close(linger=0)
+        self._context.term()
+        return 0
 
     def _announce(self, engine: Engine, seconds: float) -> None:
         size = engine.size
@@ -101,16 +105,14 @@ class Worker:
         return ThreadReporter(self._send_result, lambda message: self._link.order(PeerFailed(process, message)))
 
     def _serve(self, engine: Engine, reporter: Reporter) -> None:
-        try:
-            traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)
-            while (plan := self._next_plan(engine.runner, reporter)) is not None:
-                reporter.report(engine.runner.execute(plan))
-                self._link.progress += 1
-                traces.step()
-            traces.stop()
-            reporter.check()
-        finally:
-            reporter.close()
+        traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)
+        while (plan := self._next_plan(engine.runner, reporter)) is not None:
+            reporter.report(engine.runner.execute(plan))
+            self._link.progress += 1
+            traces.step()
+        reporter.check()
+        traces.stop()
+        reporter.close()
 
     def _next_plan(self, runner: StepRunner, reporter: Reporter) -> StepPlan | None:
         """The next plan; None once the supervisor wants the end. While nothing is to be done, the runner prepares."""

@@ -14,6 +14,7 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     11    TokensOut        scheduler -> frontend    step that produced tokens or ended samples
     12    RequestFailed    scheduler -> frontend    request that ends without (further) tokens
     13    EngineStats      scheduler -> frontend    tenth of a second, when something changed
+    14    QueueNews        scheduler -> frontend    time that requests have to wait, or have waited
     20    WorkerReady      worker -> scheduler      start
     21    StepResult       worker -> scheduler      step
     30    StepPlan         scheduler -> worker      step
@@ -31,7 +32,7 @@ samples is one AddRequest; what comes back is addressed by request id and sample
 
 from common.errors import WireError
 from common.messages.control import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop
-from common.messages.fields import POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
+from common.messages.fields import EARLY_POOLINGS, POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
     AbortRequests,
@@ -40,6 +41,7 @@ from common.messages.requests import (
     EngineReady,
     EngineStats,
     FlushCache,
+    QueueNews,
     RequestFailed,
     SampleFinish,
     TokensOut,
@@ -56,6 +58,7 @@ from common.messages.steps import (
 from common.wire import unpack
 
 __all__ = [
+    "EARLY_POOLINGS",
     "FINISH_REASONS",
     "NOT_A_TOKEN",
     "POOLINGS",
@@ -76,6 +79,7 @@ __all__ = [
     "NewSession",
     "PeerFailed",
     "Profile",
+    "QueueNews",
     "Ready",
     "RequestFailed",
     "SampleFinish",
@@ -96,7 +100,7 @@ __all__ = [
 ]
 
 ForScheduler = AddRequest | AbortRequests | AbortSamples | FlushCache
-ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
+ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats | QueueNews
 FromWorker = WorkerReady | StepResult
 ForSupervisor = Heartbeat | Ready | Failed | Profile
 ForChild = Stop | PeerFailed | Profile | NewSession
@@ -127,6 +131,8 @@ def decode_for_frontend(data: bytes) -> ForFrontend:
             return EngineStats.from_fields(fields)
         case RequestFailed.CODE:
             return RequestFailed.from_fields(fields)
+        case QueueNews.CODE:
+            return QueueNews.from_fields(fields)
         case EngineReady.CODE:
             return EngineReady.from_fields(fields)
     raise _unknown(code, "scheduler -> frontend")

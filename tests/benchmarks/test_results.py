@@ -99,8 +99,8 @@ def test_an_absolute_path_would_be_found():
 
 
 def test_the_commits_are_in_the_history():
-    """A commit that was rebased away cannot be looked up by whoever clones the repository; nor one that only a tag names,
-    for a clone need not bring the tags."""
+    """Nobody who clones the repository can look up a commit that was rebased away, or that only a tag names: a clone
+    need not bring the tags."""
     shallow = subprocess.run(
         ["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -16,7 +16,8 @@ from common.sockets import bind_router, new_context
 
 ROOT = Path(__file__).parents[2]
 ROOM = """
-import select, signal
+import select, signal, threading
+from concurrent.futures import ThreadPoolExecutor
 from common import child
 from common.child import run_child
 from common.errors import ConfigError, StartupError
@@ -29,6 +30,11 @@ def main(config, link, rank):
         raise StartupError("not in time")
     if how == "crash":
         raise ZeroDivisionError("oops")
+    if how == "stuck":  # the interpreter's shutdown waits for the thread
+        ThreadPoolExecutor(1).submit(threading.Event().wait)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\\nCompile with ...")
+    if how == "no memory":
+        raise MemoryError
     link.ready("here")
     if how == "hang":
         signal.pause()
@@ -142,6 +148,8 @@ def test_sigterm_is_the_order_to_stop_and_sigint_is_not(harness):
         ("config", 2, "no such model: /nowhere"),
         ("startup", 3, "not in time"),
         ("crash", 1, "ZeroDivisionError: oops"),
+        ("stuck", 1, "RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("no memory", 1, "MemoryError"),
     ],
 )
 def test_a_failure_is_reported_before_the_exit(harness, how, code, message):

@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import TriremeError
 from frontend import Client, SamplingParams
+from tests.support.faulty_engine import ILLEGAL_ACCESS, OUT_OF_MEMORY
 from tests.support.server import ROOT, Server, children_of, wait_for_exit
 
 pytestmark = pytest.mark.timeout(180)
@@ -112,6 +113,38 @@ def test_killing_the_supervisor_takes_all_processes_along_while_loading(tiny_mod
             wait_for_exit(pid, name)
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "cause"),
+    [
+        ("worker-0", signal.SIGUSR1, f"AcceleratorError: {ILLEGAL_ACCESS}"),
+        ("worker-0", signal.SIGUSR2, f"OutOfMemoryError: {OUT_OF_MEMORY}"),
+        ("scheduler", signal.SIGUSR1, "MemoryError"),
+        ("frontend", signal.SIGUSR1, "MemoryError"),
+    ],
+)
+def test_a_broken_device_or_an_empty_memory_ends_requests_and_the_run(tiny_model_dir, name, number, cause):
+    """In the middle of a step; a process that stands still in its own shutdown costs nobody any time."""
+    with (
+        Server(tiny_model_dir, faulty=True) as server,
+        Client(server.ready["client_endpoint"], timeout_s=30) as client,
+        httpx.Client(base_url=server.ready["http"]) as http,
+    ):
+        pids = server.children()
+        stream = start_a_long_answer(client)
+        os.kill(pids[name], number)
+        while (health := http.get("/health")).status_code == 200:
+            pass
+        assert health.status_code == 503
+        assert health.json()["status"] == "dead"
+        assert cause in health.json()["detail"]
+        with pytest.raises(TriremeError, match=cause):
+            list(stream)
+        assert server.process.wait(30) == 1
+        server.assert_nothing_is_left(pids)
+    assert server.stderr().splitlines()[-1] == f"trireme: {name} failed: {cause}"
+    assert "Traceback" in server.stderr()
 
 
 def refused_start(*options):

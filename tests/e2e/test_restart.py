@@ -29,7 +29,8 @@ PROMPTS = ["The sea", "A ship", "Three rows of oars", "Salamis"]
 def server(tiny_model_dir):
     """One engine for all losses but the last."""
     options = ["--restart", "--restart-limit", "99", "--dtype", "float32", "--block-size", "4"]
-    with Server(tiny_model_dir, *options, "--num-kv-blocks", "2000", "--shutdown-timeout", "60") as running:
+    options += ["--num-kv-blocks", "2000", "--shutdown-timeout", "60"]
+    with Server(tiny_model_dir, *options, faulty=True) as running:
         yield running
 
 
@@ -105,7 +106,14 @@ def wait_for_health(http: httpx.Client, status: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("worker-0", signal.SIGKILL), ("scheduler", signal.SIGKILL), ("worker-0", signal.SIGSTOP)]
+    ("name", "number"),
+    [
+        ("worker-0", signal.SIGKILL),
+        ("scheduler", signal.SIGKILL),
+        ("worker-0", signal.SIGSTOP),
+        ("worker-0", signal.SIGUSR1),  # a broken device
+        ("scheduler", signal.SIGUSR1),  # no memory
+    ],
 )
 def test_streams_go_on_with_the_same_tokens(server, http, undisturbed, name, number):
     with Client(server.ready["client_endpoint"], timeout_s=60) as client:

@@ -75,6 +75,17 @@ def wait_for(compilation: Compilation) -> list[AddRequest]:
     return ready
 
 
+def test_a_grammar_that_finds_no_memory_may_find_it_the_next_time(grammars, monkeypatch):
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("scheduler_proc.grammar.load_tokenizer", no_memory)
+        with pytest.raises(GrammarError, match="there is no memory for it"):
+            grammars.start(request(regex="ab*"))
+    assert grammars.start(request(regex="ab*")).mask
+
+
 def test_only_requests_with_an_uncompiled_grammar_wait(grammars):
     compilation = Compilation(grammars)
     plain = AddRequest(request_id=2, prompt_token_ids=array("i", [3]), params=SamplingParams())

@@ -1,11 +1,13 @@
 """What the sockets make of bytes that cannot be read; the sockets themselves: test_process.py."""
 
 import pytest
+import zmq
 
 from common.errors import WireError
-from common.messages import AbortRequests, AddRequest, RequestFailed, decode_for_frontend
+from common.messages import AbortRequests, AddRequest, RequestFailed, decode_for_frontend, decode_for_scheduler
 from common.wire import pack
-from scheduler_proc.transport import read_result, refusal_of
+from scheduler_proc.simulation import simple_request
+from scheduler_proc.transport import SocketTransport, read_result, refusal_of
 
 
 def test_a_request_that_only_tells_its_number_is_refused_by_it():
@@ -32,6 +34,36 @@ def test_a_request_that_only_tells_its_number_is_refused_by_it():
 )
 def test_what_tells_no_number_is_not_answered(data):
     assert refusal_of(data, WireError("unreadable")) is None
+
+
+class Inbox:
+    """A socket with messages."""
+
+    def __init__(self, *messages: bytes) -> None:
+        self.messages = list(messages)
+
+    def receive(self, _: int) -> bytes:
+        if not self.messages:
+            raise zmq.Again
+        return self.messages.pop(0)
+
+
+def test_a_request_that_finds_no_memory_is_refused_alone(monkeypatch):
+    transport = object.__new__(SocketTransport)
+    sent = []
+    transport._receive_request = Inbox(*(simple_request(i, range(3), max_tokens=1).to_wire() for i in (5, 6))).receive
+    transport._send_out = lambda data: sent.append(decode_for_frontend(data))
+    failing = [True]
+
+    def decode(data: bytes):
+        if failing and failing.pop():
+            raise MemoryError
+        return decode_for_scheduler(data)
+
+    monkeypatch.setattr("scheduler_proc.transport.decode_for_scheduler", decode)
+    assert [message.request_id for message in transport.requests(9)] == [6]
+    assert [(message.request_id, message.status) for message in sent] == [(5, 500)]
+    assert "there is no memory for it" in sent[0].message
 
 
 def test_a_result_that_cannot_be_read_is_an_error_that_names_its_sender():

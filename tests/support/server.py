@@ -19,13 +19,18 @@ STOP_TIMEOUT_S = 30
 class Server:
     """`python launch.py serve` with a model folder and options; a context manager that stops it.
 
+    Args:
+        model_dir: what it serves.
+        options: of `serve`.
+        faulty: run `tests.support.faulty_engine`, whose processes fail when a signal tells them.
+
     Attributes:
         model_dir: what it serves.
         process: the supervisor.
         ready: what it wrote when it was ready: `client_endpoint`, `http`, `pid`.
     """
 
-    def __init__(self, model_dir: Path | str, *options: str) -> None:
+    def __init__(self, model_dir: Path | str, *options: str, faulty: bool = False) -> None:
         self._log: str | None = None
         self.model_dir = model_dir
         self.folder = Path(tempfile.mkdtemp(prefix="tt-"))
@@ -34,12 +39,14 @@ class Server:
         self.run_dirs = self.folder / "r"
         self.run_dirs.mkdir(mode=0o700)
         self._stderr = self.stderr_path.open("w")
+        entry = ["-m", "tests.support.faulty_engine"] if faulty else [ROOT / "launch.py"]
         self.process = subprocess.Popen(
-            [sys.executable, ROOT / "launch.py", "serve", "--model", model_dir, "--port", "0", "--cpu-threads", "1",
+            [sys.executable, *entry, "serve", "--model", model_dir, "--port", "0", "--cpu-threads", "1",
              "--ready-file", self.folder / "ready.json", *options],
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
+            cwd=ROOT if faulty else None,
             env={**os.environ, "XDG_RUNTIME_DIR": str(self.run_dirs)},
         )  # fmt: skip
 

@@ -168,7 +168,7 @@ def test_nothing_around_a_request_changes_a_bit(case, sampling):
     ],
     indirect=["case"],
 )
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
 def test_nothing_around_a_prompt_changes_a_bit_of_its_embedding(case, pooling):
     sampling = SlotSampling(temperature=0.0, pooling=pooling)
 
@@ -182,4 +182,4 @@ def test_nothing_around_a_prompt_changes_a_bit_of_its_embedding(case, pooling):
     want = embedding(1 << 20)
     for chunk in case.chunks:
         assert embedding(chunk) == want, f"in chunks of {chunk}"
-    assert embedding(case.chunks[-1], 3, 7) == want, "beside others"
+    assert embedding(case.chunks[-1], 3, 7, len(case.ids)) == want, "beside others, of which one ends in its step"

@@ -4,11 +4,15 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from common.messages import SlotSampling
+from worker_proc.pooling import Pooler
+from worker_proc.step_inputs import PooledRows
 
 both_runners = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
-MEAN, LAST = (SlotSampling(temperature=0.0, pooling=pooling) for pooling in ("mean", "last"))
+MEAN, LAST, FIRST = (SlotSampling(temperature=0.0, pooling=pooling) for pooling in ("mean", "last", "cls"))
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -22,14 +26,26 @@ def test_embeddings_equal_transformers_for_every_chunk_size(
     chunk, kernels, tiny_model, make_driver, reference_embedding
 ):
     reference, folder = tiny_model("Llama")
-    driver = make_driver(folder, kernels=kernels)
+    driver = make_driver(folder, kernels=kernels, slot_count=12)
     lengths = (1, 4, 11) if kernels else (1, 4, 19, 33)
-    requests = [driver.add(prompt(n, seed=n), sampling) for n in lengths for sampling in (MEAN, LAST)]
+    requests = [driver.add(prompt(n, seed=n), sampling) for n in lengths for sampling in (MEAN, LAST, FIRST)]
     driver.run(requests, 1, chunk)
     for request in requests:
         ids, pooling = request.tokens[: request.prompt_count], request.sampling.pooling
         expected = reference_embedding(reference, ids, pooling)
         np.testing.assert_allclose(request.embedding, expected, atol=2e-6, err_msg=f"{pooling} of {len(ids)} tokens")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_each_embedding_is_normed_by_itself(pooling, monkeypatch):
+    """However many end in one step: the order in which a GPU adds up depends on how many rows it is given."""
+    shapes, normalize = [], F.normalize
+    monkeypatch.setattr(F, "normalize", lambda x, **options: shapes.append(tuple(x.shape)) or normalize(x, **options))
+    hidden = torch.arange(1.0, 25.0).view(6, 4)
+    pooler = Pooler(lambda first, count: hidden[first : first + count], exact=True)
+    embeddings = pooler.pool([PooledRows(slot, 2 * slot, 2, True, pooling) for slot in range(3)])
+    assert shapes == [(4,)] * 3
+    assert np.linalg.norm(embeddings.vectors, axis=1) == pytest.approx(np.ones(3))
 
 
 @both_runners

@@ -111,6 +111,19 @@ def start_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
 
 
+def compiled_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """Those among which is one for each variant of a kernel that any step needs.
+
+    These are `start_buckets`, and steps of many rows with chunks, which are too many to capture ahead.
+    """
+    wide = []
+    for size in (_ROW_CLASSES[-1], max_rows):
+        rows = min(size, max_rows, max_tokens)
+        least, most = min(padded_tokens(rows), max_tokens), min(GRAPH_TOKENS, max_tokens)
+        wide += [Bucket(CHUNK, rows, least), Bucket(MIXED, rows, least), Bucket(CHUNK, rows, most)]
+    return list(dict.fromkeys([*start_buckets(max_rows, max_tokens), *wide]))
+
+
 def largest_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """What takes the most memory."""
     return [Bucket(kind, max_rows, max_tokens) for kind in (CHUNK, MIXED)]

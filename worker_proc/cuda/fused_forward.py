@@ -29,7 +29,6 @@ from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
-from kernels.tuning import find_plan
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
@@ -289,14 +288,10 @@ class FusedForward:
 
     def _head(self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
         """Logits of the sampled rows; a row that does not sample gets those of a zero vector."""
-        rows = self._sampled_rows(hidden, bucket, inputs)
-        logits, norm, weight = self.logits[: bucket.rows], self.model.model.norm, self.model.lm_head.weight
-        if self._is_skinny_head(bucket.rows):
-            skinny_linear(rows, weight, logits, self._workspace, norm_weight=norm.weight, eps=norm.eps)
-            return logits
-        normed = self._workspace.rows("normed", bucket.rows, rows.shape[1])
-        rms_norm(rows, norm.weight, norm.eps, normed)
-        return self._logits_of(normed)
+        rows, norm = self._sampled_rows(hidden, bucket, inputs), self.model.model.norm
+        logits, weight = self.logits[: bucket.rows], self.model.lm_head.weight
+        skinny_linear(rows, weight, logits, self._workspace, norm_weight=norm.weight, eps=norm.eps)
+        return logits
 
     def _sampled_rows(self, tokens: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
         """The rows [row, hidden_size] of `tokens` that sample."""
@@ -308,22 +303,9 @@ class FusedForward:
 
     def _logits_of(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits of rows after the last norm."""
-        row_count, weight = normed.shape[0], self.model.lm_head.weight
-        logits = self.logits[:row_count]
-        if self._is_skinny_head(row_count):
-            skinny_linear(normed, weight, logits, self._workspace)
-            return logits
-        if normed.dtype == torch.float32:
-            return torch.mm(normed, weight.T, out=logits)
-        return torch.mm(normed, weight.T, out_dtype=torch.float32, out=logits)
-
-    def _is_skinny_head(self, rows: int) -> bool:
-        """Whether the table names a kernel of ours for the output projection at this many rows."""
-        weight = self.model.lm_head.weight
-        if rows > MAX_SKINNY_ROWS:
-            return False
-        plan = find_plan(weight.device, weight.dtype, rows, *weight.shape, silu_mul=False, has_norm=True)
-        return plan.kernel != "library"
+        logits = self.logits[: normed.shape[0]]
+        skinny_linear(normed, self.model.lm_head.weight, logits, self._workspace)
+        return logits
 
     def _is_fused(self, bucket: Bucket, attention: LlamaAttention) -> bool:
         """Whether one kernel does all between the products: for few decode rows, where waiting is what costs."""

@@ -7,6 +7,7 @@ tests. The sockets, and when a plan comes, are the worker's business (`worker.py
 """
 
 import gc
+import logging
 import time
 from collections import deque
 from dataclasses import replace
@@ -31,6 +32,8 @@ from worker_proc.pooling import Pooler
 from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PromptRows
+
+logger = logging.getLogger(__name__)
 
 
 class CudaRunner:
@@ -86,20 +89,35 @@ class CudaRunner:
         return step
 
     def warm_up(self, seconds: float = float("inf")) -> None:
-        """Prepare what start-up covers, for so many seconds; `prepare_next` does what is left."""
+        """Prepare what start-up covers, for so many seconds; `prepare_next` does what is left.
+
+        Raises:
+            CaptureError: graphs do not work here.
+        """
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
         deadline = time.monotonic() + seconds
-        while self.prepare_next() and time.monotonic() < deadline:
+        while self._prepare_next() and time.monotonic() < deadline:
             pass
 
-    @torch.inference_mode()
     def prepare_next(self) -> bool:
         """Capture the next bucket of start-up, on an empty plan: nothing is computed or stored. Takes up to 0.1 s.
+
+        One that fails is the last: a step may do without what is prepared here, and meets itself what it cannot do
+        without, such as a device that still works.
 
         Returns:
             Whether there are more.
         """
+        try:
+            return self._prepare_next()
+        except Exception as error:
+            logger.warning("steps are not prepared any more (%d were left): %s", len(self._unprepared), error)
+            self._unprepared.clear()
+            return False
+
+    @torch.inference_mode()
+    def _prepare_next(self) -> bool:
         if self._unprepared:
             self.program.prepare(self._unprepared.popleft())
         return bool(self._unprepared)

@@ -1,10 +1,12 @@
 """The device's part of a step, from the packed plan to sampled ids, in one call per bucket: run as it is or as a graph.
 
 A graph is captured when its bucket is first used (a few milliseconds, see `docs/log.md`) and replayed from then on. All
-buffers stay where they are, so a graph holds no memory of its own beyond the library's workspace. Knows no plans and no
-requests. Called by the GPU runner.
+buffers stay where they are, so a graph holds no memory of its own beyond the library's workspace. Steps whose graph
+cannot be captured run without one. Knows no plans and no requests. Called by the GPU runner.
 """
 
+import logging
+from contextlib import suppress
 from dataclasses import fields
 from typing import Protocol
 
@@ -17,6 +19,8 @@ from kernels.step_layout import PlanLayout, StepInputs
 from worker_proc.cuda.buckets import Bucket, has_graph
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 
 class CaptureError(RuntimeError):
@@ -82,6 +86,8 @@ class StepProgram:
         self._logits = torch.empty(0)
         self.uses_graphs = forward.capturable and not eager and device.type == "cuda"
         self._graphs: dict[tuple[Bucket, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._without_graph: set[Bucket] = set()
+        self._broken: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
 
     @property
@@ -94,14 +100,19 @@ class StepProgram:
 
         Without `sampling` the caller changes the logits and then calls `sample`.
         """
-        if not self.uses_graphs or not has_graph(bucket, self._max_tokens):
+        captured = self._graph_for_step(bucket, sampling)
+        if captured is None:
             return self._run(self._forward, bucket, sampling)
-        graph, logits = self._graph(bucket, sampling)
+        graph, logits = captured
         graph.replay()
         return logits
 
     def prepare(self, bucket: Bucket) -> None:
-        """Have what a bucket's steps need: the graph, or at least the kernels."""
+        """Have what a bucket's steps need: the graph, or at least the kernels.
+
+        Raises:
+            CaptureError: there will be no graph.
+        """
         if self.uses_graphs and has_graph(bucket, self._max_tokens):
             self._graph(bucket, sampling=True)
         else:
@@ -111,8 +122,10 @@ class StepProgram:
         """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""
         kept = self._plan[:4].clone()
         self._plan[:4].zero_()
-        self._run(self._forward.shortened(), bucket, sampling=True)
-        self._plan[:4].copy_(kept)
+        try:
+            self._run(self._forward.shortened(), bucket, sampling=True)
+        finally:
+            self._plan[:4].copy_(kept)
 
     def sample(self, bucket: Bucket, logits: torch.Tensor) -> None:
         """Choose the rows' tokens, write them to `sampled` and to their slots."""
@@ -140,6 +153,17 @@ class StepProgram:
             self.sample(bucket, logits)
         return logits
 
+    def _graph_for_step(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+        """What a step replays; None if it runs without a graph, as it does where one could not be captured."""
+        if not self.uses_graphs or not has_graph(bucket, self._max_tokens) or bucket in self._without_graph:
+            return None
+        try:
+            return self._graph(bucket, sampling)
+        except CaptureError as error:
+            logger.warning("%s; until then only such steps do", error)
+            self._without_graph.add(bucket)
+            return None
+
     def _graph(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         key = (bucket, sampling)
         if key not in self._graphs:
@@ -153,9 +177,9 @@ class StepProgram:
             CaptureError: that failed; nothing is kept of it.
         """
         cause: Exception | None = None
+        graph, stream = torch.cuda.CUDAGraph(), None if self._pool is None else torch.cuda.current_stream()
         try:
             self.rehearse(bucket)
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
                     logits = self._run(self._forward, bucket, sampling)
@@ -163,5 +187,19 @@ class StepProgram:
                     cause = error  # ending the capture raises another error, which says less
                     raise
         except Exception as error:
+            if stream is not None:
+                self._after_failure(graph, stream)
             raise CaptureError(bucket, cause or error) from (cause or error)
         return graph, logits
+
+    def _after_failure(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        """Put right what torch leaves behind where a capture could not even be ended, or do nothing.
+
+        Its own stream is current then, and its allocators go on with the capture: they keep the pool, ask the graph
+        which stream it is on, and refuse to empty the cache, which the next capture begins with.
+        """
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError, AttributeError):  # the capture was ended, or the function has gone
+            torch.cuda.memory._cuda_endAllocateToPool(stream.device_index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._broken.append(graph)
