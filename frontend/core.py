@@ -22,15 +22,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
-from common.messages import (
-    AddRequest,
-    EngineReady,
-    EngineStats,
-    ForFrontend,
-    QueueNews,
-    RequestFailed,
-    TokensOut,
-)
+from common.messages import AddRequest, EngineReady, EngineStats, ForFrontend, QueueNews, RequestFailed, TokensOut
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Delta, Sink, Timings, TokenLogprob
