@@ -2,6 +2,7 @@
 
     python launch.py [serve] [MODEL] [options]   run the engine until SIGINT or SIGTERM
     python launch.py --once "..."                start, stream one chat answer to stdout, stop
+    python launch.py check [MODEL] [options]     would `serve` start with these options here, and with what
     python launch.py status | stop | chat        look at, end or talk to the engine that runs
     python launch.py bench [options]             time workloads (benchmarks.throughput)
     python launch.py keys DIR [NAME ...]         make keys for a client socket that other machines reach

@@ -196,7 +196,11 @@ def main() -> None:
         return
     if args.smoke:
         args.streams, args.rate, args.tokens = 8, 2000, 50
-    options = {"frontend_workers": args.frontend_workers, "http": args.beside == "bodies"} if args.beside else {}
+    options = (
+        {"frontend_workers": args.frontend_workers, "http": args.beside in frontend_load.OVER_HTTP}
+        if args.beside
+        else {}
+    )
     if args.http:
         options |= {"uds": "", "port": free_port(), "http": True}
     metrics = measure(args.streams, args.rate, args.clients, args.tokens, args.beside, **options)

@@ -46,6 +46,7 @@ def option(
     count: bool = False,
     repeat: bool = False,
     hidden: bool = False,
+    metavar: str = "",
 ) -> Any:
     """A dataclass field that is a command line option.
 
@@ -57,9 +58,11 @@ def option(
         count: the value is an integer in human notation (`8k`).
         repeat: the option may be given several times and collects a tuple.
         hidden: not shown in `--help` (set by the program itself).
+        metavar: what `--help` calls its value; by default N or the last word of its name.
     """
     metadata = {
-        "help": help, "flags": flags, "choices": choices, "count": count, "repeat": repeat, "hidden": hidden
+        "help": help, "flags": flags, "choices": choices, "count": count, "repeat": repeat, "hidden": hidden,
+        "metavar": metavar,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -84,15 +87,16 @@ class ModelOptions:
         0, "tokens a request may hold, prompt and output; 0 is the model's limit or what fits",
         "--max-model-len", "--context-length", count=True,
     )  # fmt: skip
-    chat_template: str = option("", "file with a chat template to use instead of the model's")
+    chat_template: str = option("", "file with a chat template to use instead of the model's", metavar="FILE")
     generation_config: str = option(
         "auto", "'auto' takes sampling defaults from the model's generation_config.json, 'vllm' takes none",
         choices=("auto", "vllm"),
     )  # fmt: skip
     pooling: str = option(
-        "last",
-        "what embeddings are made of: the last token's hidden state, or the mean of all",
-        choices=("last", "mean"),
+        "auto",
+        "what embeddings are made of: the last token's hidden state, the mean of all, or the first one's (cls); auto: "
+        "what the model's folder says, otherwise last",
+        choices=("auto", "last", "mean", "cls"),
     )
     seed: int = option(0, "seed for dummy weights and for requests that give none")
 
@@ -155,20 +159,24 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "address of the HTTP API")
     port: int = option(8000, "port of the HTTP API; 0 takes a free one")
-    uds: str = option("", "serve HTTP on this Unix socket instead of host and port")
+    uds: str = option("", "serve HTTP on this Unix socket instead of host and port", metavar="PATH")
     http: bool = option(True, "serve the HTTP API")
     client_endpoint: str = option("", "endpoint of the client socket; empty makes an ipc:// one in the run directory")
     client_keys: str = option(
-        "", "folder of keys (made by `launch.py keys`) for a client socket that other machines reach"
+        "",
+        "folder of keys (made by `launch.py keys`) for a client socket that other machines reach",
+        metavar="DIR",
     )
     frontend_workers: int = option(
         1, "processes for long texts, started when the first comes; 0 works on them in threads"
     )
     api_key: tuple[str, ...] = option((), "key that HTTP clients must send", repeat=True)
-    allowed_origins: tuple[str, ...] = option((), "origins that browsers may call from (CORS)", repeat=True)
+    allowed_origins: tuple[str, ...] = option(
+        (), "origins that browsers may call from (CORS)", repeat=True, metavar="ORIGIN"
+    )
     root_path: str = option("", "path prefix that a reverse proxy adds")
-    ssl_keyfile: str = option("", "TLS key file")
-    ssl_certfile: str = option("", "TLS certificate file")
+    ssl_keyfile: str = option("", "TLS key, in PEM and without a passphrase", metavar="FILE")
+    ssl_certfile: str = option("", "TLS certificate, in PEM", metavar="FILE")
     stream_interval: int = option(1, "tokens per streamed chunk")
     metrics_prefix: str = option("trireme:", "before every name in /metrics; vllm: suits dashboards made for vLLM")
     shutdown_timeout: float = option(10.0, "seconds that requests in flight get to finish at shutdown")
@@ -194,7 +202,9 @@ class LogOptions:
 class ProfilingOptions:
     """Looking inside: recordings and traces."""
 
-    record: str = option("", "keep every message of every process in this folder, for `python -m ROOM.replay FOLDER`")
+    record: str = option(
+        "", "keep every message of every process in this folder, for `python -m ROOM.replay DIR`", metavar="DIR"
+    )
     profile: str = option("", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend"))
     profile_steps: int = option(50, "steps that a trace holds", count=True)
     profile_dir: str = option(

@@ -37,6 +37,11 @@ def gguf_model_dir(gguf_path: Path) -> Path:
     return cache_root() / "models" / f"gguf-{path.stem}-{key}"
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether a `--model` value is neither the embedded model nor something that is here."""
+    return model != DEFAULT_MODEL and not Path(model).expanduser().exists()
+
+
 def ready_model_dir(model: str) -> Path | None:
     """The local folder of a `--model` value if it is there now; None if `worker_proc.fetch_model` must make it.
 

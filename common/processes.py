@@ -92,6 +92,14 @@ class Child:
         """Whether it has ended; does not wait."""
         return self._process.poll() is not None
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False if it still runs after that."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     @property
     def exit_code(self) -> int | None:
         """Exit code, minus the signal's number if a signal ended it, None while it runs."""

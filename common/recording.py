@@ -81,8 +81,7 @@ class Recorder:
     """
 
     def __init__(self, path: Path, process: str, config: EngineConfig) -> None:
-        if path.exists():
-            raise ConfigError(f"--record: {path} is there already; wanted a folder without a recording")
+        check_new(path)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = path.open("xb", buffering=BUFFER_BYTES)
@@ -114,6 +113,12 @@ class Recorder:
         if not self._file.closed:
             self.note(Link.END, Direction.OUT)
             self._file.close()
+
+
+def check_new(path: Path) -> None:
+    """Refuse a recording's file that is there already; raises ConfigError."""
+    if path.exists():
+        raise ConfigError(f"--record: {path} is there already; wanted a folder without a recording")
 
 
 def recorder_for(config: EngineConfig, process: str) -> Recorder | None:

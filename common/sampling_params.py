@@ -135,6 +135,12 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty: nothing could be sampled", param="allowed_token_ids")
 
+    def with_values(self, **values: Any) -> "SamplingParams":
+        """The same but for values that are known to be good, which are not checked."""
+        changed = object.__new__(SamplingParams)
+        changed.__dict__.update(self.__dict__, **values)
+        return changed
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken each time."""

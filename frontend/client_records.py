@@ -120,10 +120,11 @@ class ClientRecord:
         key: names it in the log and to the scheduler; short, however long the identity is that it chose.
         live: its requests that have not ended, by its own names.
         task_count: its messages that are being worked on beside the loop.
+        public_key: that it was let in with; empty where none is asked for.
         gone: it could not be reached; a message that still comes from there gets a record of its own.
     """
 
-    __slots__ = ("_touched", "ends", "gone", "identity", "key", "live", "rows", "task_count")
+    __slots__ = ("_touched", "ends", "gone", "identity", "key", "live", "public_key", "rows", "task_count")
 
     def __init__(self, touched: "dict[bytes, ClientRecord]", identity: bytes) -> None:
         self.identity = identity
@@ -131,6 +132,7 @@ class ClientRecord:
         self.live: dict[str, ClientSink] = {}
         self.rows: list[list[Any]] = []
         self.ends: list[bytes] = []
+        self.public_key = b""
         self.task_count = 0
         self.gone = False
         self._touched = touched

@@ -62,7 +62,7 @@ class EmbedOptions(ChatOptions, total=False):
     """What a request for an embedding takes.
 
     Attributes:
-        pooling: `last` or `mean`; empty for what the engine was started with.
+        pooling: `last`, `mean` or `cls`; empty for what the engine was started with.
     """
 
     pooling: str

@@ -35,6 +35,9 @@ LOOK_INTERVAL_S = 0.3
 LOOK_COUNT = 2
 """How often to look who is gone after a connection has ended: the socket learns of it a little after its monitor."""
 
+KEY_LOOK_INTERVAL_S = 1.0
+"""How often to look, while requests of clients with keys run, whether those keys still count."""
+
 _FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
 _LAST_FRAME = int(zmq.NOBLOCK)
 
@@ -65,6 +68,7 @@ class ClientServer:
             if access is None
             else ZmqReader(socket, self._on_keyed_frames, self.flush, copy=False)
         )
+        self._next_key_look: asyncio.TimerHandle | None = None
         self._looks_left = 0
         self._next_look: asyncio.TimerHandle | None = None
         self._door = ClientDoor(socket, engine.connections, self._on_disconnect)
@@ -84,14 +88,13 @@ class ClientServer:
         """Send what is left, stop reading and close the socket."""
         stopping = RequestError("the engine has shut down", code="shutting_down", status=503)
         for client in list(self._clients.values()):
-            for sink in [sink for sink in client.live.values() if sink.request is None]:
-                sink.aborted = True
-                sink.on_failed(stopping)
+            self._fail_all(client, stopping)
         self.flush()
         for task in self._tasks:
             task.cancel()
-        if self._next_look is not None:
-            self._next_look.cancel()
+        for timer in (self._next_look, self._next_key_look):
+            if timer is not None:
+                timer.cancel()
         self._door.close()
         self._reader.close()
         self._socket.close(linger=linger_ms)
@@ -142,11 +145,36 @@ class ClientServer:
         """Take a message whose sender had to show a key, which may have been revoked since."""
         identity, *parts = [frame.bytes for frame in frames]
         key = key_of(frames[-1])
-        if not key or self._access is None or self._access.allows(key):
-            self._on_frames([identity, *parts])
-            return
-        error = RequestError("this client's key was revoked", code="key_revoked", status=401)
-        self._reply(self._record_of(identity), error_reply(wire.request_id_of(parts[-1]), error))
+        if key and self._access is not None:
+            if not self._access.allows(key):
+                self._reply(self._record_of(identity), error_reply(wire.request_id_of(parts[-1]), _revoked()))
+                return
+            self._record_of(identity).public_key = key
+            self._look_at_keys_later()
+        self._on_frames([identity, *parts])
+
+    def _look_at_keys_later(self) -> None:
+        if self._next_key_look is None:
+            self._next_key_look = asyncio.get_running_loop().call_later(KEY_LOOK_INTERVAL_S, self._look_at_keys)
+
+    def _look_at_keys(self) -> None:
+        """End what runs for clients whose key was taken out meanwhile; look again while anybody has something."""
+        self._next_key_look = None
+        for client in [client for client in self._clients.values() if client.public_key and client.live]:
+            if self._access is not None and not self._access.allows(client.public_key):
+                logger.warning("client %s: its key was revoked; ending its requests (%d)", client.key, len(client.live))
+                self._fail_all(client, _revoked())
+            else:
+                self._look_at_keys_later()
+        self.flush()
+
+    def _fail_all(self, client: ClientRecord, error: RequestError) -> None:
+        for sink in list(client.live.values()):
+            sink.aborted = True
+            if sink.request is not None:
+                self._engine.core.fail(sink.request.request_id, error)
+            else:
+                sink.on_failed(error)
 
     def _record_of(self, identity: bytes) -> ClientRecord:
         client = self._clients.get(identity)
@@ -349,6 +377,10 @@ class ClientServer:
             | {"restarts": health.restarts}
             | self._engine.core.figures.step_totals_us(),
         )
+
+
+def _revoked() -> RequestError:
+    return RequestError("this client's key was revoked", code="key_revoked", status=401)
 
 
 def prompt_of(prompt: wire.Prompt, chat: Any) -> Prompt:

@@ -208,6 +208,14 @@ class Core:
             self._break(request, error)
         self._outbox.flush()
 
+    def fail(self, request_id: int, error: RequestError) -> None:
+        """End a request with an error: its sink gets `on_failed`. Unknown ids are ignored."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self._outbox.abort(request_id)
+            self._fail(request, error)
+            self._outbox.flush()
+
     def abort_named(self, name: str | None) -> int:
         """Abort all live requests, or those whose name is this, or this without what stands before its first `-`.
 

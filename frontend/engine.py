@@ -28,6 +28,8 @@ from frontend import request_log
 from frontend.connections import Connections
 from frontend.core import Core
 from frontend.events import Delta, Final
+from frontend.large_json import LargeBody
+from frontend.model_pooling import ModelPooling
 from frontend.prompt import ChatPrompt, Prompt
 from frontend.recording import RecordedCore, RecorderLog
 from frontend.request import Request
@@ -213,13 +215,8 @@ class Engine:
         self._texts = TextWork(config, tokenizer)
         if config.log.enable_log_requests:
             request_log.attach(self.core)
-        self._defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
-        try:
-            SamplingParams.from_wire(dict(self._defaults))
-        except RequestError as error:
-            raise ConfigError(
-                f"the model's generation_config.json: {error}; start with --generation-config vllm to ignore it"
-            ) from None
+        self._defaults = sampling_defaults(config, tokenizer)
+        self._model_pooling = ModelPooling.read(config.model_dir)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -263,15 +260,17 @@ class Engine:
         return events
 
     def check_pooling(self, pooling: str | None) -> str:
-        """How embeddings are made: as asked for, or as the engine was told.
+        """How embeddings are made: as asked for, as the engine was told, or as the model's folder says.
 
         Raises:
-            RequestError: nothing that is known.
+            RequestError: nothing that is known, or the folder asks for what there is not.
         """
         if pooling and pooling not in POOLINGS:
-            names = " or ".join(repr(name) for name in POOLINGS if name)
+            *first, last = (repr(name) for name in POOLINGS if name)
+            names = f"{', '.join(first)} or {last}"
             raise RequestError(f"pooling: wanted {names}, got {pooling!r:.80}", param="pooling")
-        return pooling or self.config.model.pooling
+        named = pooling or self.config.model.pooling
+        return self._model_pooling.name() if named == "auto" else named
 
     def make_params(self, values: Mapping[str, Any], *, model_defaults: bool = True, **defaults: Any) -> SamplingParams:
         """Sampling parameters from what a client sent.
@@ -314,6 +313,14 @@ class Engine:
         """
         return await self._texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    async def parse(self, body: bytes, id_fields: tuple[str, ...]) -> LargeBody:
+        """The values of a large JSON body, see `large_json.parse_large`.
+
+        Raises:
+            RequestError: no JSON object, too many values in it, or too much waits already.
+        """
+        return await self._texts.parse(body, id_fields)
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -338,6 +345,22 @@ class Engine:
     def close(self) -> None:
         """End threads and processes; work that has not begun is dropped."""
         self._texts.close()
+
+
+def sampling_defaults(config: EngineConfig, tokenizer: Tokenizer) -> Mapping[str, Any]:
+    """What a request's sampling parameters are where it says nothing.
+
+    Raises:
+        ConfigError: the model's generation_config.json sets what no request may.
+    """
+    defaults = tokenizer.sampling_defaults if config.model.generation_config == "auto" else {}
+    try:
+        SamplingParams.from_wire(dict(defaults))
+    except RequestError as error:
+        raise ConfigError(
+            f"the model's generation_config.json: {error}; start with --generation-config vllm to ignore it"
+        ) from None
+    return defaults
 
 
 def check_timeout(timeout_s: float | None) -> float | None:

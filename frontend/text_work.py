@@ -24,12 +24,14 @@ from common.errors import RequestError, StartupError, WireError
 from common.processes import Child, DeathPipe
 from common.sockets import bind_pull, connect_push, new_context
 from common.wire import INT32_MAX, array_bytes
+from frontend.large_json import LargeBody, parse_large
 from frontend.prompt import ChatPrompt, size_of
 from frontend.text_messages import (
     DecodeIds,
     EncodeChat,
     EncodeText,
     ForTextProcess,
+    ParseJson,
     TextReady,
     decode_from_text_process,
 )
@@ -59,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextWork:
-    """Encodes, renders and decodes.
+    """Encodes, renders, decodes, and parses.
 
     Args:
         config: names the number of processes, the run directory and the tokenizer's folder.
@@ -117,6 +119,16 @@ class TextWork:
             len(ids),
             lambda job_id: DecodeIds(job_id, ids, skip_special_tokens),
             lambda: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens),
+        )
+
+    async def parse(self, body: bytes, id_fields: tuple[str, ...]) -> LargeBody:
+        """The values of a large JSON body, see `large_json.parse_large`.
+
+        Raises:
+            RequestError: no JSON object, too many values in it, or too much waits already.
+        """
+        return await self._run(
+            len(body), lambda job_id: ParseJson(job_id, body, id_fields), lambda: parse_large(body, id_fields)
         )
 
     def close(self) -> None:
@@ -255,7 +267,7 @@ class TextProcesses:
         process = min(self._processes.values(), key=lambda process: process.load)
         self._next_job_id = (self._next_job_id + 1) & INT32_MAX
         try:
-            data = job(self._next_job_id).to_wire()
+            frames = job(self._next_job_id).to_frames()
         except (TypeError, ValueError, OverflowError, RecursionError):
             return None
         future = asyncio.get_running_loop().create_future()
@@ -263,7 +275,8 @@ class TextProcesses:
             process.heard_at_s = time.monotonic()
         self._look_later()
         process.jobs[self._next_job_id] = (size, future)
-        process.socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits, and may come before the process
+        # No high-water mark: it never waits, and may come before the process. Long frames are not copied.
+        process.socket.send_multipart(frames, zmq.NOBLOCK, copy=all(len(f) <= zmq.COPY_THRESHOLD for f in frames))
         return future
 
     def close(self) -> None:

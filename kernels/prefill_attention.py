@@ -358,8 +358,7 @@ def prefill_attention(
         from kernels import prefill_attention_hopper
 
         prefill_attention_hopper.launch(
-            *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan.program_count, plan.rows_tile,
-            scale * LOG2_E, early,
+            *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan, scale * LOG2_E, early
         )  # fmt: skip
         return
     _prefill_kernel[(plan.program_count,)](

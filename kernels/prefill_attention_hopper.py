@@ -55,13 +55,11 @@ from kernels.prefill_attention_hopper_copy import (
     read_mail,
     zero_unowned,
 )
+from kernels.prefill_plans import PrefillPlan
 
 TILE_ROWS = 128
 KEY_TILE = 128
 STAGE_COUNT = 2
-OVERLAP = False
-"""Whether the softmax runs beside the products of its own group too (see `_held`), over a plain cache; over an 8-bit
-one it always does. Exact on a card, but its speed over a plain cache is not measured yet."""
 
 
 @gluon.jit
@@ -352,7 +350,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), gl.constexpr(False),
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(False),
                     ),
                 ),
                 (
@@ -360,7 +358,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, gl.constexpr(True), gl.constexpr(False),
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(False),
                     ),
                 ),
                 (
@@ -435,15 +433,14 @@ def launch(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
     shape: HeadShape,
-    program_count: int,
-    rows_tile: int,
+    plan: PrefillPlan,
     scale_log2: float,
     pdl: bool,
 ) -> None:
     """Launch on arguments that `prefill_attention` has checked."""
     query_desc = _query_descriptor(query, shape.group)
     cache_kind = cache_format(key_cache.dtype)
-    _hopper_kernel[(program_count,)](
+    _hopper_kernel[(plan.program_count,)](
         output,
         query,
         query_desc,
@@ -472,13 +469,13 @@ def launch(
         QUERY_TILE=TILE_ROWS // shape.group,
         KEY_TILE=KEY_TILE,
         STAGES=STAGE_COUNT,
-        ROWS_TILE=rows_tile,
+        ROWS_TILE=plan.rows_tile,
         TOKEN_TILE=max(1024, triton.next_power_of_2(shape.query_heads * shape.head_dim)),
         COMPUTE_REGISTERS=240 if cache_kind == CACHE_PLAIN else 208,
         CONVERT_REGISTERS=72,
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
-        OVERLAP=OVERLAP or cache_kind != CACHE_PLAIN,
+        OVERLAP=plan.overlap,
         PDL=pdl,
         num_warps=4,
         **compile_options(None, pdl),

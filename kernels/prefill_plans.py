@@ -65,6 +65,7 @@ class PrefillPlan:
     num_stages: int
     max_registers: int | None
     one_loop: bool
+    overlap: bool
 
 
 def can_specialise(
@@ -105,6 +106,7 @@ def launch_plan(
     tile_rows: int | None = None,
     key_tile: int | None = None,
     one_loop: bool | None = None,
+    overlap: bool | None = None,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
@@ -112,7 +114,9 @@ def launch_plan(
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
     kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. `element_bytes`
     of a query's element, `shared_bytes` that the card has for a program: where the measured tiles do not fit, those of
-    few tokens are taken. The other keyword arguments override the measured choice.
+    few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether the Hopper
+    kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit caches, while
+    over a plain one that is exact but its speed not measured yet.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -140,6 +144,7 @@ def launch_plan(
         num_stages=chosen.num_stages,
         max_registers=chosen.max_registers,
         one_loop=chosen.one_loop if one_loop is None else one_loop,
+        overlap=quantised if overlap is None else overlap,
     )
 
 

@@ -3,20 +3,21 @@
 Exit codes are those of `common.errors`. Called by `launch.py`.
 """
 
+import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import setproctitle
 
+from common.cli import program_name
 from common.config import DEFAULT_MODEL
 from common.errors import EXIT_CODES, ConfigError, TriremeError, exit_code
 from common.processes import open_standard_files
 from launcher import serve
 from launcher.supervisor import ProcessLost
 
-VERBS = ("serve", "status", "stop", "chat", "bench", "keys")
+VERBS = ("serve", "status", "stop", "chat", "check", "bench", "keys")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,8 +29,14 @@ def run(argv: Sequence[str]) -> int:
     try:
         if verb == "serve":
             return serve.serve(serve.parse(arguments))
+        if verb == "check":
+            from launcher import check
+
+            return check.run(arguments)
         if verb == "bench":
-            return subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], check=False).returncode
+            benchmark = importlib.import_module("benchmarks.throughput")
+            benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
+            return 0
         if verb == "keys":
             from launcher import keys
 

@@ -19,12 +19,10 @@ Knows nothing of models or requests; torch is never loaded here. Called by `laun
 """
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import zmq
 
@@ -33,11 +31,11 @@ from common.config import DEFAULT_MODEL, EngineConfig, in_session, with_changes
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, file_identity, http_url, remove_own
 from common.messages import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
-from common.model_cache import ready_model_dir
 from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
 from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir
 from common.sockets import bind_router, new_context
+from launcher.model_folders import check_model_folder, folder_at_hand
 from launcher.restarts import WINDOW_S, Restarts
 
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -248,21 +246,15 @@ class Supervisor:
         options = self.config.model
         revision = ("--revision", options.revision) if options.revision else ()
         model_dir = self._local_folder("--model", options.model, *revision)
-        if not os.access(Path(model_dir) / "config.json", os.R_OK):
-            raise ConfigError(
-                f"--model {options.model}: no readable config.json in {model_dir}, so it is no model folder"
-            )
+        check_model_folder(options.model, model_dir)
         if not options.tokenizer:
             return model_dir, model_dir
         return model_dir, self._local_folder("--tokenizer", options.tokenizer, "--tokenizer-only")
 
     def _local_folder(self, option: str, name: str, *arguments: str) -> str:
         """The local folder that an option names, fetched and converted first if need be."""
-        if folder := ready_model_dir(name):
-            return str(folder)
-        a_path = name.startswith(("/", ".", "~")) or name.endswith(".gguf")
-        if a_path and not (name.endswith(".gguf") and Path(name).expanduser().is_file()):
-            raise ConfigError(f"{option} {name}: no such folder or .gguf file")
+        if folder := folder_at_hand(option, name):
+            return folder
         logger.info("fetching %s", "the default model" if name == DEFAULT_MODEL else name)
         command = ["-m", "worker_proc.fetch_model", "--model", name, *arguments]
         child = Child("fetch_model", command, self._death_pipe, capture_stdout=True)

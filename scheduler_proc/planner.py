@@ -15,7 +15,7 @@ nobody. Who gets a slot is decided in `admission`.
 No clock, no sockets. Called by the core.
 """
 
-from common.messages import StepPlan
+from common.messages import EARLY_POOLINGS, StepPlan
 from scheduler_proc.admission import Admission
 from scheduler_proc.draft import ChunkRow, Draft, share_of
 from scheduler_proc.queues import rank_of
@@ -117,9 +117,9 @@ class Planner:
     def _swaps(self, victim: Sequence) -> bool:
         """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it.
 
-        A mean of hidden states starts anew with the slot, so for one everything is computed again.
+        What an embedding needs of earlier tokens is lost with the slot, so for one everything is computed again.
         """
-        if victim.request.message.pooling == "mean":
+        if victim.request.message.pooling in EARLY_POOLINGS:
             return False
         limits, host_pool = self._state.limits, self._state.host_pool
         if limits.preemption == "recompute" or host_pool is None or host_pool.available_count < len(victim.blocks):

@@ -3,7 +3,7 @@
 from array import array
 from enum import IntEnum
 
-from common.messages import AddRequest, SlotSampling, TokenLogprobs
+from common.messages import EARLY_POOLINGS, AddRequest, SlotSampling, TokenLogprobs
 from common.sampling_params import sample_seed
 from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
@@ -136,8 +136,8 @@ class Sequence:
     @property
     def needs_all_computed(self) -> bool:
         """Whether every prompt token has to be computed for it, whatever the cache holds: each one's logits or hidden
-        state is reported, or is part of a mean."""
-        return self.prompt_logprobs is not None or self.request.message.pooling == "mean"
+        state is reported, or is part of an embedding."""
+        return self.prompt_logprobs is not None or self.request.message.pooling in EARLY_POOLINGS
 
     @property
     def is_plannable(self) -> bool:

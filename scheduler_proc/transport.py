@@ -97,6 +97,7 @@ class SocketTransport:
             self._poller.register(readable, zmq.POLLIN)
         self._receive_result = receiving(recorder, Link.RESULTS, self._results.recv)
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
+        self._readable: set[object] = set()  # sockets and descriptors that had something when `wait` returned
         self._dropped_count = 0
         self._open_frontend_sockets(config.session)
 
@@ -116,10 +117,10 @@ class SocketTransport:
 
     def wait(self, timeout_ms: int | None) -> bool:
         """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
-        ordered = any(source == self._link.wake_fd for source, _ in self._poller.poll(timeout_ms))
+        self._readable = {source for source, _ in self._poller.poll(timeout_ms)}
         if self._recorder is not None:
             self._recorder.received(Link.TURN)
-        return ordered
+        return self._link.wake_fd in self._readable
 
     def orders(self) -> Sequence[ForChild]:
         """What the supervisor has ordered since the last call."""
@@ -131,6 +132,8 @@ class SocketTransport:
 
     def requests(self, limit: int) -> Iterator[ForScheduler]:
         """At most `limit` messages that have come from the frontend."""
+        if self._requests not in self._readable:
+            return
         for data in _waiting(self._receive_request, limit):
             try:
                 message = decode_for_scheduler(data)
@@ -143,7 +146,7 @@ class SocketTransport:
 
     def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
         """At most `limit` messages that have come from the workers; raises WireError."""
-        return map(read_result, _waiting(self._receive_result, limit))
+        return map(read_result, _waiting(self._receive_result, limit if self._results in self._readable else 0))
 
     def send_out(self, message: Message) -> None:
         """To the frontend."""

@@ -107,11 +107,6 @@ def _engine(
 def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[ModelConfig, torch.dtype, int]:
     with timed("read the model's configuration"):
         model_config = read_model_config(Path(config.model_dir))
-        if config.model.max_model_len > model_config.context_limit:
-            logger.warning(
-                "--max-model-len is %d; the model was made for %d tokens, which is the limit",
-                config.model.max_model_len, model_config.context_limit,
-            )  # fmt: skip
         dtype = resolve_dtype(config.model.dtype, model_config, device)
         check_cache_dtype(config.cache.kv_cache_dtype, model_config.head_dim, device)
         tokenizer_dir = Path(config.tokenizer_dir or config.model_dir)

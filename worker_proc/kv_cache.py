@@ -25,6 +25,9 @@ from worker_proc.model_config import ModelConfig
 from worker_proc.slots import div_ceil
 from worker_proc.transfer import to_device
 
+SAFETY_BYTES = 256 << 20
+"""Of a GPU's memory, left alone beside the utilisation asked for: fragmentation, and what the first real steps load."""
+
 ALIGNMENT_BYTES = 64
 """Where a tensor on the CPU may start, so that wide vector instructions load whole lines."""
 
@@ -122,8 +125,8 @@ def choose_size(
     block_size = config.cache.block_size
     block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
     wanted = min(config.model.max_model_len or model_limit, model_limit)
-    if config.model.max_model_len > wanted:
-        logger.warning("--max-model-len is %d; the model allows %d, which holds", config.model.max_model_len, wanted)
+    if cut := length_is_cut(config.model.max_model_len, model_limit):
+        logger.warning("%s", cut)
     useful = limits.max_num_seqs * div_ceil(wanted, block_size)
     block_count = config.cache.num_kv_blocks or min(available_bytes // block_bytes, useful)
     capacity = block_count * block_size
@@ -141,6 +144,18 @@ def choose_size(
             f"{block_bytes}"
         )
     return CacheSize(min(wanted, capacity), block_count, host_block_count, block_bytes)
+
+
+def length_is_cut(max_model_len: int, model_limit: int) -> str:
+    """What to say of a --max-model-len beyond the model's own limit; empty otherwise."""
+    if max_model_len <= model_limit:
+        return ""
+    return f"--max-model-len is {max_model_len}; the model allows {model_limit}, which holds"
+
+
+def gpu_share_bytes(utilization: float, free_bytes: int, total_bytes: int, later_bytes: int) -> int:
+    """What the cache may take of a GPU: the share asked for, less what is used by now and what will be later."""
+    return max(0, int(total_bytes * utilization) - (total_bytes - free_bytes) - later_bytes - SAFETY_BYTES)
 
 
 class KVCache:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from kernels.prefill_plans import PrefillPlan
 
 
-def plan_of(shape: AttentionShape) -> PrefillPlan:
-    """The plan that the worker would make for the shape as a bucket."""
+def is_specialised(shape: AttentionShape) -> bool:
+    """Whether the worker would take the Hopper kernel for the shape as a bucket."""
     from kernels.paged_kv import HeadShape
-    from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
+    from kernels.prefill_plans import can_specialise, is_specialised_size
     from worker_proc.cuda.buckets import bucket_of
 
     token_count = shape.batch * shape.query_tokens
@@ -34,16 +34,22 @@ def plan_of(shape: AttentionShape) -> PrefillPlan:
     quantised = shape.cache != "auto"
     is_possible = can_specialise(heads, device_and_dtype()[1], quantised=quantised, capability_major=capability_major)
     bucket = bucket_of(0, shape.batch, token_count, max_rows=256, max_tokens=max(token_count, 8192))
-    is_specialised = is_possible and is_specialised_size(bucket.tokens, bucket.rows)
+    return is_possible and is_specialised_size(bucket.tokens, bucket.rows)
+
+
+def plan_of(shape: AttentionShape) -> PrefillPlan:
+    """The plan that the worker would make for the shape as a bucket."""
+    from kernels.prefill_plans import launch_plan
+
     return launch_plan(
-        token_count,
+        shape.batch * shape.query_tokens,
         shape.batch,
         shape.query_heads,
         shape.kv_heads,
         shape.head_dim,
         multiprocessor_count(),
-        specialised=is_specialised,
-        quantised=quantised,
+        specialised=is_specialised(shape),
+        quantised=shape.cache != "auto",
     )
 
 

@@ -2,7 +2,7 @@
 
 What attention costs in a step is not what it takes alone: it starts while the product ahead still runs, and the product
 behind starts while it runs. So a way to do it is timed as the difference of two chains of layers, each with its own
-weights and its own cache, with attention and without. Called by bench_fused_decode_attention.py.
+weights and its own cache, with attention and without. Called by bench_fused_decode_attention and attention_trials.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.kernels.paged_inputs import multiprocessor_count
 from benchmarks.kernels.runner import device_and_dtype
+
+if TYPE_CHECKING:
+    from kernels.fused_decode_attention import FusedDecodePlan
 
 BLOCK_SIZE = 16
 EPS = 1e-6
@@ -167,13 +171,13 @@ def two_launches(chain: DecodeChain, index: int) -> None:
     )  # fmt: skip
 
 
-def few_rows(chain: DecodeChain, index: int) -> None:
-    """One launch of the kernel for few rows."""
+def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None) -> None:
+    """One launch of the kernel for few rows, by the plan that ships or by another."""
     from kernels.fused_decode_attention import fused_decode_attention, launch_plan
 
     (keys, key_scales), (values, value_scales) = chain.caches[index]
     (next_keys, _), (next_values, _) = chain.caches[(index + 1) % chain.shape.layers]
-    plan = launch_plan(chain.rows, chain.shape.kv_heads, chain.shape.head_dim)
+    plan = plan or launch_plan(chain.rows, chain.shape.kv_heads, chain.shape.head_dim)
     fused_decode_attention(
         chain.attended, chain.qkv, keys, values, chain.tables, chain.slots, chain.context_lengths, chain.partials,
         chain.counters, plan, chain.new, scale=chain.scale, k_scales=key_scales, v_scales=value_scales,

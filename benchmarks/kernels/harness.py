@@ -43,7 +43,6 @@ class Limits:
     bf16_tflop_per_s: float
 
 
-@cache
 def has_cuda() -> bool:
     """Whether there is a GPU; else kernels run in the interpreter."""
     return torch.cuda.is_available()
@@ -90,20 +89,32 @@ def time_runs_us(
     The callables must be capturable: no allocation that outlives the call, no synchronisation. On a machine without
     CUDA each is called `inner` times under the clock.
     """
-    inner = max(inner, len(calls))
+    return time_in_turn_us([calls], inner, replays)[0]
+
+
+def time_in_turn_us(
+    ways: Sequence[Sequence[Callable[[], Any]]], inner: int = INNER_CALL_COUNT, replays: int = REPLAY_COUNT
+) -> list[list[float]]:
+    """As `time_runs_us` for each way, a graph each, replayed one after the other again and again: what the card does to
+    one of them as it grows warm it does to all."""
     if not has_cuda():
-        return _clock_runs_us(calls, inner, replays=min(replays, 3))
-    graph = _capture(calls, inner)
-    starts = [torch.cuda.Event(enable_timing=True) for _ in range(replays)]
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(replays)]
-    for _ in range(3):
+        return [_clock_runs_us(calls, max(inner, len(calls)), replays=min(replays, 3)) for calls in ways]
+    counts = [max(inner, len(calls)) for calls in ways]
+    graphs = [_capture(calls, count) for calls, count in zip(ways, counts, strict=True)]
+    for graph in graphs * 3:
         graph.replay()
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
-        graph.replay()
-        end.record()
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ways]
+    for _ in range(replays):
+        for graph, pairs in zip(graphs, events, strict=True):
+            pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            pairs[-1][0].record()
+            graph.replay()
+            pairs[-1][1].record()
     torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) * 1e3 / inner for start, end in zip(starts, ends, strict=True))
+    return [
+        sorted(start.elapsed_time(end) * 1e3 / count for start, end in pairs)
+        for pairs, count in zip(events, counts, strict=True)
+    ]
 
 
 def _capture(calls: Sequence[Callable[[], Any]], inner: int) -> torch.cuda.CUDAGraph:

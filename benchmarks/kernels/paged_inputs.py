@@ -1,9 +1,12 @@
-"""Random paged batches for the attention benchmarks, blocks in random order. Called by bench_*_attention.py and by
-the attention tests, which make other batches of the same class."""
+"""Random paged batches for the attention benchmarks, blocks in random order. Called by bench_*_attention.py, by
+attention_trials and by the attention tests, which make other batches of the same class."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
 
 import torch
 
@@ -87,6 +90,63 @@ def _random_cache(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.int8:
         return torch.randint(-127, 128, size, device=device, dtype=dtype)
     return torch.randn(size, device=device, dtype=device_and_dtype()[1]).to(dtype)
+
+
+SPARE_BLOCKS = 3
+BEYOND = 2**31 - 1
+"""A block id that no cache holds: in a table where a kernel must not look."""
+
+
+def make_poisoned_inputs(rows: Sequence[tuple[int, int]], shape: AttentionShape, seed: int = 0) -> PagedInputs:
+    """A batch with a row for each (new tokens, context), where what no row owns is NaN, and 8-bit scales too.
+
+    The sizes are those of `shape`: so many rows, the last of them padding with slot -1, query tokens of which some may
+    be past the last row, and tables wide enough for its context. Reads no tensor, so that it needs no device memory.
+    """
+    device, dtype = device_and_dtype()
+    block_size, heads = shape.block_size, (shape.kv_heads, shape.block_size, shape.head_dim)
+    counts = [-(-context // block_size) for _, context in rows]
+    total = sum(counts) + SPARE_BLOCKS
+    order = list(range(total))
+    Random(seed).shuffle(order)
+    width = -(-shape.context // (16 * block_size)) * 16
+    tables, owned = [[BEYOND] * width for _ in range(shape.batch)], [0] * total
+    for row, (end, count, (_, context)) in enumerate(zip(accumulate(counts), counts, rows, strict=True)):
+        blocks = order[end - count : end]
+        tables[row][:count] = blocks
+        for index, block in enumerate(blocks):
+            owned[block] = min(block_size, context - index * block_size)
+    padding = shape.batch - len(rows)
+
+    def integers(values: Sequence[object]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    nobody = (torch.arange(block_size, device=device) >= integers(owned)[:, None])[:, None, :]
+    caches = [_poisoned_cache((total, *heads), cache_dtype_of(shape), nobody) for _ in range(2)]
+    query = torch.randn(shape.batch * shape.query_tokens, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
+    return PagedInputs(
+        query=query,
+        key_cache=caches[0][0],
+        value_cache=caches[1][0],
+        block_tables=integers(tables),
+        row_slots=integers([*range(len(rows)), *[-1] * padding]),
+        context_lengths=integers([*(context for _, context in rows), *[0] * padding]),
+        query_starts=integers([0, *accumulate([*(count for count, _ in rows), *[0] * padding])]),
+        key_scales=caches[0][1],
+        value_scales=caches[1][1],
+    )
+
+
+def _poisoned_cache(
+    size: tuple[int, ...], dtype: torch.dtype, nobody: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A cache and its scales, with NaN in the positions [blocks, 1, block_size] of `nobody`."""
+    cache = _random_cache(size, dtype)
+    if dtype.itemsize > 1:
+        return cache.masked_fill_(nobody[..., None], float("nan")), None
+    cache.view(torch.uint8).masked_fill_(nobody[..., None], 0x7F)  # the bits of FP8's NaN
+    scales = torch.rand(size[:3], device=cache.device) * 0.02 + 0.001
+    return cache, scales.masked_fill_(nobody, float("nan")).half()
 
 
 def multiprocessor_count() -> int:

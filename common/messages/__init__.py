@@ -32,7 +32,7 @@ samples is one AddRequest; what comes back is addressed by request id and sample
 
 from common.errors import WireError
 from common.messages.control import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop
-from common.messages.fields import POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
+from common.messages.fields import EARLY_POOLINGS, POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
     AbortRequests,
@@ -58,6 +58,7 @@ from common.messages.steps import (
 from common.wire import unpack
 
 __all__ = [
+    "EARLY_POOLINGS",
     "FINISH_REASONS",
     "NOT_A_TOKEN",
     "POOLINGS",

@@ -98,23 +98,37 @@ def _chosen_name(choice: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def with_decoded_arguments(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """An assistant's message whose calls have their arguments as objects, which is what templates expect.
+def check_calls(message: Mapping[str, Any], where: str) -> None:
+    """Refuse a message whose `tool_calls` are no calls; raises RequestError."""
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        raise RequestError(f"{where}.tool_calls: wanted a list of calls, each with function.name", param="messages")
 
-    Raises:
-        RequestError: `tool_calls` is not a list of calls.
+
+def for_template(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool
+) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Messages and tools as a chat template expects them: the arguments of calls as objects.
+
+    Takes as long as the chat is: not for the event loop.
+
+    Args:
+        knows_tools: whether the template does; if not, there are none left, and everything about them is text.
     """
+    chat = [_with_decoded_arguments(message) for message in messages]
+    return (chat, tools) if knows_tools else (as_text(chat, tools), ())
+
+
+def _with_decoded_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) and _function_of(call) for call in calls):
-        raise RequestError(f"{where}.tool_calls: wanted a list of calls, each with function.name", param="messages")
-    return {**message, "tool_calls": [_decoded(call) for call in calls]}
+    return {**message, "tool_calls": [_decoded(call) if _is_call(call) else call for call in calls]}
 
 
-def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    function = call.get("function")
-    return function if isinstance(function, Mapping) and isinstance(function.get("name"), str) else None
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,21 +147,19 @@ def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, 
         return plain
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=described)
-    if plain and plain[0]["role"] == "system":
-        first = {**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}
+    if plain and plain[0].get("role") == "system":
+        first = {**plain[0], "content": f"{plain[0].get('content') or ''}\n\n{instructions}"}
         return [first, *plain[1:]]
     return [{"role": "system", "content": instructions}, *plain]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    if not message.get("tool_calls"):
+    content = message.get("content") or ""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    written = [call["function"] for call in message.get("tool_calls") or () if _is_call(call)]
+    if not written:
         return dict(message)
-    calls = [
-        {"name": call["function"]["name"], "arguments": call["function"].get("arguments", {})}
-        for call in message["tool_calls"]
-    ]
+    calls = [{"name": function["name"], "arguments": function.get("arguments", {})} for function in written]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    content = "\n".join([message["content"], *texts] if message["content"] else texts)
-    return {"role": message["role"], "content": content}
+    return {"role": message.get("role"), "content": "\n".join([content, *texts] if content else texts)}

@@ -15,7 +15,7 @@ from frontend.http.anthropic_blocks import Blocks, message_body, stop_fields
 from frontend.http.chat_start import StartedChat, chat_prompt_of, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
-from frontend.http.requests import ChatRequest, decode
+from frontend.http.requests import ChatRequest, read_body
 from frontend.http.streams import EventStream, answer_or_abort
 
 
@@ -55,11 +55,11 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 async def messages(request: Request) -> Response:
     """Answer a chat in Anthropic's form."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), MessagesRequest)
+    body = await read_body(request, MessagesRequest)
     if body.max_tokens is None:
         raise RequestError("max_tokens: wanted an integer from 1", param="max_tokens")
     given = as_chat(body)
-    chat = await start_chat(engine, request, given)
+    chat = await start_chat(engine, request, given, {"stop": "stop_sequences"})
     message_id = generation.reply_id("msg", request, given)
     if body.stream:
         writer = DirectWriter(request.scope)
@@ -76,10 +76,10 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How long the prompt of such a request is."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), MessagesRequest)
+    body = await read_body(request, MessagesRequest)
     given = as_chat(body)
     generation.check_model(engine, given.model)
-    ids = await engine.prompt_ids(chat_prompt_of(given, engine.tokenizer))
+    ids = await engine.prompt_ids(chat_prompt_of(given))
     return JsonResponse({"input_tokens": len(ids)})
 
 

@@ -26,7 +26,7 @@ def check_model(engine: Engine, model: str | None) -> str:
     Raises:
         RequestError: 404, a model that is not served here.
     """
-    if model is None or model in engine.model_names:
+    if not model or model in engine.model_names:
         return model or engine.model_names[0]
     raise RequestError(
         f"the model {model!r:.120} is not served here; this engine serves {', '.join(engine.model_names)}",

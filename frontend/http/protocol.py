@@ -5,6 +5,7 @@ process that is out of file descriptors dies in ZeroMQ, so that idle connections
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -20,6 +21,8 @@ from frontend.http.errors import error_body
 HEAD_LIMIT_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
 """How long a connection may take to send a request's head."""
+BODY_TIMEOUT_S = 60.0
+"""How long a connection may send nothing of a body that it has announced."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -35,8 +38,9 @@ class Protocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._in_head = False
+        self._in_body = False
         self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected; it is sent away if there are too many."""
@@ -50,7 +54,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
-        self._stop_head_timer()
+        self._stop_timer()
         super().connection_lost(exc)
         self.open_connections.http_count = len(self.connections)
 
@@ -68,6 +72,8 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES:
                 self.send_400_response(f"the request's head is larger than {HEAD_LIMIT_BYTES} bytes")
+        elif self._in_body:
+            self._await_body()
 
     def on_message_begin(self) -> None:
         """The parser has seen the start of a request."""
@@ -80,13 +86,17 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         if self.parser.should_upgrade():
             return  # the parser ends here, see `_go_on_without_upgrade`
-        self._stop_head_timer()
+        self._in_body = True
+        self._stop_timer()
         super().on_headers_complete()
         self.scope[CYCLE_KEY] = self.cycle  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         """The parser has seen the end of a request."""
         if not self.parser.should_upgrade():
+            if self._in_body:
+                self._in_body = False
+                self._stop_timer()
             super().on_message_complete()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
@@ -105,20 +115,26 @@ class Protocol(HttpToolsProtocol):
         self._refuse(RequestError(msg, code="bad_request"))
 
     def _refuse(self, error: RequestError) -> None:
-        body = msgspec.json.encode(error_body(error))
+        body = msgspec.json.encode(error_body(error, dict(self.scope) if self.cycle else {}))
         status = f"{error.status} {HTTPStatus(error.status).phrase}"
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
     def _await_head(self) -> None:
-        self._stop_head_timer()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+        self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _await_body(self) -> None:
+        self._start_timer(BODY_TIMEOUT_S, self._body_is_late)
+
+    def _start_timer(self, seconds: float, call: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, call)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _head_is_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -126,3 +142,12 @@ class Protocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             text = f"no request's head came within {HEAD_TIMEOUT_S:g} s"
             self._refuse(RequestError(text, code="head_timeout", status=408))
+
+    def _body_is_late(self) -> None:
+        if self.flow.read_paused:
+            self._await_body()  # it is us who do not read
+        elif self.cycle is not None and self.cycle.response_started:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            text = f"nothing of the request's body came for {BODY_TIMEOUT_S:g} s"
+            self._refuse(RequestError(text, code="body_timeout", status=408))

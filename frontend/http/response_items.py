@@ -9,6 +9,9 @@ import msgspec
 from frontend.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
 from frontend.events import Usage
 
+CUT = ("length", "abort")
+"""Reasons for which an output ends before it is complete."""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -30,7 +33,7 @@ class ResponseHead:
 
     def whole(self, output: list[dict[str, Any]], reason: str | None, usage: Usage | None) -> dict[str, Any]:
         """The response so far; `reason` is why it ended, None while it goes on."""
-        is_cut = reason in ("length", "abort")
+        is_cut = reason in CUT
         status = "in_progress" if reason is None else "incomplete" if is_cut else "completed"
         return {
             **self._fields,
@@ -79,13 +82,13 @@ class Items:
                     events += self._event("function_call_arguments.delta", delta=text)
         return events
 
-    def close(self) -> bytes:
-        """Finish the open item."""
+    def close(self, reason: str | None = None) -> bytes:
+        """Finish the open item; `reason` is why the output ended, if it did."""
         item, self._open = self._open, None
         if item is None:
             return b""
         text = self._text
-        item["status"] = "completed"
+        item["status"] = "incomplete" if reason in CUT else "completed"
         if item["type"] == "function_call":
             item["arguments"] = text
             events = self._event("function_call_arguments.done", item, arguments=text, name=item["name"])

@@ -2,16 +2,19 @@
 
 import asyncio
 import errno
+import json
 import os
 import signal
 import subprocess
+from array import array
 
 import pytest
 
 from common.config import EngineConfig, ModelOptions, ServerOptions
 from common.errors import RequestError
 from frontend import Client, text_process, text_work
-from frontend.prompt import ChatPrompt, size_of
+from frontend.large_json import parse_large
+from frontend.prompt import COUNTED_LIMIT, ChatPrompt, size_of
 from frontend.text_messages import DecodeIds, EncodeChat, EncodeText, Text, TextRefused, TokenIds
 from frontend.text_process import result_of
 from frontend.text_work import TextWork
@@ -20,6 +23,7 @@ from tests.support import tiny
 from tests.support.server import wait_for_exit
 
 LONG = "the open sea 海 🌊 " * 2000
+BODY = json.dumps({"prompt": list(range(10_000)), "user": LONG, "seed": None}).encode()
 CHAT = ChatPrompt(messages=[{"role": "user", "content": LONG}, {"role": "assistant", "content": "yes"}])
 
 
@@ -91,15 +95,18 @@ def test_results_do_not_tell_where_they_were_made(make_work, tokenizer, workers)
             texts.encode("short", add_special_tokens=True),
             texts.encode_chat(CHAT, add_special_tokens=False),
             texts.decode(ids, skip_special_tokens=True),
+            texts.parse(BODY, ("prompt",)),
         )
 
     ids = tokenizer.encode(LONG)
-    long, odd, short, chat, text = work.run(all_kinds())
+    long, odd, short, chat, text, body = work.run(all_kinds())
     assert long == ids
     assert odd == tokenizer.encode(LONG + "?", add_special_tokens=False)
     assert short == tokenizer.encode("short")
     assert chat == tokenizer.encode(tokenizer.render(CHAT), add_special_tokens=False)
     assert text == tokenizer.decode(ids)
+    assert body == parse_large(BODY, ("prompt",))
+    assert body.token_ids == {"prompt": array("i", range(10_000))}
     if workers:
         assert 1 <= len(work.processes()) <= workers
 
@@ -279,6 +286,10 @@ def test_the_size_of_a_prompt():
     chat = ChatPrompt(messages=[{"role": "user", "content": [{"type": "text", "text": "x" * 50}, 1]}])
     assert size_of(chat, 1000) == len("roleusercontenttypetexttext") + 50 + 1
     assert 20 <= size_of(chat, 20) <= 60
+    many = ChatPrompt(messages=[{"role": "user", "content": "x" * 100}] * COUNTED_LIMIT)
+    assert 100 * COUNTED_LIMIT <= size_of(many, 1 << 30) <= 140 * COUNTED_LIMIT
+    odd = ChatPrompt(messages=many.messages, template_kwargs={"number": 2**70, "text": "\ud800"})
+    assert size_of(odd, 1 << 30) >= 100 * COUNTED_LIMIT
 
 
 def test_the_jobs_of_a_process(tokenizer):

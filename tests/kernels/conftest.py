@@ -14,12 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_script(tmp_path):
     """run(script) -> what it prints last, with kernels compiled for real into a fresh folder."""
 
-    def run(script, stdin=None):
+    def run(script, stdin=None, timeout=100):
         env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.pop("TRITON_INTERPRET", None)
         command = [sys.executable, *script]
-        done = subprocess.run(command, check=False, env=env, input=stdin, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            command, check=False, env=env, input=stdin, capture_output=True, text=True, timeout=timeout
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()[-1]
 

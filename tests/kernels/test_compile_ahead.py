@@ -15,7 +15,7 @@ import torch
 from kernels import compile_ahead
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
-from tests.support.pretended_gpu import pretend_gpu
+from benchmarks.kernels.pretended_gpu import pretend_gpu
 
 pretend_gpu(90)
 rows = lambda width: torch.zeros(64, width, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from kernels import compile_ahead
 from kernels.fixed_order_linear import HALF_PLANS, fixed_order_linear, fitted
 from kernels.prefill_attention import prefill_attention
 from kernels.prefill_plans import launch_plan
-from tests.support.pretended_gpu import pretend_gpu
+from benchmarks.kernels.pretended_gpu import pretend_gpu
 
 SHARED_BYTES = 99 * 1024
 

@@ -43,14 +43,15 @@ class WeightAssigner:
         missing = [name for name in self.targets if name not in self.filled]
         problems = []
         if missing:
-            problems.append(f"missing {_shorten(missing)}")
+            problems.append(f"missing {shorten(missing)}")
         if self.unexpected:
-            problems.append(f"unexpected {_shorten(self.unexpected)}")
+            problems.append(f"unexpected {shorten(self.unexpected)}")
         if problems:
             raise ConfigError(f"{self.source}: weights do not fit config.json: {'; '.join(problems)}")
 
 
-def _shorten(names: list[str]) -> str:
+def shorten(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
     shown = ", ".join(names[:MAX_NAMES_SHOWN])
     more = len(names) - MAX_NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

@@ -114,13 +114,13 @@ def test_formats_reach_the_engine(api):
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": [5]}, "input"),
         ({"input": [{"type": "image"}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format"),
+        ({"text": {"format": {"type": "yaml"}}}, "text"),
         ({"temperature": -1}, "temperature"),
     ],
 )

@@ -1,0 +1,76 @@
+"""Kernels compiled for a card that is not there: shared memory, registers, types, which no interpreter sees."""
+
+import json
+
+import pytest
+
+from benchmarks.kernels.attention_variants import Workload
+from benchmarks.kernels.worker_processes import WorkerProcess
+
+MOST_STACK_BYTES = 128
+"""Of the kernels that ship: what the attention kernels over 8-bit caches and the choice among sampled ids spill."""
+
+CARD = {"name": "NVIDIA H200", "capability": 90, "multi_processor_count": 132, "shared_memory_per_block_optin": 232_448}
+KERNELS = {
+    "decode": Workload("decode", (1024,) * 32, "int8"),
+    "prefill": Workload("prefill", (1024,) * 16, "fp8"),
+}
+
+SCRIPT = """
+import json, sys
+from benchmarks.kernels.compiled_kernels import resources
+from benchmarks.kernels.kernel_report import MODEL, shipped_kernels
+from benchmarks.kernels.pretended_gpu import Card
+from kernels.compile_ahead import compile_all
+
+needed = shipped_kernels(MODEL, sys.argv[1], Card())
+if sys.argv[1] != "auto":
+    needed = [kernel for kernel in needed if any(part in kernel.function.fn.__name__ for part in ("attention", "decode",
+              "prefill", "hopper", "store"))]
+compile_all(needed, 2)
+print(json.dumps([resources(kernel) for kernel in needed]))
+"""
+
+
+def check(found):
+    for kernel in found:
+        assert kernel["shared_bytes"] <= CARD["shared_memory_per_block_optin"], kernel
+        assert kernel["stack_bytes"] <= MOST_STACK_BYTES, kernel
+        assert kernel["registers"] * kernel["threads"] <= 65_536, kernel
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A process that compiles into a fresh folder."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with WorkerProcess.of_module("benchmarks.kernels.attention_worker") as worker:
+        yield worker
+
+
+def test_attention_over_8_bit_caches_compiles(compiler):
+    """The kernel that is nearest to the limits, again and again in one process, and one that does not fit."""
+
+    def ask(workload, **options):
+        return compiler.ask({"do": "compile", "card": CARD, "workload": workload.to_json(), "options": options}, 100)
+
+    for workload in KERNELS.values():
+        found = ask(workload)
+        assert "failed" not in found, found
+        check(found["kernels"])
+    (kernel,) = ask(KERNELS["decode"])["kernels"]
+    assert (kernel["registers"], kernel["threads"]) == (128, 256), "two programs of eight warps on a multiprocessor"
+    (large,) = ask(KERNELS["decode"], tile_tokens=256, num_stages=5)["kernels"]
+    assert large["shared_bytes"] > CARD["shared_memory_per_block_optin"]
+    assert "failed" in ask(KERNELS["decode"], tile_tokens=100), "no power of two"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
+def test_every_kernel_of_a_models_steps_compiles(cache, run_script):
+    """A minute of two cores for the first, seconds for those of 8-bit caches that differ from it."""
+    found = json.loads(run_script(["-c", SCRIPT, cache], timeout=590))
+    assert len(found) > 12
+    check(found)
