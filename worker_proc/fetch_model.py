@@ -1,8 +1,8 @@
 """Resolves a `--model` value to a local folder, downloading and converting what is not there yet.
 
-The supervisor runs it as a child before anything else starts (`common.model_cache.ready_model_dir` says whether that is
-needed at all): `python -m worker_proc.fetch_model --model default`. Progress goes to stderr; the last line of stdout is
-the folder. On failure one line on stderr says what to do, and the exit code is 2. Needs no torch.
+The supervisor runs it as a child before anything else starts, if `common.model_cache.ready_model_dir` says that it is
+needed: `python -m worker_proc.fetch_model --model default`. Progress goes to stderr; the last line of stdout is the
+folder. On failure, one line on stderr says what to do, and the exit code is 2. Needs no torch.
 """
 
 import argparse

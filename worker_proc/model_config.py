@@ -1,7 +1,7 @@
 """A model's architecture and sizes, read from the Hugging Face `config.json` beside its weights.
 
-`read_model_config` gives a frozen, validated `ModelConfig`; nothing behind it looks at the JSON again. What this engine
-does not support is refused here with one line that names what it does support. Knows no torch.
+`read_model_config` gives a frozen, validated `ModelConfig`; nothing later looks at the JSON again. What this engine
+does not support is refused here, with one line that names what it does support. Knows no torch.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Puts checkpoint tensors where they belong in a model and accounts for every one of them."""
+"""Copies checkpoint tensors to where they belong in a model, and accounts for every one of them."""
 
 import torch
 
