@@ -21,6 +21,8 @@ QUICK_BYTES = 1 << 16
 """Bodies up to this size are parsed on the spot: in 3 ms the worst of them, token ids and texts in a tenth of it."""
 _FIELD_PATH = re.compile(r"\$\.(\w+)")
 REPORTED_AT_ONCE = 32
+SHOWN_LIMIT = 300
+"""Characters of an error that repeats what a client sent."""
 _REPORT_LIMIT = 1000
 _STRING = {"type": "string"}
 
@@ -343,7 +345,8 @@ def sampling_values(request: SamplingFields) -> dict[str, Any]:
 
 
 def _refusal(text: str) -> RequestError:
-    what, _, path = text.partition(" - at `")
+    what, _, path = text.rpartition(" - at `") if " - at `" in text else (text, "", "")
+    what = what if len(what) <= SHOWN_LIMIT else f"{what[:SHOWN_LIMIT]}..."
     match = _FIELD_PATH.match(path)
     missing = re.match(r"Object missing required field `(\w+)`", what)
     param = missing[1] if missing else match[1] if match else None
