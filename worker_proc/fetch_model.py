@@ -127,8 +127,8 @@ def _fetch_from_hub(model: str, revision: str, tokenizer_only: bool) -> Path:
     except Exception as error:  # the hub's client lets errors of several HTTP libraries through
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cannot fetch {_option(tokenizer_only)} {model}: {reason}; check the name and the network, or give a local "
-            "folder"
+            f"cannot fetch {_option(tokenizer_only)} {model}: {reason}; check the name and the network, or give a "
+            "local folder"
         ) from error
 
 
