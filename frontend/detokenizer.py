@@ -10,7 +10,7 @@ run is invalid, and they end an incomplete character with one U+FFFD per byte.
 """
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 REPLACEMENT = "�"
@@ -143,8 +143,3 @@ class WindowDetokenizer:
     def _advance(self, before: str, after: str) -> str:
         self._context_index, self._done_index = self._done_index, len(self._ids)
         return after[len(before) :]
-
-
-def decode_all(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
-    """The text of all ids."""
-    return "".join([detokenizer.push(token_id) for token_id in token_ids]) + detokenizer.finish()

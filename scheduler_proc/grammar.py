@@ -118,11 +118,6 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: dict[tuple[str, str], LLMatcher | GrammarError] = {}
 
-    @property
-    def compiled_count(self) -> int:
-        """Grammars that are kept."""
-        return len(self._compiled)
-
     def compile(self, wanted: StructuredOutputs) -> "LLMatcher":
         """The grammar's matcher, to be copied; compiled if it is not kept from before.
 
