@@ -1,6 +1,7 @@
-"""What the processes of a running engine hold: memory, file descriptors, threads. Read from /proc; Linux only.
+"""The resources of a running engine's processes: memory, file descriptors, threads, CPU. From /proc; Linux only.
 
-Called by benchmarks/soak.py. A process is named as its title says: `supervisor`, `frontend`, `scheduler`, `worker-0`.
+Called by benchmarks/soak.py and benchmarks/idle.py. Processes are named by their titles: `supervisor`, `frontend`,
+`scheduler`, `worker-0`.
 """
 
 import contextlib
@@ -30,6 +31,14 @@ class Holding:
     threads: int
 
 
+@dataclass(frozen=True)
+class Activity:
+    """What one process has used so far: CPU seconds, and how often its threads have waited for something and woken."""
+
+    cpu_s: float
+    wakes: int
+
+
 def engine_processes(supervisor_pid: int) -> dict[str, int]:
     """Process ids of an engine by name, the supervisor's with them, and those that its processes have started."""
     return {"supervisor": supervisor_pid} | _children(supervisor_pid)
@@ -52,6 +61,17 @@ def holding(pid: int) -> Holding:
     resident, shared = map(int, (process / "statm").read_text().split()[1:3])
     threads = len(os.listdir(process / "task"))
     return Holding((resident - shared) * _PAGE_BYTES / 1e6, Counter(_fd_kinds(process / "fd")), threads)
+
+
+def activity(pid: int) -> Activity:
+    """What a process has used, with the threads it has; raises OSError if it is gone."""
+    process = Path(f"/proc/{pid}")
+    ticks = map(int, (process / "stat").read_text().rpartition(")")[2].split()[11:13])
+    wakes = 0
+    for task in (process / "task").iterdir():
+        text = (task / "status").read_text()
+        wakes += int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return Activity(sum(ticks) / os.sysconf("SC_CLK_TCK"), wakes)
 
 
 def _fd_kinds(folder: Path) -> Iterator[str]:

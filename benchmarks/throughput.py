@@ -1,10 +1,12 @@
-"""Run the workloads against the running engine: throughput, time to first token, time per output token, step parts.
+"""Runs workloads on an engine started for them: throughput, time to first token and per output token, step parts.
 
     python -m benchmarks.throughput --workloads b1_128_512 w1_nano256
+    python launch.py bench --workloads b1_128_512                  # the same, but it keeps no results unless told where
     python -m benchmarks.throughput --model DIR --load-format dummy --engine trireme --repeats 3
 
-Each workload runs once to warm up and then `--repeats` times; the figures are of the run with the median wall time,
-all runs' wall times stand beside them. Prints a table, appends JSON lines to `--output`, and ends with one JSON line.
+Each workload runs once to warm up and then `--repeats` times. The figures are those of the run with the median wall
+time, with the wall times of all runs beside them. Prints a table, appends JSON lines to `--output`, and ends with one
+JSON line.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +115,23 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value}
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
     """The command line that `throughput` and `compare` share."""
-    parsed = argparse.ArgumentParser(description=description)
-    parsed.add_argument("--model", default="default")
-    parsed.add_argument("--model-label", default="", help="the model's name in the results")
-    parsed.add_argument("--workloads", nargs="+", default=[], help="default: what suits the device")
-    parsed.add_argument("--load-format", default="", choices=("", "auto", "dummy"))
-    parsed.add_argument("--dtype", default="")
-    parsed.add_argument("--max-model-len", type=int, default=0)
-    parsed.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more engine options")
-    parsed.add_argument("--repeats", type=int, default=3)
-    parsed.add_argument("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
-    parsed.add_argument("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
-    parsed.add_argument("--output", default=str(records.RESULTS_DIR / "throughput.jsonl"), help="'' keeps nothing")
+    parsed = argparse.ArgumentParser(prog=program, usage="%(prog)s [options]", description=description)
+    add = parsed.add_argument
+    add("--model", default="default", help="model folder, .gguf file or hub id (default: the embedded model)")
+    add("--model-label", metavar="NAME", default="", help="the model's name in the results")
+    what = "such as b16_128_64: a batch of 16, 128 tokens in and 64 out each (default: what suits the device)"
+    add("--workloads", metavar="NAME", nargs="+", default=[], help=what)
+    add("--load-format", default="", choices=("", "auto", "dummy"), help="dummy draws random weights")
+    add("--dtype", default="", help="as in serve")
+    add("--max-model-len", metavar="N", type=int, default=0, help="as in serve")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="further options, such as run_ahead=0")
+    add("--repeats", metavar="N", type=int, default=3, help="timed runs of each workload (default: 3)")
+    add("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
+    add("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
+    add("--output", metavar="FILE", default=str(records.RESULTS_DIR / "throughput.jsonl"),
+        help="JSON lines to append the results to; '' keeps none")  # fmt: skip
     return parsed
 
 
@@ -141,11 +147,11 @@ def chosen_workloads(args: argparse.Namespace) -> list[str]:
     return list(workloads.WORKLOADS if torch.cuda.is_available() else CPU_WORKLOADS)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None, program: str = "python -m benchmarks.throughput") -> None:
     """Parse, measure, print, save."""
-    parsed = parser(__doc__.split("\n\n")[0])
-    parsed.add_argument("--engine", default="trireme", choices=sorted(ENGINES))
-    args = parsed.parse_args()
+    parsed = parser(__doc__.split("\n\n")[0], program)
+    parsed.add_argument("--engine", default="trireme", choices=sorted(ENGINES), help="whose (default: trireme)")
+    args = parsed.parse_args(arguments)
     started_s = time.time()
     entries = run(args.engine, chosen_workloads(args), args)
     if args.output:

@@ -25,20 +25,36 @@ MODEL_DESTINATION = _PREFIX + "model.model"
 """The namespace's name of `--model`, for programs that also take the model as an argument."""
 
 
-class OptionParser(argparse.ArgumentParser):
-    """An argument parser that knows every configuration option and raises ConfigError instead of exiting.
-
-    A program adds its own arguments as usual, calls `parse`, and hands the result to `config_from`.
-    """
+class VerbParser(argparse.ArgumentParser):
+    """An argument parser that takes whole option names only, and raises ConfigError instead of exiting."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's message."""
+        raise ConfigError(message)
+
+
+class OptionParser(VerbParser):
+    """An argument parser that knows every configuration option.
+
+    A program adds its own arguments as usual, calls `parse`, and hands the result to `config_from`.
+
+    Args:
+        show_options: have `--help` list the options; without it they are taken all the same.
+    """
+
+    def __init__(self, *, show_options: bool = True, **keywords: Any) -> None:
+        super().__init__(**keywords)
         self.add_argument("--config", metavar="FILE", help="YAML or JSON file with options; the command line wins")
         for group_name, group in GROUPS.items():
             section = self.add_argument_group(group_name, (group.__doc__ or "").strip())
             for item in dataclasses.fields(group):
                 _add_option(section, group_name, item)
         _add_vllm_switches(self)
+        if not show_options:
+            self._action_groups = self._action_groups[:2]  # what --help walks through
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, with a hint at the nearest option for one that does not exist; raises ConfigError."""
@@ -46,10 +62,6 @@ class OptionParser(argparse.ArgumentParser):
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}{_nearest(unknown[0], list(self._option_string_actions))}")
         return parsed
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's message."""
-        raise ConfigError(message)
 
 
 def program_name() -> str:
@@ -195,7 +207,8 @@ def _add_option(section: Any, group_name: str, item: Field) -> None:
     if metadata["choices"]:
         keywords["choices"] = metadata["choices"]
     else:
-        keywords["metavar"] = "N" if item.type in (int, float) else item.name.split("_")[-1].upper()
+        own = "N" if item.type in (int, float) else item.name.split("_")[-1].upper()
+        keywords["metavar"] = metadata["metavar"] or own
     if metadata["repeat"]:
         keywords |= {"action": "extend", "nargs": "+"}
     section.add_argument(*flags, **keywords)
@@ -251,11 +264,14 @@ def _number(text: str) -> float:
 
 
 def _shown_default(item: Field) -> str:
+    default: Any = item.default
     if item.type is bool:
-        return f" (default: {'on' if item.default else 'off'})"
-    if item.default in ("", ()) or (item.default == 0 and "0" in item.metadata["help"]):
+        return f" (default: {'on' if default else 'off'})"
+    if default in ("", ()) or (default == 0 and "0" in item.metadata["help"]):
         return ""
-    return f" (default: {item.default})"
+    if item.metadata["count"] and default and default % (1 << 30) == 0:
+        return f" (default: {default >> 30}GiB)"
+    return f" (default: {default:g})" if item.type is float else f" (default: {default})"
 
 
 def _plain(flag: str) -> str:
@@ -268,8 +284,18 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
+    """Wide enough for our options, and with the line breaks of a description kept."""
+
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=110)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse.BooleanOptionalAction):
+            return super()._format_action_invocation(action)
+        return ", ".join(f"--[no-]{flag[2:]}" for flag in action.option_strings if not flag.startswith("--no-"))
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "".join(f"{indent}{line}\n" for line in text.splitlines()).rstrip("\n")
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         return super()._format_usage(usage or "%(prog)s [options]", actions, groups, prefix)

@@ -1,16 +1,17 @@
-"""CURVE keys of the client socket: making and reading them, and who may connect.
+"""CURVE keys of the client socket: making and reading them, and the list of clients that may connect.
 
-A folder of keys, as `launch.py keys DIR` makes it and `--client-keys DIR` takes it:
+A folder of keys, as `launch.py keys DIR` makes it and `--client-keys DIR` reads it:
 
     server.key            the engine's public key: clients get it
     server.key_secret     its secret key (mode 0600): stays here
-    clients/NAME.key      public keys of the clients that may connect; taking a file out revokes its key
+    clients/NAME.key      public keys of the clients that may connect; removing a file revokes its key
     NAME.key_secret       a client's secret key (mode 0600), to be moved to where the client runs
 
-The files are ZeroMQ certificates, as `zmq.auth` and the tools of other languages write them. Keys are Z85 texts of 40
+The files are ZeroMQ certificates, as `zmq.auth` and tools for other languages write them. Keys are Z85 texts of 40
 characters. Called by the launcher's verb `keys`, by the frontend for its socket, and by the SDK. Opens no sockets.
 """
 
+import contextlib
 import os
 import re
 import time
@@ -24,7 +25,9 @@ KEY_LENGTH = 40
 SERVER_NAME = "server"
 CLIENTS_FOLDER = "clients"
 SETTLED_S = 0.1
-"""A folder that changed less than this ago is read again: its time stamp may not tell of a further change."""
+"""What changed less than this ago is read again: its time stamp may not tell of a further change."""
+RELOAD_INTERVAL_S = 1.0
+"""How old what is known of the files may get: a file that was written over does not change its folder's time stamp."""
 
 _NAME = re.compile(r"[\w.-]{1,64}")
 _NOT_Z85 = re.compile(rb"[^0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]")
@@ -144,7 +147,7 @@ def read_public(key: "str | os.PathLike[str]") -> bytes:
 
 
 class AuthorisedKeys:
-    """The public keys in a folder, read again when the folder changes.
+    """The public keys in a folder, read again when the folder changes, and now and again in case a file in it has.
 
     Args:
         folder: of the keys; its `clients` holds those that may connect.
@@ -155,9 +158,10 @@ class AuthorisedKeys:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / CLIENTS_FOLDER
+        self._files: dict[str, tuple[tuple[int, int, int], bytes]] = {}
         self._names: dict[bytes, str] = {}
         self._changed_ns = -1
-        self._settled = False
+        self._next_look_s = 0.0
         for path in self._folder.glob("*.key"):
             read_public(path)
 
@@ -165,22 +169,33 @@ class AuthorisedKeys:
         """Whose key it is; None if it may not connect."""
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
+            now_s = time.time()
+            if changed_ns != self._changed_ns or now_s >= self._next_look_s:
+                self._read_changed()
+                self._changed_ns = changed_ns
+                settled = now_s - changed_ns / 1e9 > SETTLED_S
+                self._next_look_s = now_s + RELOAD_INTERVAL_S if settled else 0.0
         except OSError:
             return None
-        if changed_ns != self._changed_ns or not self._settled:
-            self._changed_ns = changed_ns
-            self._settled = time.time() - changed_ns / 1e9 > SETTLED_S
-            self._names = self._read_all()
         return self._names.get(public)
 
-    def _read_all(self) -> dict[bytes, str]:
-        names = {}
-        for path in self._folder.glob("*.key"):
-            try:
-                names[read_public(path)] = path.stem
-            except ConfigError:  # taken out meanwhile, or half written
-                self._settled = False
-        return names
+    def _read_changed(self) -> None:
+        """Read the files that are new or not what they were; one that is no certificate lets nobody in."""
+        files: dict[str, tuple[tuple[int, int, int], bytes]] = {}
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".key"):
+                    self._read_file(entry, files)
+        self._files = files
+        self._names = {public: name.removesuffix(".key") for name, (_, public) in files.items()}
+
+    def _read_file(self, entry: "os.DirEntry[str]", files: "dict[str, tuple[tuple[int, int, int], bytes]]") -> None:
+        with contextlib.suppress(OSError, ConfigError):  # taken out meanwhile, or half written
+            found = os.stat(entry.path)
+            version = (found.st_mtime_ns, found.st_size, found.st_ino)
+            known = self._files.get(entry.name)
+            is_known = known is not None and known[0] == version and time.time() - version[0] / 1e9 > SETTLED_S
+            files[entry.name] = known if known and is_known else (version, read_public(Path(entry.path)))
 
 
 def _make(public_folder: Path, secret_folder: Path, name: str) -> None:

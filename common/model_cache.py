@@ -1,7 +1,7 @@
-"""Where converted models lie on disk, and whether the wanted one is there already.
+"""Where converted models are kept on disk, and whether the wanted one is there already.
 
-Torch-free and quick, so that the supervisor can ask before it starts anything; `worker_proc.fetch_model` fills the
-folders. A folder appears under its final name only when it is complete (it is written elsewhere and renamed), so its
+Needs no torch and is quick, so that the supervisor can ask before it starts anything; `worker_proc.fetch_model` fills
+the folders. A folder gets its final name only when it is complete (it is written elsewhere and renamed), so its
 existence is all there is to check.
 """
 
@@ -35,6 +35,11 @@ def gguf_model_dir(gguf_path: Path) -> Path:
     stat = path.stat()
     key = hashlib.sha256(f"{path}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
     return cache_root() / "models" / f"gguf-{path.stem}-{key}"
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a `--model` value is neither the embedded model nor something that is here."""
+    return model != DEFAULT_MODEL and not Path(model).expanduser().exists()
 
 
 def ready_model_dir(model: str) -> Path | None:

@@ -1,7 +1,7 @@
-"""A child process as its supervisor sees it: started so that it dies with us, its stderr passed on, its end explained.
+"""A child process from its parent's side: start it so that it dies with us, pass on its stderr, explain its end.
 
-Beside it, what interrupts the supervisor's wait. Used by `launch.py`; the child's half (death watch, control link) is
-in `common.child`.
+Also has the pipe that interrupts the supervisor's wait. Used by the supervisor and by whoever starts further processes;
+the child's half (death watch, control link) is in `common.child`.
 """
 
 import contextlib
@@ -91,6 +91,14 @@ class Child:
     def ended(self) -> bool:
         """Whether it has ended; does not wait."""
         return self._process.poll() is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False if it still runs after that."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     @property
     def exit_code(self) -> int | None:

@@ -1,4 +1,4 @@
-"""How a request wants its tokens sampled: one definition, one validation, for every way in.
+"""Sampling parameters: one definition and one validation, whichever way a request comes in.
 
 The HTTP API, the client SDK and `LLM` all build this class; names and meanings are vLLM's. Whatever it accepts, the
 scheduler and the worker can carry out. Checks that need the model (vocabulary, context length) are in
@@ -134,6 +134,12 @@ class SamplingParams:
             _check_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty: nothing could be sampled", param="allowed_token_ids")
+
+    def with_values(self, **values: Any) -> "SamplingParams":
+        """The same but for values that are known to be good, which are not checked."""
+        changed = object.__new__(SamplingParams)
+        changed.__dict__.update(self.__dict__, **values)
+        return changed
 
     @property
     def greedy(self) -> bool:

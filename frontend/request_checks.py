@@ -1,6 +1,5 @@
-"""What a request must fulfil, and what is filled in, before it goes to the scheduler. Called by the core."""
+"""Checks a request, and fills in what it leaves open, before it goes to the scheduler. Called by the core."""
 
-import dataclasses
 import random
 from array import array
 from typing import Any
@@ -36,18 +35,18 @@ def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
     count = len(prompt_token_ids)
     if not count:
         raise RequestError("the prompt is empty: wanted at least one token", param="prompt")
-    low, high = min(prompt_token_ids), max(prompt_token_ids)
-    if low < 0 or high >= limits.vocab_size:
-        raise RequestError(
-            f"the prompt holds the token id {low if low < 0 else high}; this model's ids are 0 to "
-            f"{limits.vocab_size - 1}",
-            param="prompt",
-        )
     if count >= limits.max_model_len:
         raise RequestError(
             f"the prompt has {count} tokens; this engine holds {limits.max_model_len} tokens of prompt and output "
             f"together (--max-model-len)",
             code="context_length_exceeded",
+            param="prompt",
+        )
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise RequestError(
+            f"the prompt holds the token id {low if low < 0 else high}; this model's ids are 0 to "
+            f"{limits.vocab_size - 1}",
             param="prompt",
         )
 
@@ -81,7 +80,7 @@ def completed(
         changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
     if params.seed is None:
         changes["seed"] = seeds.getrandbits(63)
-    return dataclasses.replace(params, **changes) if changes else params
+    return params.with_values(**changes) if changes else params
 
 
 def known_end_token_ids(params: SamplingParams, limits: EngineReady, tokenizer: Tokenizer) -> set[int]:

@@ -1,23 +1,28 @@
-"""What people do with a running engine from a terminal: look at it, talk to it, end it.
+"""The command-line verbs that talk to a running engine: `status`, `chat` and `stop` of `launch.py`.
 
-The verbs `status`, `chat` and `stop` of `launch.py`. What status prints is in `terminal_status`, the chat in
-`terminal_chat`; everything goes through the SDK's `Client`, and engines are found by their run directories.
+What status prints is in `terminal_status`, the chat in `terminal_chat`; everything goes through the SDK's `Client`, and
+engines are found by their run directories.
 """
 
-import argparse
 import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from common.cli import program_name
+from common.cli import VerbParser, program_name
 from common.errors import ConfigError
 from common.run_dir import Instance, instances
 from frontend.client import Client
 from frontend.terminal_chat import ANSWER_TOKENS, Chat
 from frontend.terminal_status import show
+
+DESCRIPTIONS = {
+    "status": "Show how your engines on this machine are: state, requests, KV cache, speed, the parts of a step.",
+    "stop": "End an engine: requests in flight get its --shutdown-timeout. Returns when it has ended.",
+    "chat": "Talk to the model of a running engine; /help inside lists the commands. Answers go to stdout.",
+}
 
 
 def run(verb: str, arguments: Sequence[str]) -> int:
@@ -26,19 +31,7 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: bad arguments, or no engine that they could mean.
     """
-    parser = _Parser(prog=f"{program_name()} {verb}", allow_abbrev=False)
-    parser.add_argument("--pid", type=int, help="the supervisor's process id, if several engines run")
-    if verb == "chat":
-        parser.add_argument("--client-endpoint", default="", help="endpoint of an engine that was not started here")
-        parser.add_argument("--server-key", default=None, help="its public key, or the file; for an engine with keys")
-        parser.add_argument("--client-keys", default=None, help="the file with the secret key to show it")
-        parser.add_argument("--temperature", type=float, default=None, help="0 is greedy")
-        parser.add_argument("--max-tokens", type=int, default=ANSWER_TOKENS, help="tokens of an answer at most")
-        parser.add_argument("--system", default="", help="a system message to begin with")
-    elif verb == "status":
-        parser.add_argument("--watch", action="store_true", help="look again every second until Ctrl-C")
-        parser.add_argument("--json", action="store_true", help="a JSON object for each engine, a line each")
-    parsed = parser.parse_args(arguments)
+    parsed = _parser(verb).parse_args(arguments)
     if verb == "status":
         return show(meant(instances(), parsed.pid), watch=parsed.watch, as_json=parsed.json)
     if verb == "stop":
@@ -96,6 +89,19 @@ def stop(instance: Instance) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+def _parser(verb: str) -> VerbParser:
+    parser = VerbParser(prog=f"{program_name()} {verb}", description=DESCRIPTIONS[verb])
+    parser.add_argument("--pid", type=int, metavar="N", help="the supervisor's process id, if several engines run")
+    if verb == "chat":
+        parser.add_argument("--client-endpoint", metavar="ENDPOINT", default="",
+                            help="of an engine that was not started here, such as tcp://HOST:5555")  # fmt: skip
+        parser.add_argument("--server-key", metavar="KEY", help="its public key, or the file; for an engine with keys")
+        parser.add_argument("--client-keys", metavar="FILE", help="the file with the secret key to show it")
+        parser.add_argument("--temperature", type=float, metavar="N", help="0 is greedy (default: the model's)")
+        parser.add_argument("--max-tokens", type=int, metavar="N", default=ANSWER_TOKENS,
+                            help=f"tokens of an answer at most (default: {ANSWER_TOKENS})")  # fmt: skip
+        parser.add_argument("--system", metavar="TEXT", default="", help="a system message to begin with")
+    elif verb == "status":
+        parser.add_argument("--watch", action="store_true", help="look again every second until Ctrl-C")
+        parser.add_argument("--json", action="store_true", help="a JSON object for each engine, a line each")
+    return parser

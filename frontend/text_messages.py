@@ -4,20 +4,27 @@
     90    EncodeText   to a text process   answered by TokenIds
     91    EncodeChat   to a text process   render with the model's template, then encode; answered by TokenIds
     92    DecodeIds    to a text process   answered by Text
+    93    ParseJson    to a text process   answered by Json
     95    TextReady    to the frontend     the process has loaded its tokenizer
     96    TokenIds     to the frontend     int32
     97    Text         to the frontend
-    98    TextRefused  to the frontend     what was wrong with the text or the chat
+    98    TextRefused  to the frontend     what was wrong with the text, the chat or the body
+    99    Json         to the frontend     a parsed body
 
-Every job is answered by one message with its number, in the order of the jobs.
+Every job is answered by one message with its number, in the order of the jobs. The last field of EncodeText and of
+ParseJson, which may have megabytes, is a frame of its own behind the message, so that nobody copies it.
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
+
 from common.errors import RequestError, WireError, shown
 from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack, unpack
+from frontend.large_json import LargeBody
 from frontend.prompt import ChatPrompt
 
 LIMIT = 4 * TEXT_LIMIT_BYTES
@@ -34,15 +41,16 @@ class EncodeText:
     text: str
     add_special_tokens: bool
 
-    def to_wire(self) -> bytes:
-        """The message as msgpack bytes; lone surrogates become question marks, as in `Tokenizer.encode`."""
-        return pack([self.CODE, self.job_id, self.text.encode("utf-8", "replace"), self.add_special_tokens])
+    def to_frames(self) -> list[bytes]:
+        """The message as msgpack bytes, and its text; lone surrogates become question marks, as in `Tokenizer`."""
+        return [pack([self.CODE, self.job_id, self.add_special_tokens]), self.text.encode("utf-8", "replace")]
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EncodeText":
         """Build from raw fields; raises WireError."""
         read = FieldReader("EncodeText", fields)
-        message = cls(read.integer("job_id"), _text(read.blob("text", LIMIT)), read.flag("add_special_tokens"))
+        job_id, add_special_tokens = read.integer("job_id"), read.flag("add_special_tokens")
+        message = cls(job_id, _text(read.blob("text", LIMIT)), add_special_tokens)
         read.done()
         return message
 
@@ -56,21 +64,20 @@ class EncodeChat:
     chat: ChatPrompt
     add_special_tokens: bool
 
-    def to_wire(self) -> bytes:
+    def to_frames(self) -> list[bytes]:
         """The message as msgpack bytes; raises what msgpack does for a chat that it cannot hold."""
         chat = self.chat
-        return pack(
-            [
-                self.CODE,
-                self.job_id,
-                [dict(message) for message in chat.messages],
-                None if chat.tools is None else [dict(tool) for tool in chat.tools],
-                chat.add_generation_prompt,
-                chat.continue_final_message,
-                dict(chat.template_kwargs),
-                self.add_special_tokens,
-            ]
-        )
+        fields = [
+            self.CODE,
+            self.job_id,
+            [dict(message) for message in chat.messages],
+            None if chat.tools is None else [dict(tool) for tool in chat.tools],
+            chat.add_generation_prompt,
+            chat.continue_final_message,
+            dict(chat.template_kwargs),
+            self.add_special_tokens,
+        ]
+        return [pack(fields)]
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EncodeChat":
@@ -98,15 +105,38 @@ class DecodeIds:
     token_ids: "array[int]"
     skip_special_tokens: bool
 
-    def to_wire(self) -> bytes:
+    def to_frames(self) -> list[bytes]:
         """The message as msgpack bytes."""
-        return pack([self.CODE, self.job_id, array_bytes(self.token_ids), self.skip_special_tokens])
+        return [pack([self.CODE, self.job_id, array_bytes(self.token_ids), self.skip_special_tokens])]
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "DecodeIds":
         """Build from raw fields; raises WireError."""
         read = FieldReader("DecodeIds", fields)
         message = cls(read.integer("job_id"), read.numbers("token_ids", "i"), read.flag("skip_special_tokens"))
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class ParseJson:
+    """The values of a JSON body, and the token ids that some of its fields may hold."""
+
+    CODE: ClassVar[int] = 93
+    job_id: int
+    body: bytes
+    id_fields: tuple[str, ...] = ()
+
+    def to_frames(self) -> list[bytes]:
+        """The message as msgpack bytes, and the body."""
+        return [pack([self.CODE, self.job_id, list(self.id_fields)]), self.body]
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "ParseJson":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("ParseJson", fields)
+        job_id, id_fields = read.integer("job_id"), read.entries("id_fields", _name)
+        message = cls(job_id, read.blob("body", LIMIT), id_fields)
         read.done()
         return message
 
@@ -182,6 +212,52 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Json:
+    """A parsed body: its values, as msgpack of their own, and the fields that hold token ids.
+
+    Attributes:
+        token_ids: name, whether it is a list of lists, and the lists; int32.
+    """
+
+    CODE: ClassVar[int] = 99
+    job_id: int
+    values: bytes
+    token_ids: "tuple[tuple[str, bool, tuple[array[int], ...]], ...]" = ()
+
+    @classmethod
+    def of(cls, job_id: int, body: LargeBody) -> "Json":
+        """The message that brings a body; raises RequestError for numbers that msgpack cannot hold."""
+        try:
+            values = msgspec.msgpack.encode(body.values)
+        except OverflowError:
+            raise RequestError("the body holds an integer of more than 64 bits", code="invalid_json") from None
+        lists = (
+            (name, True, tuple(ids)) if isinstance(ids, list) else (name, False, (ids,))
+            for name, ids in body.token_ids.items()
+        )  # fmt: skip
+        return cls(job_id, values, tuple(lists))
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        lists = [[name, nested, [array_bytes(ids) for ids in lists]] for name, nested, lists in self.token_ids]
+        return pack([self.CODE, self.job_id, self.values, lists])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Json":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Json", fields)
+        job_id, values = read.integer("job_id"), read.blob("values", LIMIT)
+        message = cls(job_id, values, read.entries("token_ids", _id_lists))
+        read.done()
+        return message
+
+    def value(self) -> LargeBody:
+        """What the job was for."""
+        lists = {name: list(lists) if nested else lists[0] for name, nested, lists in self.token_ids}
+        return LargeBody(msgspec.msgpack.decode(self.values), lists)
+
+
+@dataclass(frozen=True)
 class TextRefused:
     """A job that cannot be done, as a RequestError says it."""
 
@@ -215,17 +291,17 @@ class TextRefused:
         raise RequestError(self.message, code=self.code, param=self.param, status=self.status)
 
 
-ForTextProcess = EncodeText | EncodeChat | DecodeIds
-FromTextProcess = TextReady | TokenIds | Text | TextRefused
-TextResult = TokenIds | Text | TextRefused
+ForTextProcess = EncodeText | EncodeChat | DecodeIds | ParseJson
+FromTextProcess = TextReady | TokenIds | Text | TextRefused | Json
+TextResult = TokenIds | Text | TextRefused | Json
 
 _FOR_TEXT_PROCESS: dict[int, Any] = {kind.CODE: kind for kind in ForTextProcess.__args__}
 _FROM_TEXT_PROCESS: dict[int, Any] = {kind.CODE: kind for kind in FromTextProcess.__args__}
 
 
-def decode_for_text_process(data: bytes) -> ForTextProcess:
-    """A message from the frontend; raises WireError."""
-    return _decode(data, _FOR_TEXT_PROCESS, "frontend -> text process")  # type: ignore[no-any-return]
+def decode_for_text_process(data: bytes, *long: bytes) -> ForTextProcess:
+    """A message from the frontend, with its last field where that came as a frame of its own; raises WireError."""
+    return _decode(data, _FOR_TEXT_PROCESS, "frontend -> text process", long)  # type: ignore[no-any-return]
 
 
 def decode_from_text_process(data: bytes) -> FromTextProcess:
@@ -238,11 +314,11 @@ def job_id_of(data: bytes) -> int:
     return FieldReader("a job", unpack(data, limit_bytes=4 * LIMIT)[1]).integer("job_id")
 
 
-def _decode(data: bytes, kinds: dict[int, Any], link: str) -> Any:
+def _decode(data: bytes, kinds: dict[int, Any], link: str, long: Sequence[bytes] = ()) -> Any:
     code, fields = unpack(data, limit_bytes=4 * LIMIT)
     if code not in kinds:
         raise WireError(f"type code {code} is not carried by the link {link}")
-    return kinds[code].from_fields(fields)
+    return kinds[code].from_fields([*fields, *long])
 
 
 def _text(data: bytes) -> str:
@@ -256,6 +332,23 @@ def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WireError(f"wanted a map, got {shown(value)}")
     return value
+
+
+def _id_lists(value: Any) -> "tuple[str, bool, tuple[array[int], ...]]":
+    read = FieldReader("Json.token_ids", value)
+    entry = (read.text("name"), read.flag("nested"), read.entries("lists", _ids))
+    read.done()
+    if not (entry[1] or len(entry[2]) == 1):
+        raise WireError(f"Json.token_ids: wanted one list, got {len(entry[2])}")
+    return entry
+
+
+def _name(value: Any) -> str:
+    return FieldReader("ParseJson", [value]).text("id_fields", 64)
+
+
+def _ids(value: Any) -> "array[int]":
+    return FieldReader("Json.token_ids", [value]).numbers("lists", "i", LIMIT)
 
 
 def _optional_maps(value: Any) -> tuple[dict[str, Any], ...] | None:

@@ -1,9 +1,9 @@
-"""A text process: encodes, renders and decodes what is long, so that the frontend's loop never waits for it.
+"""A text process: encodes, renders, decodes and parses what is long, so that the frontend's loop never waits for it.
 
     python -m frontend.text_process --number 0 --jobs ENDPOINT --results ENDPOINT --tokenizer DIR [--chat-template FILE]
 
-Binds the jobs' PULL, connects to the frontend's PULL for results; takes one job after another. Started by
-`text_work.TextProcesses`, and ends with it, whatever way that ends. Runs at a lower priority than the frontend, whose
+Binds a PULL for jobs, connects to the frontend's PULL for results, and does one job after another. Started by
+`text_work.TextPool`, and ends with it, however that ends. Runs at a lower priority than the frontend, whose
 clients wait for every token.
 """
 
@@ -18,12 +18,15 @@ from common import log
 from common.child import watch_supervisor
 from common.errors import RequestError, WireError
 from common.sockets import bind_pull, connect_push, new_context
+from frontend.large_json import parse_large
 from frontend.text_messages import (
     RESULT_LIMIT_BYTES,
     DecodeIds,
     EncodeChat,
     EncodeText,
     ForTextProcess,
+    Json,
+    ParseJson,
     Text,
     TextReady,
     TextRefused,
@@ -53,13 +56,13 @@ def main() -> None:
     results = connect_push(context, arguments.results)
     results.send(TextReady(arguments.number).to_wire())
     while True:
-        results.send(answer_to(tokenizer, jobs.recv()).to_wire())
+        results.send(answer_to(tokenizer, *jobs.recv_multipart()).to_wire())
 
 
-def answer_to(tokenizer: Tokenizer, data: bytes) -> TextResult:
+def answer_to(tokenizer: Tokenizer, data: bytes, *long: bytes) -> TextResult:
     """Do the job that a message holds; one that has more of something than a message may costs itself alone."""
     try:
-        job = decode_for_text_process(data)
+        job = decode_for_text_process(data, *long)
     except WireError as error:
         return TextRefused(job_id_of(data), str(error), "invalid_parameter", None, 400)
     return result_of(tokenizer, job)
@@ -88,6 +91,8 @@ def _done(tokenizer: Tokenizer, job: ForTextProcess) -> TextResult:
             if len(text.encode()) > RESULT_LIMIT_BYTES:
                 raise RequestError(f"token_ids: their text has more than {RESULT_LIMIT_BYTES} bytes", param="token_ids")
             return Text(job.job_id, text)
+        case ParseJson():
+            return Json.of(job.job_id, parse_large(job.body, job.id_fields))
 
 
 def _parse() -> argparse.Namespace:

@@ -3,8 +3,8 @@
 Knows nothing of requests or sockets. The frontend's main loads one at start; nothing here changes afterwards, so
 threads may share it.
 
-It stands on the raw `tokenizers.Tokenizer` (tokenizer.json), which loads in a fraction of a second. `transformers` is
-imported only where a chat is rendered, or where a folder has no tokenizer.json and one must be converted.
+It uses the raw `tokenizers.Tokenizer` (tokenizer.json), which loads in a fraction of a second. `transformers` is
+imported only to render a chat, or if a folder has no tokenizer.json and one must be converted.
 """
 
 import json
@@ -20,6 +20,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from common.errors import ConfigError, RequestError
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
+from frontend.chat.tool_formats import knows_tools
+from frontend.chat.tools import for_template
 from frontend.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, WindowDetokenizer
 from frontend.prompt import ChatPrompt
 
@@ -188,10 +190,12 @@ class Tokenizer:
         return str(rendered[0][0])
 
     def render(self, chat: ChatPrompt) -> str:
-        """A chat as text, by the model's own template; raises as `render_chat`."""
+        """A chat as text, by the model's own template, whether it knows tools or not; raises as `render_chat`."""
+        template = self.template_text(with_tools=bool(chat.tools))
+        messages, tools = for_template(chat.messages, chat.tools or (), knows_tools=knows_tools(template))
         return self.render_chat(
-            chat.messages,
-            tools=chat.tools,
+            messages,
+            tools=tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             template_kwargs=chat.template_kwargs,
@@ -358,7 +362,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any], file: str) -> str 
     if file:
         try:
             return Path(file).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read --chat-template {file}: {error}") from None
     beside = folder / "chat_template.jinja"
     if beside.exists():

@@ -1,19 +1,21 @@
-"""Paged decode attention: one query token a row against its cached keys and values, split over the whole card.
+"""Paged decode attention: one query token per row against its cached keys and values, split over the whole card.
 
 For each row r and query head h, with g = h // group, n = context_lengths[r] and position n - 1 for the query:
 
     s_p   = cap(scale * q . K[g, p])            for p in 0 .. n - 1 (the last `sliding_window` of them, if > 0)
     out   = sum_p softmax(s)_p * V[g, p]        cap(x) = soft_cap * tanh(x / soft_cap), or x
 
-computed in tiles with a running maximum and normaliser [1], the query heads of a group as the rows of one tile so that
-each K/V tile is read once and both products run on tensor cores, and the keys of a row split between programs [2].
+It is computed in tiles with a running maximum and normaliser [1]. The query heads of a group are the rows of one tile,
+so that each K/V tile is read once and both products run on tensor cores. The keys of a row are split between programs
+[2].
 
-How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head, and
-`start_tiles` more for what beginning one costs. All tiles of all rows form one line, row by row and head by head; every
-program takes an equal piece of that line [3]. A piece that covers a whole (row, head) writes the output; any other
-writes maximum, normaliser and a float32 accumulator, and the program that comes last at that (row, head), by an atomic
-counter, merges the parts by log-sum-exp. A program's piece can be cut only at its two ends, so two partial places a
-program are enough whatever the lengths are, and one captured graph is right, and balanced, for every mix of lengths.
+How the work is split, which is decided on the device: a row of n tokens has `ceil(n / tile)` tiles for each K/V head,
+plus `start_tiles` for what starting it costs. All tiles of all rows form one line, row by row and head by head; every
+program takes an equal piece of that line [3]. A program whose piece covers a whole (row, head) writes its output. A
+program that has only a part of one writes maximum, normaliser and a float32 accumulator; whichever program finishes
+last with that (row, head), as an atomic counter tells, merges the parts by log-sum-exp. A piece can be cut only at its
+two ends, so two places for partial results per program are enough whatever the lengths are, and one captured graph is
+correct, and balanced, for every mix of lengths. docs/how-it-works.md has an example.
 
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|
@@ -58,6 +60,7 @@ from kernels.kv_format import cache_format, vector_bytes
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
+    HeadShape,
     attend_row,
     check_options,
     check_paged_inputs,
@@ -70,6 +73,7 @@ from kernels.paged_kv import (
 
 MAX_ROWS = 1024
 MAX_GROUP = 128
+SPECIALISED_GROUP = 8
 
 
 def reference_decode_attention(
@@ -119,6 +123,28 @@ class DecodePlan:
     max_registers: int | None
     workspace_floats: int
     counter_count: int
+    specialised: bool = False
+
+
+def can_specialise(
+    shape: HeadShape,
+    dtype: torch.dtype,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    *,
+    quantised: bool = False,
+    capability_major: int = 9,
+    triton_version: str = triton.__version__,
+) -> bool:
+    """Whether kernels/decode_attention_hopper.py computes such calls on a card of that compute capability.
+
+    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
+    """
+    is_plain = sliding_window == 0 and soft_cap == 0
+    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= SPECIALISED_GROUP
+    is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
+    dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
+    return is_plain and is_size and is_here and dtype in dtypes
 
 
 def launch_plan(
@@ -129,27 +155,31 @@ def launch_plan(
     multiprocessor_count: int,
     *,
     quantised: bool = False,
+    specialised: bool = False,
     tile_tokens: int | None = None,
-    programs_per_multiprocessor: int = 2,
+    programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
     start_tiles: int = 1,
     late_sum: bool = False,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
-    The other keyword arguments are for tests and benchmarks. `late_sum`: weights are added up column by column and
-    over the columns only at the end, which spares three barriers a tile; exact, but its speed is not measured yet.
+    `specialised` takes the Hopper kernel: pass it only where `can_specialise(...)`. The other keyword arguments are for
+    tests and benchmarks. `late_sum`: weights are added up column by column and over the columns only at the end, which
+    spares the plain kernel three barriers a tile; exact, but its speed is not measured yet.
     """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
     is_wide = quantised and dim_tile <= 128
     usual_tokens = 128 if is_wide else 64 if dim_tile <= 128 else 32
-    program_count = multiprocessor_count * programs_per_multiprocessor
-    group_rows = max(16, triton.next_power_of_2(query_heads // kv_heads))
+    # Programs of one warp: as many as shared memory holds, three tiles of keys and values each.
+    usual_programs = 2 if not specialised else 8 if quantised else 4
+    program_count = multiprocessor_count * (programs_per_multiprocessor or usual_programs)
+    group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
         program_count=program_count,
-        tile_tokens=tile_tokens or usual_tokens,
+        tile_tokens=tile_tokens or (32 if specialised else usual_tokens),
         group_rows=group_rows,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
@@ -157,11 +187,12 @@ def launch_plan(
         start_tiles=start_tiles,
         late_sum=late_sum,
         # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
-        num_warps=8 if is_wide else 4,
+        num_warps=1 if specialised else 8 if is_wide else 4,
         num_stages=3,
-        max_registers=128 if is_wide else None,
+        max_registers=128 if is_wide and not specialised else None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
+        specialised=specialised,
     )
 
 
@@ -355,6 +386,15 @@ def _check_workspace(
     wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
 
 
+def _common_constants(shape: HeadShape, plan: DecodePlan) -> dict[str, int]:
+    """What both kernels are compiled for."""
+    return {
+        "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "BLOCK_SIZE": shape.block_size,
+        "TILE": plan.tile_tokens, "ROWS_TILE": plan.rows_tile, "MIN_TILES": plan.min_tiles,
+        "START_TILES": plan.start_tiles,
+    }  # fmt: skip
+
+
 def decode_attention(
     output: torch.Tensor,
     query: torch.Tensor,
@@ -389,33 +429,35 @@ def decode_attention(
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
-    merge_parts_count, merge_group = merge_sizes(shape.group, plan.dim_tile)
-    options = launch_options(output) if pdl else {"PDL": False}
+    options, scale_log2 = launch_options(output) if pdl else {"PDL": False}, scale * LOG2_E
+    inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
+    workspace = (partials, counters, key_scales, value_scales)
+    if plan.specialised:
+        is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap, quantised=key_scales is not None)
+        wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
+        from kernels import decode_attention_hopper
+
+        decode_attention_hopper.launch(
+            *inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"]
+        )
+        return
+    merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
     _decode_kernel[(plan.program_count,)](
-        output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count,
-        partials, counters, key_scales, value_scales,
-        max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E, soft_cap,
+        *inputs, *workspace, max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale_log2, soft_cap,
         FORMAT=cache_format(key_cache.dtype),
         NATIVE=is_native(query, key_cache),
         SINGLE=has_single_keys(query, key_cache),
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=shape.block_size,
         WINDOW=sliding_window,
         HAS_SOFT_CAP=soft_cap > 0,
         HAS_ROW_COUNT=decode_row_count is not None,
-        TILE=plan.tile_tokens,
         GROUP_ROWS=plan.group_rows,
         DIM_TILE=plan.dim_tile,
-        ROWS_TILE=plan.rows_tile,
-        MIN_TILES=plan.min_tiles,
-        START_TILES=plan.start_tiles,
         LATE_SUM=plan.late_sum,
-        MERGE_PARTS=merge_parts_count,
+        MERGE_PARTS=merge_parts,
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **_common_constants(shape, plan),
         **options,
         **compile_options(plan.max_registers),
     )  # fmt: skip

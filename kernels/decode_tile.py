@@ -1,4 +1,4 @@
-"""Products of a few query rows with a tile of the cache, plain or in 8 bits: what the decode kernels' loops consist of.
+"""Products of a few query rows with a tile of the cache, plain or 8-bit: the inner loops of the decode kernels.
 
 An 8-bit tile is loaded as pairs: two neighbouring elements of a vector as one int16. So the products' operands have two
 bytes, which the hardware moves and transposes between shared memory and tensor cores; single bytes it does not. Even
@@ -15,7 +15,7 @@ For the latter queries and weights are multiplied by 2^100 beforehand and the su
 inside bfloat16's and float32's range. Elsewhere (other dtypes, the interpreter) pairs are taken apart with ordinary
 conversions.
 
-Called by kernels/decode_attention.py and kernels/fused_decode_attention.py.
+Called by kernels/decode_attention.py, kernels/decode_attention_hopper.py and kernels/fused_decode_attention.py.
 """
 
 import functools
@@ -27,7 +27,7 @@ import triton.language as tl
 from kernels.kv_format import TOPS
 from kernels.launch import interpreted
 
-_INT8_PAIRS = tl.constexpr("""
+INT8_PAIRS = tl.constexpr("""
 {
     .reg .b32 high, low_bits, sign_bits;
     lop3.b32 low_bits, $2, 0x007F007F, 0x43004300, 0xEA;
@@ -40,7 +40,7 @@ _INT8_PAIRS = tl.constexpr("""
 }
 """)  # 0xEA: (a & b) | c
 
-_FP8_PAIRS = tl.constexpr("""
+FP8_PAIRS = tl.constexpr("""
 {
     .reg .b32 magnitude, sign;
     and.b32 magnitude, $2, 0x007F007F;
@@ -79,7 +79,7 @@ def _has_bfloat16_pairs(device_index: int | None) -> bool:
 def unpacked(pairs, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """Even and odd elements of int16 pairs in DTYPE; native fp8: times 2^-120."""
     if NATIVE:
-        PAIRS: tl.constexpr = _INT8_PAIRS if FORMAT == 1 else _FP8_PAIRS
+        PAIRS: tl.constexpr = INT8_PAIRS if FORMAT == 1 else FP8_PAIRS
         even, odd = tl.inline_asm_elementwise(
             PAIRS, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )  # fmt: skip
@@ -167,6 +167,22 @@ def add_weighted(even, odd, shrink, weights, values, value_scale, DTYPE: tl.cons
 
 
 @triton.jit
+def attend_tile(first_query, second_query, unit, keys, key_scale, values, value_scale, inside, scale_log2, maximum,
+                normaliser, even, odd, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):  # fmt: skip
+    """(maximum, normaliser, even, odd) with a tile's keys and values in: a running softmax. Where not `inside` nothing
+    is seen; a tile holds at least one position that is."""
+    scores = scores_of(first_query, second_query, unit, keys, FORMAT, NATIVE, False)
+    if FORMAT > 0:
+        scores *= key_scale.to(tl.float32)[None, :]
+    scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_maximum[:, None])
+    shrink = tl.exp2(maximum - new_maximum)
+    even, odd = add_weighted(even, odd, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE)
+    return new_maximum, normaliser * shrink + tl.sum(weights, axis=1), even, odd
+
+
+@triton.jit
 def split_sums(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """Float32 sums [G, d] as `add_weighted` keeps them."""
     even, odd = rows, rows
@@ -207,6 +223,15 @@ def tile_places(table, first, inside, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: 
         in_block = lane % BLOCK_SIZE
     block = tl.load(table + (first + lane) // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
     return block * (KV_HEADS * BLOCK_SIZE) + (head * BLOCK_SIZE + in_block)
+
+
+@triton.jit
+def as_vectors(cache, FORMAT: tl.constexpr):
+    """A cache as `load_tile` takes it: a pointer to elements, or to pairs of 8-bit ones."""
+    if FORMAT > 0:
+        return cache.to(tl.pointer_type(tl.int16))
+    else:
+        return cache
 
 
 @triton.jit

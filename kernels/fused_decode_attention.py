@@ -45,14 +45,14 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.decode_tile import (
-    add_weighted,
+    as_vectors,
+    attend_tile,
     is_native,
     load_tile,
     merge_parts,
     merge_sizes,
     prefetch_tile,
     query_parts,
-    scores_of,
     split_sums,
     tile_places,
     whole_sums,
@@ -178,12 +178,7 @@ def _fused_decode_kernel(
         table = block_tables + slot.to(tl.int64) * table_stride
         DTYPE: tl.constexpr = qkv.dtype.element_ty
         WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
-        k_tiles, v_tiles, next_k_tiles, next_v_tiles = k_cache, v_cache, next_k_cache, next_v_cache
-        if FORMAT > 0:
-            k_tiles = k_cache.to(tl.pointer_type(tl.int16))
-            v_tiles = v_cache.to(tl.pointer_type(tl.int16))
-            next_k_tiles = next_k_cache.to(tl.pointer_type(tl.int16))
-            next_v_tiles = next_v_cache.to(tl.pointer_type(tl.int16))
+        k_tiles, v_tiles = as_vectors(k_cache, FORMAT), as_vectors(v_cache, FORMAT)
         # 2. Load the first tile of keys and values, which earlier steps wrote, and what turns the new token's heads.
         first = split * share
         last = tl.minimum(first + share, tiles)
@@ -198,8 +193,8 @@ def _fused_decode_kernel(
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         k_gain, k_partner_gain = norm_gains(k_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(next_k_tiles, tile_place, inside, WIDTH, PDL)
-            prefetch_tile(next_v_tiles, tile_place, inside, WIDTH, PDL)
+            prefetch_tile(as_vectors(next_k_cache, FORMAT), tile_place, inside, WIDTH, PDL)
+            prefetch_tile(as_vectors(next_v_cache, FORMAT), tile_place, inside, WIDTH, PDL)
         wait_for_inputs(PDL)
         # 3. The group's queries, and the new token's key and value, which split 0 stores and attends to.
         source = qkv + row.to(tl.int64) * qkv_stride
@@ -218,18 +213,10 @@ def _fused_decode_kernel(
         even_sums, odd_sums = split_sums(v + tl.zeros([ROWS, HEAD_DIM], dtype=tl.float32), FORMAT, NATIVE)
         # 4. The cached tokens of this split, the next tile loaded behind each.
         for tile in range(first, last):
-            scores = scores_of(even_q, odd_q, unit, keys, FORMAT, NATIVE, False)
-            if FORMAT > 0:
-                scores *= key_scale.to(tl.float32)[None, :]
-            scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))  # every tile holds a cached token
-            weights = tl.exp2(scores - new_maximum[:, None])
-            shrink = tl.exp2(maximum - new_maximum)
-            even_sums, odd_sums = add_weighted(
-                even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
-            )
-            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
-            maximum = new_maximum
+            maximum, normaliser, even_sums, odd_sums = attend_tile(
+                even_q, odd_q, unit, keys, key_scale, values, value_scale, inside, scale_log2, maximum, normaliser,
+                even_sums, odd_sums, DTYPE, FORMAT, NATIVE,
+            )  # fmt: skip
             inside = ((tile + 1) * TILE + lane < cached) & (tile + 1 < last)
             tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
             keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from kernels.decode_tile import (
-    add_weighted,
+    as_vectors,
+    attend_tile,
     load_tile,
     merge_parts,
     prefetch_tile,
     query_parts,
-    scores_of,
     split_sums,
     tile_places,
     whole_sums,
@@ -66,12 +66,7 @@ def fused_decode_parts_kernel(
         table = block_tables + slot.to(tl.int64) * table_stride
         DTYPE: tl.constexpr = qkv.dtype.element_ty
         WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
-        k_tiles, v_tiles, next_k_tiles, next_v_tiles = k_cache, v_cache, next_k_cache, next_v_cache
-        if FORMAT > 0:
-            k_tiles = k_cache.to(tl.pointer_type(tl.int16))
-            v_tiles = v_cache.to(tl.pointer_type(tl.int16))
-            next_k_tiles = next_k_cache.to(tl.pointer_type(tl.int16))
-            next_v_tiles = next_v_cache.to(tl.pointer_type(tl.int16))
+        k_tiles, v_tiles = as_vectors(k_cache, FORMAT), as_vectors(v_cache, FORMAT)
         # 2. Load the first tile of keys and values, which earlier steps wrote, and what turns the new token's heads.
         first = split * share
         last = tl.minimum(first + share, tiles)
@@ -84,8 +79,8 @@ def fused_decode_parts_kernel(
         cos, sin = rotation(rope_row, column, HALF)
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(next_k_tiles, tile_place, inside, WIDTH, PDL)
-            prefetch_tile(next_v_tiles, tile_place, inside, WIDTH, PDL)
+            prefetch_tile(as_vectors(next_k_cache, FORMAT), tile_place, inside, WIDTH, PDL)
+            prefetch_tile(as_vectors(next_v_cache, FORMAT), tile_place, inside, WIDTH, PDL)
         pair = row * KV_HEADS + head
         part = pair * SPLITS + split
         sums_place = partials + part * (ROWS * HEAD_DIM)
@@ -126,18 +121,10 @@ def fused_decode_parts_kernel(
             even_q, odd_q, unit = query_parts(repeated(q, ROWS), FORMAT, NATIVE, False)
             even_sums, odd_sums = split_sums(accumulator, FORMAT, NATIVE)
             for tile in range(first, last):
-                scores = scores_of(even_q, odd_q, unit, keys, FORMAT, NATIVE, False)
-                if FORMAT > 0:
-                    scores *= key_scale.to(tl.float32)[None, :]
-                scores = tl.where(inside[None, :], scores * scale_log2, float("-inf"))
-                new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))  # every tile holds a cached token
-                weights = tl.exp2(scores - new_maximum[:, None])
-                shrink = tl.exp2(maximum - new_maximum)
-                even_sums, odd_sums = add_weighted(
-                    even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
-                )
-                normaliser = normaliser * shrink + tl.sum(weights, axis=1)
-                maximum = new_maximum
+                maximum, normaliser, even_sums, odd_sums = attend_tile(
+                    even_q, odd_q, unit, keys, key_scale, values, value_scale, inside, scale_log2, maximum, normaliser,
+                    even_sums, odd_sums, DTYPE, FORMAT, NATIVE,
+                )  # fmt: skip
                 if tile + 1 < last:
                     inside = (tile + 1) * TILE + lane < cached
                     tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)

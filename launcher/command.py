@@ -1,22 +1,23 @@
-"""The verbs of the command line, and what a failure becomes: one line on stderr and an exit code.
+"""The verbs of the command line. A failure becomes one line on stderr and an exit code.
 
 Exit codes are those of `common.errors`. Called by `launch.py`.
 """
 
+import importlib
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import setproctitle
 
+from common.cli import program_name
 from common.config import DEFAULT_MODEL
 from common.errors import EXIT_CODES, ConfigError, TriremeError, exit_code
 from common.processes import open_standard_files
 from launcher import serve
 from launcher.supervisor import ProcessLost
 
-VERBS = ("serve", "status", "stop", "chat", "bench", "keys")
+VERBS = ("serve", "status", "stop", "chat", "check", "bench", "keys")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -28,8 +29,14 @@ def run(argv: Sequence[str]) -> int:
     try:
         if verb == "serve":
             return serve.serve(serve.parse(arguments))
+        if verb == "check":
+            from launcher import check
+
+            return check.run(arguments)
         if verb == "bench":
-            return subprocess.run([sys.executable, "-m", "benchmarks.throughput", *arguments], check=False).returncode
+            benchmark = importlib.import_module("benchmarks.throughput")
+            benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
+            return 0
         if verb == "keys":
             from launcher import keys
 
@@ -51,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _is_verb(word: str) -> bool:
-    """Whether the first word is a verb, or a mistyped one, and not an option or the model."""
+    """Whether the first word is a verb (or a mistyped one), rather than an option or the model."""
     names_model = word == DEFAULT_MODEL or "/" in word or word.endswith(".gguf") or os.path.exists(word)
     return word in VERBS or not (word.startswith("-") or names_model)
 

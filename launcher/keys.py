@@ -7,16 +7,15 @@
 Prints what to do with the files; `common.keys` says what is in them. Called by `launcher.command`.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from common.cli import program_name
+from common.cli import VerbParser, program_name
 from common.errors import ConfigError
 from common.keys import SERVER_NAME, make_client_keys, make_server_keys, read_public, revoke_client_keys
 
 FIRST_CLIENT = "client"
+DESCRIPTION = "Make the keys of a client socket that other machines reach, and take them away again."
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -25,9 +24,16 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: bad arguments, a name that is taken or unknown, a folder that cannot be written.
     """
-    parser = _Parser(prog=f"{program_name()} keys", allow_abbrev=False)
+    parser = VerbParser(prog=f"{program_name()} keys", usage="%(prog)s DIR [NAME ...] [--revoke NAME]",
+                        description=DESCRIPTION)  # fmt: skip
     parser.add_argument("folder", metavar="DIR", type=Path, help="the folder that --client-keys names")
-    parser.add_argument("names", metavar="NAME", nargs="*", default=[], help="clients to make keys for")
+    parser.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        default=[],
+        help="clients to make keys for; for the first, `client` if none is named",
+    )
     parser.add_argument("--revoke", metavar="NAME", help="a client that may connect no more")
     parsed = parser.parse_args(arguments)
     if parsed.revoke and parsed.names:
@@ -51,8 +57,3 @@ def _explain(folder: Path, secrets: Sequence[Path]) -> None:
     for secret in secrets:
         print(f"move {secret} to the client, which connects with:")
         print(f'  Client("tcp://HOST:5555", server_key="{server.name}", client_keys="{secret.name}")')
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)

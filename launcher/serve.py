@@ -1,7 +1,7 @@
-"""The verb `serve`: run one engine until it is told to stop, or for the one answer of `--once`.
+"""The verb `serve`: runs one engine until it is told to stop, or for the one answer of `--once`.
 
 Makes the run directory, reports where the engine serves (a line for people, `ready.json` for programs), and leaves the
-processes to the `Supervisor`. Called by `launcher.command`; torch is never loaded here.
+processes to the `Supervisor`. Called by `launcher.command`, by `launcher.check` for the same options. Loads no torch.
 """
 
 import argparse
@@ -18,27 +18,33 @@ from pathlib import Path
 
 from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from, is_given, program_name
-from common.config import EngineConfig, with_changes
+from common.config import EngineConfig, ServerOptions, is_loopback, with_changes
 from common.errors import ConfigError, TriremeError
-from common.http_socket import is_private
 from common.processes import Wakeup, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.version import own_version
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor
 
+DESCRIPTION = """Serve a language model. That is the verb serve, which may be left out. The others, each with --help:
+
+  check   say whether serve would start here with these options, and with what
+  status  show the engines that run
+  chat    talk to one of them
+  stop    end one of them
+  bench   time workloads
+  keys    make keys for clients on other machines"""
+
 logger = logging.getLogger("launch")
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run an engine until it is told to stop, or for one answer."""
+    """Run an engine until it is told to stop, or for one answer; returns the exit code."""
     if arguments.version:
         print(f"trireme {own_version()}")
         return 0
-    config = config_from(arguments)
-    if arguments.once is not None:
-        config = _for_one_answer(config, arguments)
-        if sys.stderr.isatty():
-            print(f"starting {config.model_name()}", file=sys.stderr, flush=True)
+    config = configuration(arguments)
+    if arguments.once is not None and sys.stderr.isatty():
+        print(f"starting {config.model_name()}", file=sys.stderr, flush=True)
     log.set_up("supervisor", config.log.log_level, config.log.log_format)
     wakeup = Wakeup()
     raise_file_limit()
@@ -46,8 +52,8 @@ def serve(arguments: argparse.Namespace) -> int:
         endpoint = config.server.client_endpoint or f"ipc://{run_dir.path}/client.sock"
         server = dataclasses.replace(config.server, client_endpoint=endpoint)
         config = with_changes(config, server=server, run_dir=str(run_dir.path))
-        if server.http and not (is_private(server.host) or server.uds or server.api_key):
-            logger.warning("whoever reaches %s can use this engine; --api-key protects it", server.host)
+        if warning := open_door(server):
+            logger.warning("%s", warning)
         supervisor = Supervisor(config, run_dir, wakeup, arguments.parent_pipe)
         try:
             supervisor.start()
@@ -67,16 +73,8 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _for_one_answer(config: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
-    """Without HTTP, and with a log that leaves the terminal to the answer, unless its level was asked for."""
-    config = with_changes(config, server=dataclasses.replace(config.server, http=False))
-    if config.log.log_level == "info" and not is_given(arguments, "log", "log_level"):
-        config = with_changes(config, log=dataclasses.replace(config.log, log_level="warning"))
-    return config
-
-
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
-    """Say that the engine serves, and where: one line for people, a file for programs."""
+    """Report that the engine serves, and where: one line for people, a file for programs."""
     seconds = seconds_since_start()
     config = supervisor.config
     keyed = " (with keys)" if config.server.client_keys else ""
@@ -135,21 +133,42 @@ def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of `serve` as they are given; raises ConfigError for an empty `--once`."""
-    parser = OptionParser(
-        prog=program_name(),
-        description="Serve a language model. Verbs: serve (the default), status, stop, chat, bench, keys.",
-        usage="%(prog)s [serve] [MODEL] [options]",
-    )
+def make_parser(prog: str, usage: str, description: str, *, show_options: bool = True) -> OptionParser:
+    """A parser of all that `serve` takes; `check` takes the same."""
+    parser = OptionParser(prog=prog, usage=usage, description=description, show_options=show_options)
+    shown = (lambda text: text) if show_options else (lambda _: argparse.SUPPRESS)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--once", metavar="PROMPT", help="start, stream one chat answer to stdout, stop")
-    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("--once", metavar="PROMPT", help=shown("start, stream one chat answer to stdout, stop"))
+    parser.add_argument("--version", action="store_true", help=shown("print the version"))
     parser.add_argument("--ready-file", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--parent-pipe", type=int, default=-1, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(arguments: Sequence[str], parser: OptionParser | None = None) -> argparse.Namespace:
+    """The options of `serve` as they are given; raises ConfigError for an empty `--once`."""
+    parser = parser or make_parser(program_name(), "%(prog)s [serve] [MODEL] [options]", DESCRIPTION)
     parsed = parser.parse(arguments)
     if parsed.once is not None and not parsed.once.strip():
         raise ConfigError("--once: the prompt is empty")
     if parsed.model:
         setattr(parsed, MODEL_DESTINATION, parsed.model)
     return parsed
+
+
+def configuration(arguments: argparse.Namespace) -> EngineConfig:
+    """What parsed options amount to; raises ConfigError for what cannot be served."""
+    config = config_from(arguments)
+    if arguments.once is None:
+        return config
+    config = with_changes(config, server=dataclasses.replace(config.server, http=False))
+    if config.log.log_level == "info" and not is_given(arguments, "log", "log_level"):
+        config = with_changes(config, log=dataclasses.replace(config.log, log_level="warning"))
+    return config
+
+
+def open_door(server: ServerOptions) -> str:
+    """What to say of an HTTP API that other machines reach without a key; empty where there is nothing to say."""
+    if not server.http or is_loopback(server.host) or server.uds or server.api_key:
+        return ""
+    return f"whoever reaches {server.host} can use this engine; --api-key protects it"

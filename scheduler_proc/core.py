@@ -1,17 +1,19 @@
 """The scheduler's core: messages in, plans and messages out. Deterministic; no sockets, and the clocks are passed in.
 
     core.handle(message)       a request, an abort, a flush       -> messages for the frontend
-    core.tick()                the time has moved on              -> messages for the frontend
+    core.tick()                time has passed                    -> messages for the frontend
     core.plan_step()           the next step, to be sent at once  -> StepPlan or None
+    core.queue_news(arrived)   who waits, who does no more        -> messages for the frontend
     core.handle_result(result) the oldest step's result           -> messages for the frontend
     core.check()               recount everything
 
-Called by the process main with real sockets, and by the simulator and the tests without. The same messages and times
-in the same order give the same plans.
+The process main calls it with real sockets around it; the simulator and the tests call it without any. The same
+messages and times in the same order give the same plans.
 """
 
 import heapq
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 
 from common.messages import (
     AbortRequests,
@@ -20,6 +22,7 @@ from common.messages import (
     EngineStats,
     ForFrontend,
     ForScheduler,
+    QueueNews,
     RequestFailed,
     StepPlan,
     StepResult,
@@ -63,6 +66,7 @@ class SchedulerCore:
         self._finish_interval_s = 1.0  # running mean of the time between two requests that end
         self._finished_at_s: float | None = None
         self._result_at_s = 0.0
+        self._started_ids = array("i")
 
     # ---- messages from the frontend
 
@@ -218,15 +222,37 @@ class SchedulerCore:
 
     def plan_step(self) -> StepPlan | None:
         """The next step, to be sent before anything else happens; None when none may or can be planned now."""
-        if len(self.state.in_flight) > self.limits.run_ahead:
+        in_flight, times = self.state.in_flight, self.state.step_time
+        if len(in_flight) > self.limits.run_ahead:
+            return None
+        if in_flight and not times.may_run_ahead(flight.chunk_tokens for flight in in_flight):
             return None
         plan = self._planner.plan_step()
         if plan is not None:
             flight = self.state.in_flight[-1]
             flight.planned_at_s = self._monotonic()
             for entry in plan.new_slots:
-                flight.chunk_sequences[entry.slot].note_start(flight.planned_at_s)
+                sequence = flight.chunk_sequences[entry.slot]
+                sequence.note_start(flight.planned_at_s)
+                if sequence.request.told_waiting:
+                    sequence.request.told_waiting = False
+                    self._started_ids.append(sequence.request_id)
         return plan
+
+    def queue_news(self, arrived_ids: Iterable[int]) -> list[ForFrontend]:
+        """What the frontend should know of the queue, once everything is planned that can be.
+
+        Args:
+            arrived_ids: requests that have come since the last call.
+        """
+        waiting_ids = array("i")
+        for request_id in arrived_ids:
+            request = self.state.requests.get(request_id)
+            if request is not None and request.waiting_count == request.live_count:
+                request.told_waiting = True
+                waiting_ids.append(request_id)
+        started_ids, self._started_ids = self._started_ids, array("i")
+        return [QueueNews(waiting_ids, started_ids)] if waiting_ids or started_ids else []
 
     def handle_result(self, result: StepResult) -> list[ForFrontend]:
         """Take in the oldest step's result; what the frontend must hear.
@@ -255,6 +281,7 @@ class SchedulerCore:
     def fail_all(self, error_code: str, message: str, status: int = 503) -> list[ForFrontend]:
         """End every live request with an error, at shutdown or when the worker is gone."""
         requests = list(self.state.requests.values())
+        self._started_ids = array("i")
         for request in requests:
             self.state.end_request(request)
         return [RequestFailed(r.message.request_id, error_code, message, status) for r in requests]

@@ -1,12 +1,13 @@
-"""The scheduler process: sockets, time and orders around the core.
+"""The scheduler process: sockets, clocks and the supervisor's orders around the core.
 
-Sockets are in `transport`. Start: bind, wait for the worker's WorkerReady, build the core, send EngineReady, tell the
-supervisor. Run: drain what has come, plan while fewer than run_ahead + 1 plans are in flight, and block when there is
-nothing to plan. Stop: refuse new requests, finish those in flight within the grace period, end the rest with an error,
-exit 0. When another process is gone the supervisor says so, and every request ends with that error; with `--restart` a
-frontend that is lost is started again, and this process drops the requests of the old one and goes on with the new one
-(a worker that is lost takes the scheduler along: both start anew). When the supervisor is gone this process ends at
-once (`common.child`).
+Start: bind the sockets (`transport`), wait for the worker's WorkerReady, build the core, send EngineReady, report ready
+to the supervisor. Run: take in what has come, plan while fewer than run_ahead + 1 plans are in flight, and block when
+there is nothing to plan. Stop: refuse new requests, finish those in flight within the grace period, end the rest with
+an error, exit 0.
+
+When another process is lost, the supervisor says so, and every request ends with that error. With `--restart` a lost
+frontend is started again: this process drops the old one's requests and goes on with the new one. (A lost worker takes
+the scheduler with it: both are started again.) When the supervisor is gone, this process ends at once (`common.child`).
 """
 
 import gc
@@ -26,6 +27,7 @@ from common.messages import (
     EngineReady,
     EngineStats,
     ForFrontend,
+    ForScheduler,
     NewSession,
     PeerFailed,
     RequestFailed,
@@ -44,13 +46,15 @@ STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
 COMPILATION_INTERVAL_S = 0.001
 """How often a request that waits for its grammar is looked after."""
+CPU_TOKEN_S = 0.004
+"""What a prompt token may take on a CPU: the first prompt of all is cut by this, the others by what it took."""
 SIZE_CLASSES = 20
 """Of steps by their tokens: up to 1, 2, 4, ... 524,288."""
 
 logger = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+class StatusLink(Protocol):
     """What the loop tells the supervisor: a `SupervisorLink`, or what stands for it in a replay."""
 
     progress: int
@@ -101,7 +105,7 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
             recorder.close()
 
 
-def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks) -> None:
+def serve(config: EngineConfig, transport: Transport, link: StatusLink, clocks: Clocks) -> None:
     """Wait for the worker, then plan until an order ends it."""
     ready = wait_for_worker(transport, link)
     if ready is None:
@@ -122,7 +126,7 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     traces.stop()
 
 
-def wait_for_worker(transport: Transport, link: Link) -> WorkerReady | None:
+def wait_for_worker(transport: Transport, link: StatusLink) -> WorkerReady | None:
     """The worker's first message; None if the supervisor ends the run before."""
     link.state = "waiting for the worker"
     while True:
@@ -148,6 +152,7 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         max_queued=options.max_num_queued_reqs,
         max_queued_tokens=options.max_num_queued_tokens,
         target_itl_s=options.target_itl_ms / 1000,
+        token_s=CPU_TOKEN_S if ready.device_name == "cpu" else 0.0,
         prefix_cache=config.cache.prefix_cache,
         policy=options.policy,
         preemption=options.preemption,
@@ -218,7 +223,7 @@ class Loop:
         core: SchedulerCore,
         compilation: Compilation,
         transport: Transport,
-        link: Link,
+        link: StatusLink,
         clocks: Clocks,
         traces: StepTraces,
         announcement: EngineReady,
@@ -232,6 +237,7 @@ class Loop:
         self._announcement = announcement
         self._figures = StepFigures()
         self._outbox: list[ForFrontend] = []
+        self._arrived_ids: list[int] = []
         self._changed = False
         self._stats_due_s = 0.0
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
@@ -246,6 +252,8 @@ class Loop:
             self._take_requests()
             self._outbox += self._core.tick()
             self._plan()
+            self._outbox += self._core.queue_news(self._arrived_ids)
+            self._arrived_ids.clear()
             self._send_outbox()
             self._report()
         self._end_rest()
@@ -307,9 +315,14 @@ class Loop:
                 text = "the engine is shutting down"
                 self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
             elif self._compilation.pass_on(message):
-                self._outbox += self._core.handle(message)
+                self._handle(message)
         for compiled in self._compilation.ready():
-            self._outbox += self._core.handle(compiled)
+            self._handle(compiled)
+
+    def _handle(self, message: ForScheduler) -> None:
+        if isinstance(message, AddRequest):
+            self._arrived_ids.append(message.request_id)
+        self._outbox += self._core.handle(message)
 
     def _plan(self) -> None:
         while True:
@@ -340,7 +353,7 @@ class Loop:
         try:
             self._core.check_idle()
         except AssertionError as error:
-            logger.error("the books do not balance: %s", error)
+            logger.error("the scheduler leaks: %s", error)
 
     def _end_rest(self) -> None:
         """A terminal message for whoever is still waiting for one."""

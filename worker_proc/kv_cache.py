@@ -1,9 +1,10 @@
-"""The paged KV cache: how many blocks there are, their tensors, and moving whole blocks about.
+"""The paged KV cache: how many blocks there are, their tensors, and copying whole blocks.
 
-What a layer keeps is a small spec that turns into bytes per block; nothing else in the engine knows more of it than a
-count of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each layer.
-They start as zeros, since unwritten positions take part in products whose weight is zero. Of an 8-bit cache
-(`kernels/kv_format.py`) the scales lie beside, `[block, kv_head, position in block]`, and go wherever their blocks go.
+What a layer keeps is described by a small spec, which turns into bytes per block; the rest of the engine knows only a
+number of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each
+layer. They start as zeros, since unwritten positions take part in products with weight zero (and zero times NaN would
+be NaN). An 8-bit cache (`kernels/kv_format.py`) has its scales beside it, `[block, kv_head, position in block]`, and
+they are copied along with their blocks.
 """
 
 import logging
@@ -25,6 +26,9 @@ from worker_proc.model_config import ModelConfig
 from worker_proc.slots import div_ceil
 from worker_proc.transfer import to_device
 
+SAFETY_BYTES = 256 << 20
+"""Of a GPU's memory, left alone beside the utilisation asked for: fragmentation, and what the first real steps load."""
+
 ALIGNMENT_BYTES = 64
 """Where a tensor on the CPU may start, so that wide vector instructions load whole lines."""
 
@@ -33,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LayerCacheSpec:
-    """What one layer keeps of a token.
+    """What one layer stores per token.
 
     Attributes:
         kind: `full`, `sliding` (a window of tokens) or `latent` (one compressed vector, no separate V).
@@ -122,8 +126,8 @@ def choose_size(
     block_size = config.cache.block_size
     block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
     wanted = min(config.model.max_model_len or model_limit, model_limit)
-    if config.model.max_model_len > wanted:
-        logger.warning("--max-model-len is %d; the model allows %d, which holds", config.model.max_model_len, wanted)
+    if cut := length_is_cut(config.model.max_model_len, model_limit):
+        logger.warning("%s", cut)
     useful = limits.max_num_seqs * div_ceil(wanted, block_size)
     block_count = config.cache.num_kv_blocks or min(available_bytes // block_bytes, useful)
     capacity = block_count * block_size
@@ -141,6 +145,18 @@ def choose_size(
             f"{block_bytes}"
         )
     return CacheSize(min(wanted, capacity), block_count, host_block_count, block_bytes)
+
+
+def length_is_cut(max_model_len: int, model_limit: int) -> str:
+    """What to say of a --max-model-len beyond the model's own limit; empty otherwise."""
+    if max_model_len <= model_limit:
+        return ""
+    return f"--max-model-len is {max_model_len}; the model allows {model_limit}, which holds"
+
+
+def gpu_share_bytes(utilization: float, free_bytes: int, total_bytes: int, later_bytes: int) -> int:
+    """What the cache may take of a GPU: the share asked for, less what is used by now and what will be later."""
+    return max(0, int(total_bytes * utilization) - (total_bytes - free_bytes) - later_bytes - SAFETY_BYTES)
 
 
 class KVCache:
@@ -219,12 +235,12 @@ def block_pairs(ids: "array[int]") -> list[tuple[int, int]]:
 
 
 def _movable(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that every operation which moves blocks knows: FP8 as bytes."""
+    """The same memory in a type that all operations for moving blocks support: FP8 as bytes."""
     return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Zeros; on the CPU the system's own pages of them, which cost neither time nor memory until they are written."""
+    """Zeros; on the CPU as untouched pages of the system, which cost no time or memory until they are written."""
     if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     byte_count = math.prod(shape) * dtype.itemsize

@@ -1,9 +1,9 @@
-"""Embeddings of prompts: the mean of their tokens' hidden states, or the last one's, after the model's last norm.
+"""Embeddings of prompts: their tokens' mean hidden state, the last one or the first, after the model's last norm.
 
-A prompt may come in several chunks; the sum of the earlier ones stays on the device, slot by slot, until the chunk
-that samples. Sums and lengths are float32 whatever the model's type; exact sums are float64 and made of whole
-numbers, which come out the same in any order and in any chunks (up to 2^53, which is 16,384 times 32,768 tokens). All
-of it is torch operations in stream order, none of which reads the device, so a GPU's runner issues them behind its
+A prompt may come in several chunks. The sum over the earlier ones, or the first state, stays on the device, per slot,
+until the chunk that samples. Sums and lengths are float32 whatever the model's type. Exact sums are float64 over whole
+numbers, which give the same result in any order and in any chunks (up to 2^53, which is 16,384 times 32,768 tokens).
+All of it is torch operations in stream order, none of which reads the device, so a GPU's runner issues them behind its
 step like any others. Called by both runners.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.messages import SlotInit
+from common.messages import EARLY_POOLINGS, SlotInit
 from worker_proc.step_inputs import PooledRows
 from worker_proc.transfer import to_host
 
@@ -36,7 +36,7 @@ class Embeddings:
 
 
 class Pooler:
-    """The unfinished sums of one worker's slots.
+    """The unfinished sums (or first states) of one worker's slots.
 
     Args:
         hidden_of: first token and count -> hidden states [count, hidden_size] of the last step, after the last norm.
@@ -47,18 +47,19 @@ class Pooler:
         self._hidden_of = hidden_of
         self._exact = exact
         self._sums: dict[int, torch.Tensor] = {}
+        self._pools = {"mean": self._mean_so_far, "last": self._last, "cls": self._first}
 
     def start(self, init: SlotInit) -> None:
         """A slot gets a request; what the one before it has left is gone."""
         self._sums.pop(init.slot, None)
         is_whole = init.computed_count == 0
-        assert is_whole or init.sampling.pooling != "mean", f"slot {init.slot}: a mean without its first tokens"
+        assert is_whole or init.sampling.pooling not in EARLY_POOLINGS, f"slot {init.slot}: its first tokens are cached"
 
     def pool(self, chunks: Sequence[PooledRows]) -> Embeddings | None:
         """Take in a step's chunks of slots that asked; the embeddings of those that end with it, None for none."""
         ended, vectors = [], []
         for chunk in chunks:
-            vector = self._mean_so_far(chunk) if chunk.pooling == "mean" else self._last(chunk)
+            vector = self._pools[chunk.pooling](chunk)
             if chunk.is_last:
                 ended.append(chunk.slot)
                 vectors.append(F.normalize(vector, dim=0))  # by itself: a GPU's order of sums depends on how many
@@ -66,6 +67,14 @@ class Pooler:
 
     def _last(self, chunk: PooledRows) -> torch.Tensor:
         return self._hidden_of(chunk.first_token + chunk.count - 1, 1)[0].float()
+
+    def _first(self, chunk: PooledRows) -> torch.Tensor:
+        first = self._sums.pop(chunk.slot, None)
+        if first is None:  # a copy, which outlives the step
+            first = self._hidden_of(chunk.first_token, 1)[0].to(torch.float32, copy=True)
+        if not chunk.is_last:
+            self._sums[chunk.slot] = first
+        return first
 
     def _mean_so_far(self, chunk: PooledRows) -> torch.Tensor:
         """The sum, that is: it points the same way, and only the direction is wanted."""

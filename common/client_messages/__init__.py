@@ -99,7 +99,7 @@ _FROM_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in FromClient.__args__}
 _TO_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in ToClient.__args__}
 
 
-ITEM_LIMIT = 1 << 20
+ITEM_LIMIT = 1 << 17
 """Items in all arrays and maps of a client's message at most."""
 _START_BYTES = 4 * ID_LIMIT + 64
 """Of a message, as many bytes as hold its type code and request id."""

@@ -194,7 +194,7 @@ class Embed:
     """A prompt whose embedding is wanted.
 
     Attributes:
-        pooling: `last` or `mean`; empty for what the engine was started with.
+        pooling: `last`, `mean` or `cls`; empty for what the engine was started with.
         request_id, prompt, priority, cache_salt, timeout_ms, add_special_tokens, chat: as in Generate.
     """
 

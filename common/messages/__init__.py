@@ -1,9 +1,10 @@
-"""Every message between frontend, scheduler, workers and supervisor, with its layout on the wire.
+"""All messages between frontend, scheduler, workers and supervisor, with their layout on the wire.
 
-Each class is frozen, carries a type code, and knows `to_wire` (the msgpack bytes) and `from_fields` (the checked way
-back). One union per direction of each link, one decoder per socket: `decode_for_scheduler`, `decode_for_frontend`,
-`decode_for_worker`, `decode_from_worker`, `decode_for_supervisor`, `decode_for_child`. A code that a socket does not
-carry raises `WireError`. The messages between clients and the frontend are in `client_messages`.
+Each class is frozen, has a type code, and has `to_wire` (gives msgpack bytes) and `from_fields` (builds the message
+from checked fields). There is one union per direction of each link and one decoder per socket: `decode_for_scheduler`,
+`decode_for_frontend`, `decode_for_worker`, `decode_from_worker`, `decode_for_supervisor`, `decode_for_child`. A code
+that a socket does not carry raises `WireError`. The messages between clients and the frontend are in
+`client_messages`.
 
     code  message          from -> to               one per
     1     AddRequest       frontend -> scheduler    request
@@ -14,6 +15,7 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     11    TokensOut        scheduler -> frontend    step that produced tokens or ended samples
     12    RequestFailed    scheduler -> frontend    request that ends without (further) tokens
     13    EngineStats      scheduler -> frontend    tenth of a second, when something changed
+    14    QueueNews        scheduler -> frontend    time that requests have to wait, or have waited
     20    WorkerReady      worker -> scheduler      start
     21    StepResult       worker -> scheduler      step
     30    StepPlan         scheduler -> worker      step
@@ -21,17 +23,17 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     41    Ready            child -> supervisor      start
     42    Failed           child -> supervisor      failure, as the last message
     50    Stop             supervisor -> child      end of the run
-    51    PeerFailed       supervisor -> child      death of another process
+    51    PeerFailed       supervisor -> child      loss of another process
     52    Profile          frontend -> supervisor -> child    trace that is asked for
     53    NewSession       supervisor -> child      restart of the process at the other end
 
-Request ids are int32 numbers that the frontend allots; none is given out again while it is live. A request with n
-samples is one AddRequest; what comes back is addressed by request id and sample index.
+Request ids are int32 numbers chosen by the frontend; none is reused while it is live. A request with n samples is one
+AddRequest; what comes back names request id and sample index.
 """
 
 from common.errors import WireError
 from common.messages.control import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop
-from common.messages.fields import POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
+from common.messages.fields import EARLY_POOLINGS, POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
     FINISH_REASONS,
     AbortRequests,
@@ -40,6 +42,7 @@ from common.messages.requests import (
     EngineReady,
     EngineStats,
     FlushCache,
+    QueueNews,
     RequestFailed,
     SampleFinish,
     TokensOut,
@@ -56,6 +59,7 @@ from common.messages.steps import (
 from common.wire import unpack
 
 __all__ = [
+    "EARLY_POOLINGS",
     "FINISH_REASONS",
     "NOT_A_TOKEN",
     "POOLINGS",
@@ -76,6 +80,7 @@ __all__ = [
     "NewSession",
     "PeerFailed",
     "Profile",
+    "QueueNews",
     "Ready",
     "RequestFailed",
     "SampleFinish",
@@ -96,7 +101,7 @@ __all__ = [
 ]
 
 ForScheduler = AddRequest | AbortRequests | AbortSamples | FlushCache
-ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats
+ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats | QueueNews
 FromWorker = WorkerReady | StepResult
 ForSupervisor = Heartbeat | Ready | Failed | Profile
 ForChild = Stop | PeerFailed | Profile | NewSession
@@ -127,6 +132,8 @@ def decode_for_frontend(data: bytes) -> ForFrontend:
             return EngineStats.from_fields(fields)
         case RequestFailed.CODE:
             return RequestFailed.from_fields(fields)
+        case QueueNews.CODE:
+            return QueueNews.from_fields(fields)
         case EngineReady.CODE:
             return EngineReady.from_fields(fields)
     raise _unknown(code, "scheduler -> frontend")

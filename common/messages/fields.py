@@ -16,8 +16,11 @@ WORKER_PARTS = STEP_PARTS[2:]
 SHORT_IDS_LIMIT = 1024
 """Token ids in a short array at most, such as those of one of a request's bad words."""
 
-POOLINGS = ("", "mean", "last")
-"""What is wanted of a prompt's hidden states: nothing, or as an embedding their mean, or the last one."""
+POOLINGS = ("", "mean", "last", "cls")
+"""What is wanted of a prompt's hidden states: nothing, or as an embedding their mean, the last one, or the first."""
+
+EARLY_POOLINGS = ("mean", "cls")
+"""Those that need more than the last state, so that no token of the prompt may come from a cache."""
 
 EMBEDDING_LIMIT = 1 << 16
 """Numbers of an embedding at most."""

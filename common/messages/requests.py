@@ -355,6 +355,31 @@ class RequestFailed:
         return message
 
 
+@dataclass(frozen=True)
+class QueueNews:
+    """Which requests wait, so that no worker has heard of them, and which do so no more: int32 request ids.
+
+    Said of what has to wait when it comes, and of that when its first step has been planned. Nothing is said of a
+    request that runs at once, nor of the end of one that waits.
+    """
+
+    CODE: ClassVar[int] = 14
+    waiting_ids: "array[int]"
+    started_ids: "array[int]"
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, array_bytes(self.waiting_ids), array_bytes(self.started_ids)])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "QueueNews":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("QueueNews", fields)
+        message = cls(read.numbers("waiting_ids", "i"), read.numbers("started_ids", "i"))
+        read.done()
+        return message
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Where the engine stands: gauges, counters since start, and the parts of the last steps.

@@ -22,7 +22,7 @@ from common.messages.fields import (
 )
 from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 NOT_A_TOKEN = -1
 """Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 
@@ -39,8 +39,8 @@ class SlotSampling:
         allowed_token_ids: int32; empty allows all.
         bad_token_ids: sequences whose last token cannot be sampled after the others.
         masked: every step that samples for the slot brings a mask of the token ids that it allows.
-        pooling: one of POOLINGS: the embedding to report with the first sampled token. The mean is of all tokens
-            that were computed since the slot started, so that none may have come from the cache.
+        pooling: one of POOLINGS: the embedding to report with the first sampled token. One of
+            EARLY_POOLINGS is of the tokens that were computed since the slot started: none may come from the cache.
     """
 
     temperature: float = 1.0

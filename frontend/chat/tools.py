@@ -1,7 +1,7 @@
-"""What a request says of tools: checked, and brought into the form that templates take.
+"""Checks a request's tools and converts them to the form that chat templates take.
 
-A template that knows no tools gets them in the system message, and earlier calls and their results as text, in the
-Hermes form.
+For a template that does not support tools, they go into the system message, and earlier calls and their results become
+text in the Hermes format.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        tools: as the client sent them; empty if the model is to know of none.
+        tools: as the client sent them; empty if the model must not see any.
         choice: `none`, `auto`, `required`, or the name of the function that must be called.
         is_named: `choice` is a name.
     """
@@ -98,23 +98,45 @@ def _chosen_name(choice: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def with_decoded_arguments(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """An assistant's message whose calls have their arguments as objects, which is what templates expect.
+def check_calls(message: Mapping[str, Any], where: str) -> None:
+    """Refuse a message whose `tool_calls` are no calls; raises RequestError."""
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        raise RequestError(f"{where}.tool_calls: wanted a list of calls, each with function.name", param="messages")
+
+
+def for_template(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool
+) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]]]:
+    """Messages and tools as a chat template expects them: the arguments of calls as objects.
+
+    Takes as long as the chat is: not for the event loop.
+
+    Args:
+        knows_tools: whether the template does; if not, there are none left, and everything about them is text.
 
     Raises:
-        RequestError: `tool_calls` is not a list of calls.
+        RequestError: calls that are none, or values that JSON cannot hold.
     """
+    for index, message in enumerate(messages):
+        check_calls(message, f"messages[{index}]")
+    chat = [_with_decoded_arguments(message) for message in messages]
+    try:
+        return (chat, tools) if knows_tools else (as_text(chat, tools), ())
+    except (TypeError, ValueError, RecursionError) as error:  # the client socket carries more than JSON
+        raise RequestError(f"messages: their calls or the tools are no JSON: {error}", param="messages") from None
+
+
+def _with_decoded_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) and _function_of(call) for call in calls):
-        raise RequestError(f"{where}.tool_calls: wanted a list of calls, each with function.name", param="messages")
     return {**message, "tool_calls": [_decoded(call) for call in calls]}
 
 
-def _function_of(call: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    function = call.get("function")
-    return function if isinstance(function, Mapping) and isinstance(function.get("name"), str) else None
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,27 +149,33 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat with tools for a template that knows none."""
+    """A chat with tools, for a template that does not support them."""
     plain = [_plain_message(message) for message in messages]
     if not tools:
         return plain
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=described)
-    if plain and plain[0]["role"] == "system":
-        first = {**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}
+    if plain and plain[0].get("role") == "system":
+        first = {**plain[0], "content": f"{_text_of(plain[0])}\n\n{instructions}"}
         return [first, *plain[1:]]
     return [{"role": "system", "content": instructions}, *plain]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{_text_of(message)}\n</tool_response>"}
     if not message.get("tool_calls"):
         return dict(message)
-    calls = [
-        {"name": call["function"]["name"], "arguments": call["function"].get("arguments", {})}
-        for call in message["tool_calls"]
-    ]
+    written = [call["function"] for call in message["tool_calls"]]
+    calls = [{"name": function["name"], "arguments": function.get("arguments", {})} for function in written]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    content = "\n".join([message["content"], *texts] if message["content"] else texts)
-    return {"role": message["role"], "content": content}
+    content = _text_of(message)
+    return {"role": message.get("role"), "content": "\n".join([content, *texts] if content else texts)}
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """A message's content as text, whichever form a client of the socket gave it."""
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

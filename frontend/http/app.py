@@ -18,7 +18,7 @@ from frontend.http.endpoints import ENDPOINTS
 from frontend.http.errors import error_response
 from frontend.http.history import History
 from frontend.http.metrics import Metrics
-from frontend.http.middleware import ApiKey, BodyLimit, RequestId
+from frontend.http.middleware import ApiKey, BodyLimit, PlainPath, RequestId, UnknownLength
 from frontend.http.openapi import document
 
 _PATHS = [endpoint.path for endpoint in ENDPOINTS]
@@ -32,7 +32,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
         engine: what serves the requests.
         options: API keys, CORS origins, the prefix of the metrics.
     """
-    middleware = [Middleware(RequestId)]
+    middleware = [Middleware(PlainPath), Middleware(UnknownLength), Middleware(RequestId)]
     if options.allowed_origins:
         middleware.append(Middleware(_cors(options.allowed_origins)))
     if options.api_key:
@@ -59,9 +59,9 @@ def _cors(origins: tuple[str, ...]) -> Callable[[ASGIApp], ASGIApp]:
     return wrap
 
 
-async def _on_refused(_: Request, error: Exception) -> Response:
+async def _on_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError), f"registered for RequestError, got {type(error).__name__}"
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -72,13 +72,13 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     }
     message = text.get(error.status_code, str(error.detail))
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    response = error_response(RequestError(message, code=code, status=error.status_code))
+    response = error_response(RequestError(message, code=code, status=error.status_code), request.scope)
     response.headers.update(error.headers or {})
     return response
 
 
 def _meant(path: str) -> str:
-    """What a path that does not exist was probably to be."""
+    """The endpoint that a path which does not exist was probably meant to be."""
     if not path.strip("/"):
         return "; /docs describes the API, and /dashboard shows the engine"
     tail = path.rpartition("/v1")[2].rstrip("/") or "/models"

@@ -13,14 +13,14 @@ from frontend.http.chat_start import StartedChat, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
 from frontend.http.replies import ChatReply, finals_usage, prompt_fields, usage_dict
-from frontend.http.requests import ChatRequest, decode
+from frontend.http.requests import ChatRequest, read_body
 from frontend.http.streams import EventStream, answer_or_abort
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), ChatRequest)
+    body = await read_body(request, ChatRequest)
     chat = await start_chat(engine, request, body)
     reply = ChatReply(
         generation.reply_id("chatcmpl", request, body), chat.model,

@@ -1,8 +1,9 @@
-"""How a chat begins, for every endpoint that answers chats: prompt, parameters, and how its answer is to be read.
+"""Starts a chat, for every endpoint that answers chats: its prompt, its parameters, and how to read its answer.
 
-`chat.py` and `responses.py` differ in what they take and send; both start here from a `ChatRequest`.
+The chat endpoints differ in what they take and send; all of them start here from a `ChatRequest`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,14 @@ from frontend.chat.tool_formats import ToolFormat, call_grammar, format_of
 from frontend.chat.tools import Tools
 from frontend.engine import Engine, RequestStream
 from frontend.http import generation
-from frontend.http.errors import not_supported
-from frontend.http.output_form import structured_outputs
+from frontend.http.errors import name_fields, not_supported
+from frontend.http.output_form import form_field, structured_outputs
 from frontend.http.prompts import chat_prompt
 from frontend.http.requests import ChatRequest, sampling_values
 from frontend.prompt import ChatPrompt
 from frontend.tokenizer import Tokenizer
 
+_FIELD_NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 _TAIL_TOKENS = 16
 """So many of a prompt's last tokens hold whatever opens the reasoning."""
 
@@ -44,12 +46,18 @@ class StartedChat:
     form: AnswerForm
 
 
-async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> StartedChat:
-    """Check a chat and send it on its way.
+async def start_chat(
+    engine: Engine, request: Request, body: ChatRequest, names: Mapping[str, str] | None = None
+) -> StartedChat:
+    """Check a chat and submit its request.
+
+    Args:
+        names: what the client calls fields of `ChatRequest`, for errors.
 
     Raises:
         RequestError: it cannot be served.
     """
+    name_fields(request.scope, {**_FIELD_NAMES, **_chosen_names(body), **(names or {})})
     model = generation.check_model(engine, body.model)
     generation.check_generation(body)
     tools = Tools.of(body.tools, body.tool_choice)
@@ -57,7 +65,7 @@ async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> Sta
     form = _answer_form(body, tools, wanted, engine.tokenizer)
     values = {**_values(body), **_special_tokens(body, form, engine.tokenizer), "structured_outputs": wanted}
     params = engine.make_params(values, max_tokens=None)
-    prompt = _prompt(body, tools, engine.tokenizer)
+    prompt = _prompt(body, tools)
     [stream] = await generation.start(engine, request, body, [prompt], params, deltas=bool(body.stream))
     if form.reasons:
         tail = stream.prompt_token_ids[-_TAIL_TOKENS:]
@@ -65,12 +73,18 @@ async def start_chat(engine: Engine, request: Request, body: ChatRequest) -> Sta
     return StartedChat(model, stream, params, form)
 
 
-def chat_prompt_of(body: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
+def _chosen_names(body: ChatRequest) -> dict[str, str]:
+    """Names of fields that have several, as this client knows them."""
+    names = {"structured_outputs": form_field(body)}
+    return names if body.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+
+
+def chat_prompt_of(body: ChatRequest) -> ChatPrompt:
     """The prompt that a chat would start with; raises RequestError as `start_chat` does."""
-    return _prompt(body, Tools.of(body.tools, body.tool_choice), tokenizer)
+    return _prompt(body, Tools.of(body.tools, body.tool_choice))
 
 
-def _prompt(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> ChatPrompt:
+def _prompt(body: ChatRequest, tools: Tools) -> ChatPrompt:
     template_kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         template_kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -82,12 +96,11 @@ def _prompt(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> ChatPrompt
         continue_final_message=body.continue_final_message,
         template_kwargs=template_kwargs,
         tools=tools.tools,
-        template=tokenizer.template_text(with_tools=bool(tools.tools)),
     )
 
 
 def _wanted_output(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> StructuredOutputs | None:
-    """The form of the whole output: the client's, or that of the calls it insists on."""
+    """The form of the whole output: the client's own, or that of the calls it requires."""
     wanted = structured_outputs(body)
     if not tools.must_call:
         return wanted
@@ -119,7 +132,7 @@ def _tool_format(tools: Tools, tokenizer: Tokenizer) -> ToolFormat:
 
 
 def _special_tokens(body: ChatRequest, form: AnswerForm, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special tokens stay in the text if the answer cannot be read without them."""
+    """The parameter that keeps special tokens in the text, if the answer cannot be parsed without them."""
     tags = [OPEN] if form.reasons else []
     tags += [form.tool_format.opening] if form.tool_format else []
     needed = any(tokenizer.special_id_of(tag) is not None for tag in tags)

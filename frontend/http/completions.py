@@ -1,4 +1,4 @@
-"""`/v1/completions`: text or token ids in, what follows out; several prompts at once, echo, log probabilities."""
+"""`/v1/completions`: text or token ids in, their continuation out; several prompts at once, echo, log probabilities."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from frontend.engine import Engine, RequestStream
 from frontend.events import Final, TokenLogprob
 from frontend.http import generation
 from frontend.http.direct import DirectWriter
-from frontend.http.errors import JsonResponse, not_supported
-from frontend.http.output_form import structured_outputs
+from frontend.http.errors import JsonResponse, name_fields, not_supported
+from frontend.http.output_form import form_field, structured_outputs
 from frontend.http.prompts import completion_prompts
 from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, prompt_fields, usage_dict
-from frontend.http.requests import CompletionRequest, decode, sampling_values
+from frontend.http.requests import CompletionRequest, read_body, sampling_values
 from frontend.http.streams import EventStream, answer_or_abort
 from frontend.prompt import Prompt
 
@@ -23,7 +23,8 @@ from frontend.prompt import Prompt
 async def completions(request: Request) -> Response:
     """Continue one or several texts."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), CompletionRequest)
+    body = await read_body(request, CompletionRequest)
+    name_fields(request.scope, {"structured_outputs": form_field(body)})
     model = generation.check_model(engine, body.model)
     generation.check_generation(body)
     _check_own(body)

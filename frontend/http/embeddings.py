@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts or token ids in, the direction of the model's hidden states out."""
+"""`/v1/embeddings`: texts or token ids in, the model's hidden states out, pooled to one normalised vector per input."""
 
 import asyncio
 import base64
@@ -16,8 +16,9 @@ from common.wire import array_bytes
 from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
+from frontend.http.errors import name_fields
 from frontend.http.prompts import completion_prompts
-from frontend.http.requests import EmbeddingsRequest, decode
+from frontend.http.requests import EmbeddingsRequest, read_body
 from frontend.http.streams import answer_or_abort
 from frontend.request_checks import EMBEDDING_PARAMS
 
@@ -30,20 +31,15 @@ _encoder = msgspec.json.Encoder()
 async def embeddings(request: Request) -> Response:
     """Embed one or several texts: for each a vector of length 1."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), EmbeddingsRequest)
+    body = await read_body(request, EmbeddingsRequest)
+    name_fields(request.scope, {"prompt": "input"})
     model = generation.check_model(engine, body.model)
     generation.check_queueing(body)
     if body.dimensions is not None and body.dimensions < 1:
         raise RequestError(f"dimensions: wanted 1 or more, got {body.dimensions}", param="dimensions")
     pooling = engine.check_pooling(body.pooling)
     inputs = completion_prompts(body.input, "input", INPUT_LIMIT)
-    try:
-        streams = await generation.start(
-            engine, request, body, inputs, EMBEDDING_PARAMS, deltas=False, pooling=pooling
-        )  # fmt: skip
-    except RequestError as error:
-        error.param = "input" if error.param == "prompt" else error.param
-        raise
+    streams = await generation.start(engine, request, body, inputs, EMBEDDING_PARAMS, deltas=False, pooling=pooling)
     finals = await answer_or_abort(
         request.receive, generation.finals(streams), lambda: generation.abort_all(streams)
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Every endpoint of the HTTP API, with its body and an example: what is routed, and what /openapi.json describes."""
+"""The table of all HTTP endpoints, with their bodies and examples: what is routed, and what /openapi.json describes."""
 
-from frontend.http import dashboard, utilities
+from frontend.http import dashboard, tokens, utilities
 from frontend.http.anthropic import MessagesRequest, count_tokens, messages
 from frontend.http.chat import chat_completions
 from frontend.http.completions import completions
@@ -34,8 +34,8 @@ ENDPOINTS = (
     Endpoint("/v1/embeddings", embeddings, EmbeddingsRequest, {"input": ["The sea", "The sky"]}),
     Endpoint("/v1/models", utilities.models),
     Endpoint("/v1/models/{model_id:path}", utilities.model),
-    Endpoint("/tokenize", utilities.tokenize, TokenizeRequest, {"prompt": "The sea"}),
-    Endpoint("/detokenize", utilities.detokenize, DetokenizeRequest, {"tokens": [1, 2, 3]}),
+    Endpoint("/tokenize", tokens.tokenize, TokenizeRequest, {"prompt": "The sea"}),
+    Endpoint("/detokenize", tokens.detokenize, DetokenizeRequest, {"tokens": [1, 2, 3]}),
     Endpoint("/health", utilities.health, tells_state=True),
     Endpoint("/ready", utilities.health, tells_state=True),
     Endpoint("/ping", utilities.health, methods=("GET", "POST"), tells_state=True),

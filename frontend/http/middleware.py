@@ -7,12 +7,14 @@ import hmac
 import logging
 import re
 import uuid
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import RequestError
 from common.log import request_id_var
+from frontend.http.direct import CYCLE_KEY
 from frontend.http.errors import error_response
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ _GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class RequestId:
     """Gives every request an id, the client's own if it sent `x-request-id`; logs carry it, the response echoes it.
 
-    Also answers what nothing inside has dealt with, so that even that response has its id and the form of all errors.
+    Also answers errors that nothing inside has handled, so that even those have an id and the form of all errors.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -59,7 +61,7 @@ class RequestId:
             if started:
                 raise  # closes the connection
             error = RequestError("the server failed on this request", code="internal_error", status=500)
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
 
 
 class ApiKey:
@@ -76,7 +78,7 @@ class ApiKey:
         error = RequestError(
             "a valid API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key", status=401
         )
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
@@ -87,7 +89,7 @@ class ApiKey:
 
 
 class BodyLimit:
-    """Answers 413 to bodies above a limit, before they are in memory."""
+    """Answers 413 to bodies above a limit, before they are in memory, and 415 to those that are compressed."""
 
     def __init__(self, app: ASGIApp, limit_bytes: int = BODY_LIMIT_BYTES) -> None:
         self._app = app
@@ -97,9 +99,12 @@ class BodyLimit:
         """Pass the request on with its body counted."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        encoding = _header(scope, b"content-encoding").strip().lower()
+        if encoding not in (b"", b"identity"):
+            return await error_response(_compressed(encoding), scope)(scope, receive, send)
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length[:20]) > self._limit_bytes:
-            return await error_response(self._too_large())(scope, receive, send)
+            return await error_response(self._too_large(), scope)(scope, receive, send)
         count_bytes = 0
 
         async def receive_counted() -> Message:
@@ -117,8 +122,49 @@ class BodyLimit:
         return RequestError(text, code="body_too_large", status=413)
 
 
+class PlainPath:
+    """Takes `/v1/models/` for `/v1/models`: a redirect would send clients behind a proxy to another scheme, keyless."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on without the slashes at the end of its path."""
+        if scope["type"] == "http" and scope["path"].endswith("/") and _path(scope).startswith("/v1/"):
+            scope["path"] = scope["path"].rstrip("/")
+        await self._app(scope, receive, send)
+
+
+class UnknownLength:
+    """Answers clients of HTTP/1.0, which know no chunks: a body of unknown length ends where the connection does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; have uvicorn write bodies of unknown length as they are."""
+        cycle: Any = scope.get(CYCLE_KEY)
+        if scope["type"] != "http" or cycle is None or scope.get("http_version") != "1.0":
+            return await self._app(scope, receive, send)
+
+        async def send_plainly(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                    cycle.chunked_encoding = False
+            elif cycle.chunked_encoding is False and not cycle.expected_content_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_plainly)
+
+
+def _compressed(encoding: bytes) -> RequestError:
+    text = f"content-encoding {encoding.decode('latin-1'):.40}: wanted the body as it is, not compressed"
+    return RequestError(text, code="content_encoding", status=415)
+
+
 def _path(scope: Scope) -> str:
-    """The path that routes see: without what a reverse proxy puts before it (`--root-path`)."""
+    """The path that routes see: without the prefix that a reverse proxy adds (`--root-path`)."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 

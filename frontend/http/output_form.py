@@ -1,4 +1,4 @@
-"""The form that a request wants its output in, from whichever of the API's fields says so."""
+"""The form of output that a request asks for, in whichever of the API's fields."""
 
 from typing import Any
 
@@ -7,6 +7,15 @@ from common.structured_outputs import StructuredOutputs
 from frontend.http.requests import GenerationRequest, ResponseFormat
 
 _GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's older fields, `guided_json` and so on
+
+
+def form_field(body: GenerationRequest) -> str:
+    """The field that asks for a form; a required call asks for one too."""
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    guided = [f"guided_{kind}" for kind in _GUIDED if getattr(body, f"guided_{kind}") is not None]
+    asks_for_calls = getattr(body, "tool_choice", None) not in (None, "auto", "none")
+    return guided[0] if guided else "tools" if asks_for_calls and not body.structured_outputs else "structured_outputs"
 
 
 def structured_outputs(body: GenerationRequest) -> StructuredOutputs | None:

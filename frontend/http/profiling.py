@@ -11,7 +11,7 @@ from common.messages import Profile
 from common.profiling import STEP_LIMIT
 from frontend.engine import Engine
 from frontend.http.errors import JsonResponse
-from frontend.http.requests import decode
+from frontend.http.requests import read_body
 
 
 class ProfileRequest(msgspec.Struct, kw_only=True):
@@ -40,7 +40,7 @@ async def stop_profile(request: Request) -> Response:
 
 
 async def _body(request: Request) -> ProfileRequest:
-    return decode(await request.body() or b"{}", ProfileRequest)
+    return await read_body(request, ProfileRequest, empty=b"{}")
 
 
 def _order(request: Request, order: Profile) -> Response:

@@ -1,16 +1,18 @@
-"""What clients send as prompts, in the forms that the engine takes: text, token ids, chats."""
+"""Converts the prompts that clients send to the forms that the engine takes: text, token ids, chats."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import RequestError
-from frontend.chat.tool_formats import knows_tools
-from frontend.chat.tools import as_text, with_decoded_arguments
+from frontend.chat.tools import check_calls
 from frontend.prompt import ChatPrompt, Prompt
 
 PROMPT_LIMIT = 1024
 """Prompts in one completion request."""
 MESSAGE_LIMIT = 4096
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts -> the field that holds their text."""
 _ROLES = {"developer": "system"}  # roles that no template knows -> the one that means the same
 
 
@@ -28,12 +30,13 @@ def completion_prompts(prompt: str | list[Any], name: str = "prompt", limit: int
         return [prompt]
     if not prompt:
         raise RequestError(f"{name}: wanted a string, token ids, or a list of either; got an empty list", param=name)
-    if all(type(entry) is int for entry in prompt):
+    if isinstance(prompt, array) or all(type(entry) is int for entry in prompt):
         return [prompt]
     if len(prompt) > limit:
         raise RequestError(f"{name}: {len(prompt)} prompts, at most {limit} are allowed", param=name)
     for entry in prompt:
         ids = isinstance(entry, list) and all(type(token_id) is int for token_id in entry)
+        ids = ids or isinstance(entry, array)
         if not ids and not isinstance(entry, str):
             raise RequestError(
                 f"{name}: wanted a string, token ids, or a list of either; got a list that mixes or nests them",
@@ -49,13 +52,11 @@ def chat_prompt(
     continue_final_message: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
-    template: str = "",
 ) -> ChatPrompt:
-    """A chat as the templates expect it: every content a string, every call's arguments an object.
+    """A chat whose every content is a string; `tools.for_template` does the rest where it is rendered.
 
     Args:
         tools: checked descriptions of functions.
-        template: the model's, to see whether it knows tools.
 
     Raises:
         RequestError: no messages, one without a role, or content that is not text.
@@ -67,8 +68,6 @@ def chat_prompt(
             "add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message"
         )
     chat = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    if not knows_tools(template):
-        chat, tools = as_text(chat, tools), ()
     return ChatPrompt(
         messages=chat,
         tools=tools or None,
@@ -82,8 +81,9 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where}.role: wanted a string such as 'user', got {role!r:.80}", param="messages")
+    check_calls(message, where)
     return {
-        **with_decoded_arguments(message, where),
+        **message,
         "role": _ROLES.get(role, role),
         "content": _text_of(message.get("content"), where),
     }
@@ -96,12 +96,14 @@ def _text_of(content: Any, where: str) -> str:
         return ""
     if not isinstance(content, list):
         raise RequestError(f"{where}.content: wanted a string or a list of parts", param="messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"{where}.content: this model takes text only; got a part of type {kind!r:.80}", param="messages"
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(_text_of_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise RequestError(f"{where}: this model takes text only; got a part of type {kind!r:.80}", param="messages")
+    if not isinstance(part.get(field), str):
+        raise RequestError(f"{where}.{field}: wanted a string", param="messages")
+    return str(part[field])

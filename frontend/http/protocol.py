@@ -1,10 +1,11 @@
-"""uvicorn's HTTP protocol with bounds on connections and on a request's head, and errors in the API's own form.
+"""uvicorn's HTTP protocol with limits on connections and on a request's head, and errors in the API's own form.
 
-The parser keeps what it has not finished, so that a header without an end would grow until memory is gone; and a
-process that is out of file descriptors dies in ZeroMQ, so that idle connections must leave some.
+The limits are needed: the parser keeps what is unfinished, so a header without an end would grow until memory is gone;
+and ZeroMQ aborts a process that is out of file descriptors, so idle connections must leave some.
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -20,6 +21,8 @@ from frontend.http.errors import error_body
 HEAD_LIMIT_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 60.0
 """How long a connection may take to send a request's head."""
+BODY_TIMEOUT_S = 60.0
+"""How long a connection may send nothing of a body that it has announced."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -35,11 +38,12 @@ class Protocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._in_head = False
+        self._in_body = False
         self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected; it is sent away if there are too many."""
+        """A client has connected; it is refused if there are too many."""
         super().connection_made(transport)
         self.open_connections.http_count = len(self.connections)
         try:
@@ -50,7 +54,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
-        self._stop_head_timer()
+        self._stop_timer()
         super().connection_lost(exc)
         self.open_connections.http_count = len(self.connections)
 
@@ -68,6 +72,8 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES:
                 self.send_400_response(f"the request's head is larger than {HEAD_LIMIT_BYTES} bytes")
+        elif self._in_body:
+            self._await_body()
 
     def on_message_begin(self) -> None:
         """The parser has seen the start of a request."""
@@ -80,17 +86,21 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         if self.parser.should_upgrade():
             return  # the parser ends here, see `_go_on_without_upgrade`
-        self._stop_head_timer()
+        self._in_body = True
+        self._stop_timer()
         super().on_headers_complete()
         self.scope[CYCLE_KEY] = self.cycle  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         """The parser has seen the end of a request."""
         if not self.parser.should_upgrade():
+            if self._in_body:
+                self._in_body = False
+                self._stop_timer()
             super().on_message_complete()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the request anew without its wish for another protocol: the parser would take the body for that one."""
+        """Parse the request again without its Upgrade header, with which the body would count as another protocol's."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":  # wishes for another protocol by itself
             self.send_400_response("this is no proxy: CONNECT is not served")
@@ -101,24 +111,30 @@ class Protocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no proper HTTP request, and close."""
+        """Answer bytes that are not an HTTP request, and close."""
         self._refuse(RequestError(msg, code="bad_request"))
 
     def _refuse(self, error: RequestError) -> None:
-        body = msgspec.json.encode(error_body(error))
+        body = msgspec.json.encode(error_body(error, dict(self.scope) if self.cycle else {}))
         status = f"{error.status} {HTTPStatus(error.status).phrase}"
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
     def _await_head(self) -> None:
-        self._stop_head_timer()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+        self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
 
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _await_body(self) -> None:
+        self._start_timer(BODY_TIMEOUT_S, self._body_is_late)
+
+    def _start_timer(self, seconds: float, call: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, call)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _head_is_late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -126,3 +142,12 @@ class Protocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             text = f"no request's head came within {HEAD_TIMEOUT_S:g} s"
             self._refuse(RequestError(text, code="head_timeout", status=408))
+
+    def _body_is_late(self) -> None:
+        if self.flow.read_paused:
+            self._await_body()  # it is us who do not read
+        elif self.cycle is not None and self.cycle.response_started:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            text = f"nothing of the request's body came for {BODY_TIMEOUT_S:g} s"
+            self._refuse(RequestError(text, code="body_timeout", status=408))

@@ -9,16 +9,19 @@ import msgspec
 from frontend.chat.parts import CallArguments, CallStart, Content, Part, Reasoning
 from frontend.events import Usage
 
+CUT = ("length", "abort")
+"""Reasons for which an output ends before it is complete."""
+
 _encoder = msgspec.json.Encoder()
 
 
 class ResponseHead:
-    """What all events of one response share.
+    """The common part of all events of one response.
 
     Args:
         response_id: its `id`.
-        model: the name that the client hears.
-        echoed: what is repeated of the request.
+        model: the name for the client.
+        echoed: the fields that are repeated from the request.
     """
 
     def __init__(self, response_id: str, model: str, echoed: dict[str, Any]) -> None:
@@ -30,7 +33,7 @@ class ResponseHead:
 
     def whole(self, output: list[dict[str, Any]], reason: str | None, usage: Usage | None) -> dict[str, Any]:
         """The response so far; `reason` is why it ended, None while it goes on."""
-        is_cut = reason in ("length", "abort")
+        is_cut = reason in CUT
         status = "in_progress" if reason is None else "incomplete" if is_cut else "completed"
         return {
             **self._fields,
@@ -79,13 +82,13 @@ class Items:
                     events += self._event("function_call_arguments.delta", delta=text)
         return events
 
-    def close(self) -> bytes:
-        """Finish the open item."""
+    def close(self, reason: str | None = None) -> bytes:
+        """Finish the open item; `reason` is why the output ended, if it did."""
         item, self._open = self._open, None
         if item is None:
             return b""
         text = self._text
-        item["status"] = "completed"
+        item["status"] = "incomplete" if reason in CUT else "completed"
         if item["type"] == "function_call":
             item["arguments"] = text
             events = self._event("function_call_arguments.done", item, arguments=text, name=item["name"])
@@ -134,7 +137,7 @@ def _text_part(text: str) -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

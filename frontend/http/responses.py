@@ -1,9 +1,8 @@
-"""`/v1/responses`: OpenAI's newer form of a chat, over the same start and the same parsers.
+"""`/v1/responses`: OpenAI's newer form of a chat, with the same start and parsers as the others.
 
 Nothing is stored, so there is no `previous_response_id`: send the whole conversation as `input`.
 """
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from frontend.http import generation
 from frontend.http.chat_start import StartedChat, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, not_supported
-from frontend.http.requests import ChatRequest, ResponseFormat, decode
+from frontend.http.requests import ChatRequest, ResponseFormat, read_body
 from frontend.http.response_items import Items, ResponseHead
 from frontend.http.streams import EventStream, answer_or_abort
 
@@ -30,7 +29,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         input: a text, or items: messages, `function_call`, `function_call_output`.
         model: the name of a model that is served here.
         instructions: a system message to begin with.
-        max_output_tokens: tokens to generate at most; without it, up to the model's context.
+        max_output_tokens: most tokens to generate; by default up to the model's context.
         tools: functions that the model may call.
         tool_choice: `none`, `auto`, `required`, or a map that names one function.
         parallel_tool_calls: false allows one call at most.
@@ -78,12 +77,22 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
+_FIELD_NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "structured_outputs": "text",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
+
+
 async def responses(request: Request) -> Response:
     """Answer a chat in the form of OpenAI's Responses."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), ResponsesRequest)
+    body = await read_body(request, ResponsesRequest)
     given = as_chat(body)
-    chat = await start_chat(engine, request, given)
+    chat = await start_chat(engine, request, given, _FIELD_NAMES)
     head = ResponseHead(generation.reply_id("resp", request, given), chat.model, _echoed(body, chat))
     if body.stream:
         writer = DirectWriter(request.scope)
@@ -92,7 +101,7 @@ async def responses(request: Request) -> Response:
     items, parser = Items(head), chat.form.parser()
     sample = final.samples[0]
     items.take([*parser.feed(sample.text), *parser.finish()])
-    items.close()
+    items.close(sample.finish_reason)
     return JsonResponse(head.whole(items.output, sample.finish_reason, final.usage))
 
 
@@ -114,7 +123,7 @@ async def _events(head: ResponseHead, chat: StartedChat, writer: DirectWriter) -
         if event.finish_reason:
             parts += parser.finish()
             reason = event.finish_reason
-        if events := items.take(parts) + (items.close() if event.finish_reason else b""):
+        if events := items.take(parts) + (items.close(event.finish_reason) if event.finish_reason else b""):
             yield events
 
 
@@ -208,7 +217,7 @@ def _echoed(body: ResponsesRequest, chat: StartedChat) -> dict[str, Any]:
         "temperature": chat.params.temperature,
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": json.loads(json.dumps(body.tools or [])),
+        "tools": body.tools or [],
         "top_p": chat.params.top_p,
         "truncation": "disabled",
         "user": body.user,

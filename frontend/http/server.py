@@ -14,6 +14,7 @@ from frontend.engine import Engine
 from frontend.http.app import build_app
 from frontend.http.history import History
 from frontend.http.protocol import Protocol
+from frontend.http.tls import check_tls
 
 KEEP_ALIVE_S = 75
 ACCEPTED_AT_ONCE = 16
@@ -25,8 +26,9 @@ async def start(engine: Engine, config: EngineConfig) -> "HttpServer":
     """Answer HTTP requests from now on, in the running loop.
 
     Raises:
-        ConfigError: the address cannot be had (only where no supervisor has bound it already).
+        ConfigError: the address cannot be had (only where no supervisor has bound it already), or a TLS file is none.
     """
+    check_tls(config.server)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # it warns of every bad request
     server = HttpServer(engine, config.server, inherited_http_socket() or bind_http(config.server))
     await server.start()

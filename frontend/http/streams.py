@@ -1,8 +1,8 @@
-"""Replies that take time: server-sent events, and the watch for clients that go away.
+"""Replies that take time: server-sent events, and noticing clients that disconnect.
 
-A client that disconnects, from a stream or while it waits for a whole body, has its requests aborted at once. An error
-before the first event is an ordinary HTTP error; after it, it is an event, since a stream that is merely cut looks
-complete.
+When a client disconnects, from a stream or while it waits for a whole body, its requests are aborted at once. An error
+before the first event is an ordinary HTTP error; an error after it is sent as an event, since a stream that is merely
+cut off looks complete.
 """
 
 import asyncio
@@ -11,13 +11,12 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import RequestError
 from frontend.http.direct import DirectWriter
-from frontend.http.errors import error_body, error_response
+from frontend.http.errors import error_event, error_response
 
 KEEP_ALIVE_S = 15.0
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -79,9 +78,9 @@ class EventStream(Response):
         self._writer.close()
         if error is not None and not self._started:
             alive.cancel()
-            return await error_response(error)(scope, receive, send)
+            return await error_response(error, scope)(scope, receive, send)
         await self._start(send)
-        last = b"" if error is None else b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
+        last = b"" if error is None else error_event(error, scope)
         await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n", "more_body": False})
 
     async def _start(self, send: Send) -> None:

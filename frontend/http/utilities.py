@@ -1,9 +1,7 @@
-"""The small endpoints: models, health, version, tokenizing, the prefix cache."""
+"""The small endpoints: models, health, version, aborts, the prefix cache."""
 
-import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,15 +9,12 @@ from starlette.responses import Response
 
 from common.errors import RequestError
 from common.version import own_version
-from frontend.chat.tools import Tools
 from frontend.engine import Engine
 from frontend.http.errors import JsonResponse
 from frontend.http.generation import check_model
 from frontend.http.metrics import CONTENT_TYPE, Metrics
-from frontend.http.prompts import chat_prompt
-from frontend.http.requests import AbortRequest, DetokenizeRequest, TokenizeRequest, decode
+from frontend.http.requests import AbortRequest, read_body
 
-TEXTS_AT_ONCE = 500
 _STARTED_AT_S = int(time.time())
 
 
@@ -68,7 +63,7 @@ async def server_info(request: Request) -> Response:
 async def abort_request(request: Request) -> Response:
     """End live requests, all or one by its `request_id`, `x-request-id` or reply's id; each gets what it has so far."""
     engine: Engine = request.app.state.engine
-    body = decode(await request.body(), AbortRequest)
+    body = await read_body(request, AbortRequest)
     name = body.request_id if body.request_id is not None else body.rid
     if (name is None) != bool(body.abort_all):
         raise RequestError("wanted either request_id or abort_all: true", param="request_id")
@@ -105,52 +100,3 @@ def _card(engine: Engine, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": engine.limits.max_model_len if engine.limits else None,
     }
-
-
-async def tokenize(request: Request) -> Response:
-    """The token ids of a text or a rendered chat."""
-    engine: Engine = request.app.state.engine
-    body = decode(await request.body(), TokenizeRequest)
-    check_model(engine, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("wanted either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        ids = await engine.prompt_ids(body.prompt, body.add_special_tokens)
-    else:
-        tools = Tools.of(body.tools, None).tools
-        chat = chat_prompt(
-            body.messages or [],
-            tools=tools,
-            template=engine.tokenizer.template_text(with_tools=bool(tools)),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
-        )
-        ids = await engine.prompt_ids(chat, body.add_special_tokens)
-    texts = await _token_texts(engine, ids) if body.return_token_strs else None
-    limit = engine.limits.max_model_len if engine.limits else None
-    return JsonResponse({"count": len(ids), "max_model_len": limit, "tokens": list(ids), "token_strs": texts})
-
-
-async def _token_texts(engine: Engine, token_ids: Sequence[int]) -> list[str]:
-    """Each token as text; other work on the loop gets its turn every few hundred of them."""
-    texts: list[str] = []
-    for start in range(0, len(token_ids), TEXTS_AT_ONCE):
-        texts += [engine.tokenizer.token_text(token_id) for token_id in token_ids[start : start + TEXTS_AT_ONCE]]
-        await asyncio.sleep(0)
-    return texts
-
-
-async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
-    engine: Engine = request.app.state.engine
-    body = decode(await request.body(), DetokenizeRequest)
-    check_model(engine, body.model)
-    low, high = min(body.tokens, default=0), max(body.tokens, default=0)
-    if low < 0 or high >= engine.tokenizer.vocab_size:
-        raise RequestError(
-            f"tokens holds {low if low < 0 else high}; this model's ids are 0 to {engine.tokenizer.vocab_size - 1}",
-            param="tokens",
-        )
-    text = await engine.decode(body.tokens)
-    return JsonResponse({"prompt": text})

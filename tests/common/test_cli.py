@@ -132,6 +132,13 @@ def test_empty_file_changes_nothing(tmp_path):
     assert parse("--config", str(tmp_path / "empty.yaml")) == EngineConfig()
 
 
+def test_help_shows_switches_once_and_values_as_people_write_them():
+    text = OptionParser(prog="launch.py").format_help()
+    assert "--[no-]enforce-eager, --[no-]disable-cuda-graph\n" in text and "--no-enforce-eager" not in text
+    assert "(default: 1GiB)" in text and "(default: 600)" in text
+    assert "--uds PATH" in text and "--chat-template FILE" in text
+
+
 def test_a_configuration_survives_the_way_through_arguments():
     config = config_from_options(
         model="m", max_model_len="8k", http=False, api_key=["a", "b"], gpu_memory_utilization=0.5, enforce_eager=True

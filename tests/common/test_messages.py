@@ -68,6 +68,7 @@ EXAMPLES = {
             embeddings=((1, array("f", [0.5, -0.25])),),
         ),
         m.RequestFailed(1, "queue_full", "too many", 429, None, 500),
+        m.QueueNews(array("i", [4, 5]), array("i", [3])),
         m.EngineStats(
             running_count=3, steps=2**40, parts_us=array("i", [1, 2, 3, 4, 5, 6]), step_sizes=array("i", [0, 7])
         ),

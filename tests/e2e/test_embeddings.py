@@ -1,6 +1,8 @@
 """Embeddings of a real engine: the official client, the SDK and `LLM` get what transformers computes."""
 
 import base64
+import json
+import shutil
 import threading
 
 import numpy as np
@@ -70,8 +72,14 @@ def test_generation_beside_it_is_not_disturbed(server):
     assert all(final.samples[0].token_ids == alone.samples[0].token_ids for final in beside)
 
 
-def test_llm_with_its_own_pooling(tiny_model_dir, expected):
-    with LLM(str(tiny_model_dir), dtype="float32", num_kv_blocks=64, max_model_len=256, pooling="mean") as llm:
+def test_llm_with_the_pooling_of_a_sentence_transformers_folder(tiny_model_dir, expected, tmp_path):
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    modules = [{"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+               for index, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    with LLM(str(folder), dtype="float32", num_kv_blocks=64, max_model_len=256) as llm:
         outputs = llm.embed(TEXTS)
         np.testing.assert_allclose([output.outputs.embedding for output in outputs], expected("mean"), atol=2e-6)
         assert [output.prompt for output in outputs] == TEXTS

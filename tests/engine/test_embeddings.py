@@ -43,7 +43,7 @@ def case(tmp_path_factory):
 
 
 def expected(states: list[torch.Tensor], pooling: str) -> list[torch.Tensor]:
-    pooled = [hidden.mean(0) if pooling == "mean" else hidden[-1] for hidden in states]
+    pooled = [{"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}[pooling] for hidden in states]
     return [torch.nn.functional.normalize(vector, dim=0) for vector in pooled]
 
 
@@ -52,7 +52,7 @@ def check(found, states: list[torch.Tensor], pooling: str) -> None:
         np.testing.assert_allclose(ours, theirs, atol=TOLERANCE, err_msg=f"{pooling} of prompt {index}")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
 @pytest.mark.parametrize("way", WAYS)
 def test_embeddings_are_the_same_under_every_condition(case, way, pooling):
     """Cold, with everything in the prefix cache, and beside requests that generate and take the blocks away."""
@@ -98,7 +98,7 @@ def test_aborts_in_any_state_leave_nothing_behind(case, seed):
     ids = []
     for _ in range(30):
         at = choose.randrange(len(prompts))
-        ids.append((at, engine.add(prompts[at], EMBEDDING, pooling=choose.choice(["mean", "last"]))))
+        ids.append((at, engine.add(prompts[at], EMBEDDING, pooling=choose.choice(["mean", "last", "cls"]))))
         for _ in range(choose.randrange(4)):
             engine.step()
         if choose.random() < 0.4:

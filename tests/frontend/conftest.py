@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from benchmarks.fake_scheduler import LIMITS, FakeScheduler
 from common import messages as m
 from common.config import EngineConfig, LogOptions, ServerOptions
+from common.sampling_params import SamplingParams
 from frontend.engine import Engine
 from frontend.events import Delta
 from frontend.tokenizer import Tokenizer
@@ -100,6 +101,13 @@ class MemoryEngine:
             )
         )
 
+    def say(self, events: "Events", text: str, finish: str | None = None, sample_index: int = 0) -> None:
+        """The model says a text, one token a step."""
+        token_ids = self.engine.tokenizer.encode(text)
+        for position, token_id in enumerate(token_ids):
+            last = finish if position == len(token_ids) - 1 else None
+            self.tokens(events.request.request_id, [token_id], finish=last, sample_index=sample_index)
+
 
 class Events:
     """A sink that keeps what it gets."""
@@ -135,6 +143,23 @@ def memory_engine(byte_tokenizer):
     running = MemoryEngine(byte_tokenizer)
     yield running
     running.engine.close()
+
+
+@pytest.fixture
+def submit(memory_engine, helpers):
+    """Submits a prompt and gives the events."""
+
+    def make(prompt=(5, 6), stream=True, engine=memory_engine, **params):
+        options = {
+            name: params.pop(name) for name in ("starts_text", "exact_max_tokens", "timeout_s") if name in params
+        }
+        events = helpers.Events()
+        ids = engine.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else array("i", prompt)
+        sampling = SamplingParams(**{"max_tokens": 64, **params})
+        events.request = engine.core.submit(ids, sampling, events, stream=stream, **options)
+        return events
+
+    return make
 
 
 class FakeLink:

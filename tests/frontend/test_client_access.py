@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import threading
 
 import msgpack
 import pytest
@@ -148,6 +149,64 @@ def test_a_revoked_key_is_refused_at_its_next_message_and_at_the_door(keyed, fol
         Client(keyed.endpoint, timeout_s=20, server_key=secret["server_key"], client_keys=own)
 
 
+def overwritten(path) -> None:
+    path.write_text(f'curve\n    public-key = "{zmq.curve_keypair()[0].decode()}"\n')
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """The engine looks at the keys more often."""
+    monkeypatch.setattr("frontend.client_server.KEY_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("common.keys.RELOAD_INTERVAL_S", 0.05)
+
+
+@pytest.mark.parametrize(
+    "take_away",
+    [
+        lambda path: path.unlink(),
+        overwritten,
+        lambda path: path.write_text(""),
+        lambda path: path.rename(f"{path}.old"),
+    ],
+    ids=["removed", "overwritten", "emptied", "renamed"],
+)
+def test_what_runs_for_a_revoked_key_ends_with_an_error(keyed, folder, soon, take_away):
+    """It went on to its end."""
+    make_client_keys(folder, "dave")
+    params = SamplingParams(max_tokens=400, n=2)
+    scheduler = keyed.scheduler
+    scheduler.gate.clear()
+    with Client(keyed.endpoint, **keys_of(folder, "dave")) as dave, Client(keyed.endpoint, **keys_of(folder)) as alice:
+        streams = [client.generate("abc", params, stream=True) for client in (dave, dave, alice)]
+        scheduler.wait_until(lambda: scheduler.live_count == 3)
+        take_away(folder / "clients" / "dave.key")
+        for stream in streams[:2]:
+            with pytest.raises(AccessError, match="was revoked"):
+                list(stream)
+        scheduler.wait_until(lambda: scheduler.live_count == 1)
+        scheduler.gate.set()
+        assert sum(len(delta.token_ids) for delta in streams[2]) == 800
+    for path in [*folder.glob("dave*"), *folder.glob("clients/dave*")]:
+        path.unlink()
+
+
+def test_a_text_that_is_being_encoded_for_a_revoked_key_ends_too(keyed, folder, soon, monkeypatch):
+    make_client_keys(folder, "erin")
+    waiting = threading.Event()
+
+    async def never(*_, **__):
+        waiting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(keyed.frontend._engine, "prompt_ids", never)
+    with Client(keyed.endpoint, **keys_of(folder, "erin")) as erin:
+        stream = erin.generate("abc " * 1000, ABC, stream=True)
+        assert waiting.wait(20)
+        revoke_client_keys(folder, "erin")
+        with pytest.raises(AccessError, match="was revoked"):
+            list(stream)
+
+
 def test_a_key_that_is_added_gets_in_without_a_restart(keyed, folder):
     public, secret = zmq.curve_keypair()
     own = {"server_key": folder / "server.key", "client_keys": (public.decode(), secret.decode())}
@@ -165,7 +224,7 @@ def test_the_users_own_programs_on_this_machine_need_no_keys(keyed):
 
 def test_local_connections_are_counted_on_when_the_others_are_cut(keyed, folder):
     """The count began anew, and fell below zero when they ended."""
-    connections, door = keyed.frontend._engine.connections, keyed.frontend._clients._door
+    connections, door = keyed.frontend._engine.connections, keyed.frontend._clients._monitor
     local_endpoint = keyed.frontend._config.endpoint("client", 0)
     with Client(local_endpoint) as local, Client(keyed.endpoint, **keys_of(folder)) as far:
         while connections.client_count != 2:

@@ -1,7 +1,6 @@
 """The life of requests, driven by hand: no sockets, no clock, no scheduler."""
 
 from array import array
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,36 +10,9 @@ from benchmarks.fake_scheduler import LIMITS
 from common import messages as m
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
-from frontend.core import Core
-from frontend.engine import Health
 from frontend.events import Final
 
 ALPHABET = "Here is the English alphabet: ABC"
-
-
-@pytest.fixture
-def submit(memory_engine, helpers):
-    """Submits a prompt and gives the events."""
-
-    def make(prompt=(5, 6), stream=True, engine=memory_engine, **params):
-        options = {
-            name: params.pop(name) for name in ("starts_text", "exact_max_tokens", "timeout_s") if name in params
-        }
-        events = helpers.Events()
-        ids = engine.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else array("i", prompt)
-        sampling = SamplingParams(**{"max_tokens": 64, **params})
-        events.request = engine.core.submit(ids, sampling, events, stream=stream, **options)
-        return events
-
-    return make
-
-
-def say(engine, events, text: str, finish: str | None = None, sample_index: int = 0) -> None:
-    """The model says a text, one token a step."""
-    ids = engine.engine.tokenizer.encode(text)
-    for position, token_id in enumerate(ids):
-        last = finish if position == len(ids) - 1 else None
-        engine.tokens(events.request.request_id, [token_id], finish=last, sample_index=sample_index)
 
 
 def test_a_request_from_prompt_to_usage(memory_engine, submit):
@@ -50,7 +22,7 @@ def test_a_request_from_prompt_to_usage(memory_engine, submit):
     assert request.params.seed is not None
     assert request.end_token_ids == (1,)
     memory_engine.tokens(0, memory_engine.engine.tokenizer.encode("is"), cached_counts=array("i", [2]))
-    say(memory_engine, events, " open", finish="length")
+    memory_engine.say(events, " open", finish="length")
     final = events.end
     assert (final.samples[0].text, events.text()) == ("is open", "is open")
     assert final.samples[0].finish_reason == events.deltas[-1].finish_reason == "length"
@@ -62,7 +34,7 @@ def test_a_request_from_prompt_to_usage(memory_engine, submit):
 
 def test_no_part_of_a_stop_string_is_streamed_and_the_rest_is_aborted(memory_engine, submit):
     events = submit(ALPHABET, stop="DEFGHIJ")
-    say(memory_engine, events, " DEFGHIJKLM")
+    memory_engine.say(events, " DEFGHIJKLM")
     assert events.text() == events.end.samples[0].text == " "
     assert (events.end.samples[0].finish_reason, events.end.samples[0].stop_reason) == ("stop", "DEFGHIJ")
     assert [list(sent.request_ids) for sent in memory_engine.sent[1:]] == [[0]]
@@ -88,13 +60,13 @@ def test_tokens_after_a_stop_string_are_not_counted(memory_engine, submit):
 
 def test_the_stop_string_may_be_kept(memory_engine, submit):
     events = submit(stop=("sea",), include_stop_str_in_output=True)
-    say(memory_engine, events, "the sea is")
+    memory_engine.say(events, "the sea is")
     assert events.text() == events.end.samples[0].text == "the sea"
 
 
 def test_an_unfinished_stop_string_comes_out_at_the_end(memory_engine, submit):
     events = submit(stop="DEFGHIJ")
-    say(memory_engine, events, "ABC DEF", finish="length")
+    memory_engine.say(events, "ABC DEF", finish="length")
     assert events.text() == events.end.samples[0].text == "ABC DEF"
 
 
@@ -108,15 +80,15 @@ def test_min_tokens_keeps_stop_strings_from_ending(memory_engine, submit):
 
 def test_a_stop_string_that_begins_before_min_tokens_and_completes_after_ends_the_output(memory_engine, submit):
     events = submit(stop="ab", min_tokens=3)
-    say(memory_engine, events, "xaa")
-    say(memory_engine, events, "ba")
+    memory_engine.say(events, "xaa")
+    memory_engine.say(events, "ba")
     assert events.text() == events.end.samples[0].text == "xa"
     assert events.end.samples[0].stop_reason == "ab"
 
 
 def test_the_end_token_is_counted_but_not_shown(memory_engine, submit):
     events = submit(skip_special_tokens=False)
-    say(memory_engine, events, "ab<|end|>", finish="stop")
+    memory_engine.say(events, "ab<|end|>", finish="stop")
     sample = events.end.samples[0]
     assert (sample.text, sample.token_ids[-1], sample.stop_reason) == ("ab", 1, None)
 
@@ -125,7 +97,7 @@ def test_a_named_stop_token_is_the_stop_reason(memory_engine, submit):
     token_id = memory_engine.engine.tokenizer.encode("z")[0]
     events = submit(stop_token_ids=[token_id])
     assert memory_engine.sent[0].end_token_ids == (1, token_id)
-    say(memory_engine, events, "abz", finish="stop")
+    memory_engine.say(events, "abz", finish="stop")
     assert (events.end.samples[0].text, events.end.samples[0].stop_reason) == ("ab", token_id)
 
 
@@ -136,12 +108,19 @@ def test_ignore_eos_leaves_only_named_stop_tokens(memory_engine, submit):
 
 def test_samples_end_one_by_one_and_the_request_with_the_last(memory_engine, submit):
     events = submit(n=2, stop="!")
-    say(memory_engine, events, "a!b", sample_index=0)
+    memory_engine.say(events, "a!b", sample_index=0)
     assert events.ends == []
     assert memory_engine.sent[1:] == [m.AbortSamples(array("i", [0]), array("B", [0]))]
-    say(memory_engine, events, "the", sample_index=1, finish="length")
+    memory_engine.say(events, "the", sample_index=1, finish="length")
     assert [(s.text, s.finish_reason) for s in events.end.samples] == [("a", "stop"), ("the", "length")]
     assert len(memory_engine.sent) == 2, "the scheduler knows of the last end"
+
+
+def test_a_sample_that_the_scheduler_has_ended_is_not_aborted(memory_engine, submit):
+    events = submit(n=2)
+    memory_engine.say(events, "a", sample_index=0, finish="length")
+    memory_engine.say(events, "b", sample_index=1, finish="length")
+    assert len(memory_engine.sent) == 1, "nothing but the request"
 
 
 def test_max_tokens_is_the_rest_of_the_context(memory_engine, submit):
@@ -184,7 +163,7 @@ def test_seeds_are_drawn_reproducibly_and_differ(byte_tokenizer, helpers):
 
 def test_abort_ends_with_what_there_is(memory_engine, submit):
     events = submit(stop="DEF")
-    say(memory_engine, events, "ABC DE")
+    memory_engine.say(events, "ABC DE")
     memory_engine.core.abort(0)
     assert events.end.samples[0].finish_reason == "abort"
     assert events.text() == events.end.samples[0].text == "ABC DE"
@@ -225,15 +204,22 @@ def test_a_broken_sample_fails_its_request_alone(memory_engine, submit):
     assert list(memory_engine.sent[-1].request_ids) == [0]
 
 
-def test_a_mistake_of_ours_costs_one_request(memory_engine, submit, monkeypatch):
+@pytest.mark.parametrize("fields", [{}, {"cached_counts": array("i", [0, 0])}], ids=["plain step", "any step"])
+def test_a_mistake_of_ours_costs_one_request(memory_engine, submit, monkeypatch, fields):
     broken, good = submit(), submit()
     monkeypatch.setattr(broken.request.samples[0], "_detokenizer", None)
-    step = m.TokensOut(request_ids=array("i", [0, 1]), token_ids=array("i", [40, 41]))
+    step = m.TokensOut(request_ids=array("i", [0, 1]), token_ids=array("i", [40, 41]), **fields)
     memory_engine.core.handle(step)
     memory_engine.core.handle(step)
     assert (broken.end.code, broken.end.status) == ("internal_error", 500)
     assert len(good.deltas) == 2
     assert list(memory_engine.sent[-1].request_ids) == [0]
+
+
+def test_a_plain_step_may_tell_of_preemptions(memory_engine, submit):
+    events = submit()
+    memory_engine.tokens(0, [40], preemption_counts=array("B", [2]))
+    assert (events.request.preemption_count, len(events.deltas)) == (2, 1)
 
 
 def test_a_dead_engine_ends_every_request_and_takes_no_more(memory_engine, submit):
@@ -250,7 +236,7 @@ def test_a_draining_engine_takes_no_more(memory_engine, submit):
     memory_engine.core.drain()
     with pytest.raises(RequestError, match="shutting down"):
         submit()
-    say(memory_engine, events, "a", finish="length")
+    memory_engine.say(events, "a", finish="length")
     assert isinstance(events.end, Final)
 
 
@@ -308,7 +294,7 @@ def test_without_detokenize_there_are_only_ids(memory_engine, submit):
 def test_observers_see_each_end_once(memory_engine, submit):
     seen = []
     memory_engine.core.observers.append(lambda request, outcome: seen.append((request.request_id, outcome)))
-    say(memory_engine, submit(), "a", finish="length")
+    memory_engine.say(submit(), "a", finish="length")
     submit()
     memory_engine.core.abort(1)
     submit()
@@ -382,95 +368,6 @@ def test_a_bad_word_of_too_many_tokens_is_refused_by_name(memory_engine, submit)
     assert (memory_engine.sent, memory_engine.core.live_count) == ([], 0)
     submit(bad_words=("sea",))
     assert memory_engine.sent[0].bad_token_ids
-
-
-@pytest.fixture
-def restart(memory_engine):
-    """Loses scheduler and worker and starts them again; gives what the new scheduler is told."""
-
-    def make(session: int = 1) -> list:
-        memory_engine.core.suspend("worker-0 was killed", session)
-        del memory_engine.sent[:]
-        memory_engine.core.handle(LIMITS)
-        return memory_engine.sent
-
-    return make
-
-
-def test_a_restart_sends_every_request_once_more_with_what_it_has(memory_engine, submit, restart):
-    first, second = submit("the sea", n=2, seed=5, stop="!"), submit("the sky", timeout_s=60)
-    say(memory_engine, first, "a!")
-    say(memory_engine, first, "bc", sample_index=1)
-    old = {message.request_id: message for message in memory_engine.sent if isinstance(message, m.AddRequest)}
-    known = memory_engine.engine.tokenizer.encode("bc")
-    assert restart() == [replace(old[0], outputs=(None, known)), replace(old[1], outputs=(array("i"),))]
-    say(memory_engine, first, "de", sample_index=1, finish="length")
-    say(memory_engine, second, "x", finish="length")
-    assert [sample.text for sample in first.end.samples] == ["a", "bcde"] and first.text(1) == "bcde"
-    assert second.end.samples[0].text == "x"
-
-
-def test_what_comes_during_a_restart_waits(memory_engine, submit, helpers):
-    core = memory_engine.core
-    gone, old = submit("old"), submit("older")
-    core.suspend("worker-0 was killed", 1)
-    assert (memory_engine.engine.health().state, memory_engine.engine.health().ok) == ("restarting", False)
-    del memory_engine.sent[:]
-    new, dropped = submit("new"), submit("dropped")
-    core.abort(gone.request.request_id)
-    core.abort(dropped.request.request_id)
-    core.flush_cache()
-    assert memory_engine.sent == [], "the new scheduler knows nothing of the old one's requests"
-    core.handle(LIMITS)
-    assert [(sent.request_id, sent.outputs) for sent in memory_engine.sent] == [
-        (old.request.request_id, (array("i"),)),
-        (new.request.request_id, ()),
-    ]
-    assert memory_engine.engine.health() == Health("serving", "", 1)
-    assert gone.end.samples[0].finish_reason == dropped.end.samples[0].finish_reason == "abort"
-
-
-def test_no_more_wait_for_a_restart_than_may_be_queued(byte_tokenizer, submit, helpers):
-    core = Core(byte_tokenizer, lambda data: None, held_limit=2)
-    core.handle(LIMITS)
-    core.suspend("scheduler was killed", 1)
-    for _ in range(2):
-        core.submit(array("i", [5]), SamplingParams(), helpers.Events())
-    with pytest.raises(
-        RequestError, match="being started again, and many requests wait for it: scheduler was killed"
-    ) as caught:
-        core.submit(array("i", [5]), SamplingParams(), helpers.Events())
-    assert (caught.value.code, caught.value.status, caught.value.retry_after_ms) == ("restarting", 503, 1000)
-
-
-def test_a_request_that_may_be_the_cause_is_not_sent_for_ever(memory_engine, submit, restart):
-    """A request whose step kills the worker would do so after every restart."""
-    poison, good = submit("poison"), submit("good")
-    say(memory_engine, poison, "a")
-    for session in (1, 2, 3):
-        assert poison.ends == [], session
-        restart(session)
-        say(memory_engine, good, "b")
-    assert poison.end.code == "engine_restarted"
-    assert good.ends == []
-
-
-def test_losses_while_the_engine_loads_are_nobodys_fault(memory_engine, submit, restart):
-    events = submit("x")
-    for session in range(1, 9):
-        memory_engine.core.suspend("worker-0 was killed", session)
-    restart(9)
-    assert events.ends == []
-
-
-def test_a_drain_during_a_restart_lets_requests_finish(memory_engine, submit):
-    events = submit("x")
-    memory_engine.core.suspend("worker-0 was killed", 1)
-    memory_engine.core.drain()
-    memory_engine.core.handle(LIMITS)
-    assert memory_engine.engine.health().state == "draining"
-    say(memory_engine, events, "y", finish="length")
-    assert events.end.samples[0].text == "y"
 
 
 def test_before_the_first_step_every_block_is_free(memory_engine):

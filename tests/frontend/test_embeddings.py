@@ -39,7 +39,7 @@ def test_a_batch_ends_with_the_first_error(shared_frontend):
     with Client(shared_frontend.endpoint) as client:
         with pytest.raises(RequestError, match="has 2048 tokens"):
             client.embed_batch(["a", [5] * 2048, "b"])
-        with pytest.raises(RequestError, match="pooling: wanted 'mean' or 'last'"):
+        with pytest.raises(RequestError, match="pooling: wanted 'mean', 'last' or 'cls'"):
             client.embed("a", pooling="max")
         assert list(client.embed("a").embedding) == VECTOR
         assert client.status().live_count == 0

@@ -19,9 +19,11 @@ from common.messages import (
     EngineReady,
     EngineStats,
     Failed,
+    ForFrontend,
     Heartbeat,
     NewSession,
     PeerFailed,
+    QueueNews,
     Ready,
     RequestFailed,
     Stop,
@@ -55,6 +57,7 @@ class Harness:
         self.results = connect_push(self.context, self.config.endpoint("results"))
         self.tokens: dict[tuple[int, int], list[int]] = {}
         self.stats: list[EngineStats] = []
+        self.heard: list[ForFrontend] = []
         (folder / "config.json").write_text(self.config.to_json())
         self.pipe = os.pipe()
         self.child = subprocess.Popen(
@@ -85,7 +88,7 @@ class Harness:
         assert isinstance(message, EngineReady)
         return message
 
-    def receive_out(self) -> EngineReady | TokensOut | RequestFailed | EngineStats:
+    def receive_out(self) -> ForFrontend:
         assert self.outputs.poll(TIMEOUT_MS), "the scheduler sends nothing"
         return decode_for_frontend(self.outputs.recv())
 
@@ -110,6 +113,7 @@ class Harness:
                 self.results.send(self.worker.run(decode_for_worker(self.plans.recv())).to_wire())
             if self.outputs in ready:
                 message = self.receive_out()
+                self.heard.append(message)
                 if isinstance(message, RequestFailed):
                     failures[message.request_id] = message
                     ended += 1
@@ -204,6 +208,23 @@ def test_a_small_cache_serves_everybody_who_can_be_served(harness):
     assert harness.tokens == expected_outputs(messages)
     harness.serve_until_idle()
     assert harness.stats[-1].preemptions > 0
+
+
+def test_the_frontend_hears_who_waits_and_who_does_no_more(harness):
+    """What waits is in no step that may be what ends the worker; of what nothing is said runs."""
+    harness.worker_ready()
+    for i in range(12):  # of which eight may run side by side
+        harness.requests.send(simple_request(i, range(3), max_tokens=4).to_wire())
+    assert not harness.serve(12)
+    told, waiting = set(), set()
+    for message in harness.heard:
+        if isinstance(message, QueueNews):
+            assert not told & set(message.waiting_ids) and set(message.started_ids) <= waiting
+            told |= set(message.waiting_ids)
+            waiting = (waiting | set(message.waiting_ids)) - set(message.started_ids)
+        elif isinstance(message, TokensOut):
+            assert not set(message.request_ids) & waiting, "a token of one that waits"
+    assert told and not waiting
 
 
 def test_random_aborts_leave_nothing_behind(harness):

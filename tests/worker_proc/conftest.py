@@ -258,7 +258,8 @@ def reference_embedding():
     def embed(model, ids: list[int], pooling: str) -> torch.Tensor:
         with torch.no_grad():
             hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].float()
-        return torch.nn.functional.normalize(hidden.mean(0) if pooling == "mean" else hidden[-1], dim=0)
+        pooled = {"mean": hidden.mean(0), "last": hidden[-1], "cls": hidden[0]}[pooling]
+        return torch.nn.functional.normalize(pooled, dim=0)
 
     return embed
 

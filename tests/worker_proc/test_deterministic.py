@@ -168,7 +168,7 @@ def test_nothing_around_a_request_changes_a_bit(case, sampling):
     ],
     indirect=["case"],
 )
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
 def test_nothing_around_a_prompt_changes_a_bit_of_its_embedding(case, pooling):
     sampling = SlotSampling(temperature=0.0, pooling=pooling)
 

@@ -13,7 +13,7 @@ from common.model_cache import default_model_dir as default_model_path
 from common.model_cache import ready_model_dir
 from worker_proc import default_model
 from worker_proc.default_model import WHEEL_NAME, WHEEL_VARIABLE
-from worker_proc.fetch_model import fetch_model, main
+from worker_proc.fetch_model import fetch_model, find_model, main
 from worker_proc.loader.convert import write_folder
 from worker_proc.loader.scratch import scratch_folder
 
@@ -76,7 +76,7 @@ def test_a_download_shows_its_size_and_has_an_end(cache, monkeypatch, capsys):
     monkeypatch.setattr(default_model, "DOWNLOAD_TIMEOUT_S", 2)
     with pytest.raises(ConfigError, match="no end after 2 s"):
         fetch_model("default")
-    assert "  2 of 98 MB" in capsys.readouterr().err
+    assert "  2 of 93 MB" in capsys.readouterr().err
     assert list((cache / "models").iterdir()) == []
 
 
@@ -156,3 +156,21 @@ def test_what_a_killed_download_left_is_removed_and_what_is_used_is_not(tmp_path
             assert folder.is_dir(), "another's folder is in use"
     os.close(fd)
     assert not folder.exists()
+
+
+def test_a_hub_model_is_found_where_the_hubs_client_keeps_it_and_not_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
+    assert find_model("org/name", tmp_path) is None
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text(commit)
+    assert find_model("org/name", tmp_path) == snapshot
+    assert find_model("org/name", tmp_path, revision="other") is None
+    with pytest.raises(ConfigError, match="^--model nonsense is neither a model folder, a .gguf file nor a hub id"):
+        find_model("nonsense", tmp_path)
+    with pytest.raises(ConfigError, match="^--tokenizer nonsense is neither"):
+        fetch_model("nonsense", tokenizer_only=True)

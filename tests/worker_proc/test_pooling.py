@@ -12,7 +12,7 @@ from worker_proc.pooling import Pooler
 from worker_proc.step_inputs import PooledRows
 
 both_runners = pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
-MEAN, LAST = (SlotSampling(temperature=0.0, pooling=pooling) for pooling in ("mean", "last"))
+MEAN, LAST, FIRST = (SlotSampling(temperature=0.0, pooling=pooling) for pooling in ("mean", "last", "cls"))
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -26,9 +26,9 @@ def test_embeddings_equal_transformers_for_every_chunk_size(
     chunk, kernels, tiny_model, make_driver, reference_embedding
 ):
     reference, folder = tiny_model("Llama")
-    driver = make_driver(folder, kernels=kernels)
+    driver = make_driver(folder, kernels=kernels, slot_count=12)
     lengths = (1, 4, 11) if kernels else (1, 4, 19, 33)
-    requests = [driver.add(prompt(n, seed=n), sampling) for n in lengths for sampling in (MEAN, LAST)]
+    requests = [driver.add(prompt(n, seed=n), sampling) for n in lengths for sampling in (MEAN, LAST, FIRST)]
     driver.run(requests, 1, chunk)
     for request in requests:
         ids, pooling = request.tokens[: request.prompt_count], request.sampling.pooling

@@ -21,7 +21,7 @@ from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.cuda.step_program import Forward, StepProgram
-from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size
+from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size, gpu_share_bytes
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.slots import TOKEN_MARGIN
 
@@ -36,9 +36,6 @@ first used."""
 
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
-
-SAFETY_BYTES = 256 << 20
-"""Left alone beside the utilisation asked for: fragmentation, and what the first real steps still load."""
 
 
 def cuda_runner(
@@ -79,12 +76,23 @@ def prepare_thread() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int, *, fixed_order: bool = False) -> Forward:
+def not_fused(model: LlamaForCausalLM, *, fixed_order: bool) -> str:
+    """What to say of a model that only the plain pass can serve; empty for one that the fused pass covers.
+
+    Raises:
+        ConfigError: it should be served with --deterministic, for which there is no plain pass.
+    """
     reason = unsupported_reason(model)
-    if reason is not None:
-        if fixed_order:
-            raise ConfigError(f"--deterministic does not cover this model on a GPU ({reason}); leave the option out")
-        logger.warning("the fused forward pass does not cover this model (%s): slower, and without CUDA Graphs", reason)
+    if reason is None:
+        return ""
+    if fixed_order:
+        raise ConfigError(f"--deterministic does not cover this model on a GPU ({reason}); leave the option out")
+    return f"the fused forward pass does not cover this model ({reason}): slower, and without CUDA Graphs"
+
+
+def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int, *, fixed_order: bool = False) -> Forward:
+    if reason := not_fused(model, fixed_order=fixed_order):
+        logger.warning("%s", reason)
         return PlainForward(model)
     kind = FixedOrderForward if fixed_order else FusedForward
     return kind(
@@ -133,7 +141,7 @@ def available_bytes(utilization: float, graph_bytes: int) -> int:
     """What the cache may take: the share asked for, less what is used by now and what graphs will use."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    available = int(total * utilization) - (total - free) - graph_bytes - SAFETY_BYTES
+    available = gpu_share_bytes(utilization, free, total, graph_bytes)
     logger.info("GPU memory: %.1f GiB in use, %.2f GiB for graphs, %.1f GiB for the KV cache", (total - free) / 2**30,
                 graph_bytes / 2**30, available / 2**30)  # fmt: skip
-    return max(0, available)
+    return available

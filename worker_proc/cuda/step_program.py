@@ -6,6 +6,7 @@ cannot be captured run without one. Knows no plans and no requests. Called by th
 """
 
 import logging
+from contextlib import suppress
 from dataclasses import fields
 from typing import Protocol
 
@@ -86,6 +87,7 @@ class StepProgram:
         self.uses_graphs = forward.capturable and not eager and device.type == "cuda"
         self._graphs: dict[tuple[Bucket, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._without_graph: set[Bucket] = set()
+        self._broken: list[torch.cuda.CUDAGraph] = []
         self._pool = torch.cuda.graph_pool_handle() if self.uses_graphs else None
 
     @property
@@ -175,9 +177,9 @@ class StepProgram:
             CaptureError: that failed; nothing is kept of it.
         """
         cause: Exception | None = None
+        graph, stream = torch.cuda.CUDAGraph(), None if self._pool is None else torch.cuda.current_stream()
         try:
             self.rehearse(bucket)
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
                     logits = self._run(self._forward, bucket, sampling)
@@ -185,5 +187,19 @@ class StepProgram:
                     cause = error  # ending the capture raises another error, which says less
                     raise
         except Exception as error:
+            if stream is not None:
+                self._after_failure(graph, stream)
             raise CaptureError(bucket, cause or error) from (cause or error)
         return graph, logits
+
+    def _after_failure(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        """Put right what torch leaves behind where a capture could not even be ended, or do nothing.
+
+        Its own stream is current then, and its allocators go on with the capture: they keep the pool, ask the graph
+        which stream it is on, and refuse to empty the cache, which the next capture begins with.
+        """
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError, AttributeError):  # the capture was ended, or the function has gone
+            torch.cuda.memory._cuda_endAllocateToPool(stream.device_index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._broken.append(graph)

@@ -5,12 +5,17 @@ size, and positions of any length have their exact angle. Formulas: RoPE arXiv:2
 LongRoPE arXiv:2402.13753; dynamic NTK and llama3 as in the published model configurations.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 
 import torch
 
 from worker_proc.model_config import ModelConfig, RopeConfig
+
+_CPU = torch.device("cpu")
+"""Where a model on `meta` has its frequencies computed: arithmetic there makes torch import its compiler, a second's
+work."""
 
 
 @dataclass
@@ -47,11 +52,12 @@ class RotaryEmbedding:
         self.head_dim = config.head_dim
         self.max_position_embeddings = config.max_position_embeddings
         self.attention_factor = attention_factor(rope)
-        self.inverse_frequencies = inverse_frequencies(rope, config.head_dim).to(device)
-        self.long_frequencies = _longrope_frequencies(rope, config.head_dim, rope.long_factor).to(device)
+        with _CPU if device.type == "meta" else contextlib.nullcontext():
+            self.inverse_frequencies = inverse_frequencies(rope, config.head_dim).to(device)
+            self.long_frequencies = _longrope_frequencies(rope, config.head_dim, rope.long_factor).to(device)
+            self._exponents = _exponents(config.head_dim).to(device)
         two_tables = rope.rope_type == "longrope" and rope.short_factor != rope.long_factor
         self.length_dependent = two_tables or rope.rope_type == "dynamic"
-        self._exponents = _exponents(config.head_dim).to(device)
 
     def angles(self, positions: torch.Tensor, prompt_lengths: torch.Tensor | None = None) -> RotaryAngles:
         """Angles of tokens at `positions` [T]; `prompt_lengths` [T] is the prompt length of each token's sequence."""

@@ -1,4 +1,4 @@
-"""Loading: a model folder on disk -> a model ready to run on a device.
+"""Loads a model folder from disk into a model that is ready to run on a device.
 
 `load_model` is the one entry; the worker calls it once at start. Nothing here knows of requests or of the cache.
 """
@@ -25,12 +25,19 @@ EMBEDDING_NAME, LM_HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Checkpoint(Protocol):
-    """Tensors under their Hugging Face names; `names` has every name as a key."""
+    """Tensors under their Hugging Face names; `names` has every name as a key, `file_paths` the files."""
 
     names: Mapping[str, Any]
 
+    @property
+    def file_paths(self) -> list[Path]:
+        """The files that hold them."""
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, each read when it is yielded."""
+
+    def shapes(self) -> Iterator[tuple[str, list[int]]]:
+        """The shapes of all tensors, without reading any."""
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
@@ -58,7 +65,7 @@ def load_model(
         model = build_model(config, device, dtype)
         fill_with_random(model, seed)
     else:
-        model = _load_checkpoint(config, model_dir, _open_checkpoint(model_dir, load_format), device, dtype)
+        model = _load_checkpoint(config, model_dir, open_checkpoint(model_dir, load_format), device, dtype)
     model.pack()
     return model
 
@@ -82,7 +89,8 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
     return torch.float16 if config.dtype == "float16" else torch.bfloat16
 
 
-def _open_checkpoint(model_dir: Path, load_format: str) -> Checkpoint:
+def open_checkpoint(model_dir: Path, load_format: str) -> Checkpoint:
+    """The weights of a model folder, not read yet; raises ConfigError where there are none, or not all."""
     if load_format not in ("auto", "safetensors", "gguf"):
         raise ConfigError(f"load format {load_format!r} is not supported; supported: auto, safetensors, gguf, dummy")
     gguf_paths = sorted(model_dir.glob("*.gguf"))
@@ -94,6 +102,21 @@ def _open_checkpoint(model_dir: Path, load_format: str) -> Checkpoint:
 
         return GgufCheckpoint(gguf_paths[0])
     return SafetensorsCheckpoint(model_dir)
+
+
+def check_fits(model: LlamaForCausalLM, model_dir: Path, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint as loading it would, from its tensors' names and shapes.
+
+    Args:
+        model: on the device `meta`, which holds shapes and no numbers.
+
+    Raises:
+        ConfigError: missing, unexpected or misshapen tensors, by name; a file that cannot be read or is cut off.
+    """
+    assigner = WeightAssigner(model, source=str(model_dir))
+    for name, shape in checkpoint.shapes():
+        assigner.assign(name, torch.empty(shape, device="meta"))
+    assigner.finish()
 
 
 def _load_checkpoint(

@@ -13,12 +13,18 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
+        self.file_paths = [path]
         self.names = self.file.names
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, float32 unless the file stores float16."""
         for name in self.names:
             yield name, self.read(name)
+
+    def shapes(self) -> Iterator[tuple[str, list[int]]]:
+        """Of all tensors, without dequantising any."""
+        for name, tensor in self.names.items():
+            yield name, [int(size) for size in reversed(tensor.shape)]
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""

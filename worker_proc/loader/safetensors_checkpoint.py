@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError
+from worker_proc.loader.assign import shorten
 from worker_proc.model_config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -25,24 +26,46 @@ class SafetensorsCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, file by file; each is read from the memory-mapped file when it is yielded."""
-        for path in sorted(set(self.names.values())):
-            with _open(path) as file:
-                present = set(file.keys())
-                for name in [name for name, holder in self.names.items() if holder == path]:
-                    if name not in present:
-                        raise ConfigError(f"{path} does not hold {name}, which {INDEX_NAME} places there")
-                    yield name, file.get_tensor(name)
+        for name, file in self._places():
+            yield name, file.get_tensor(name)
+
+    def shapes(self) -> Iterator[tuple[str, list[int]]]:
+        """Of all tensors, from the files' headers alone; raises as `tensors` does, of a file that was cut off too."""
+        for name, file in self._places():
+            yield name, file.get_slice(name).get_shape()
+
+    @property
+    def file_paths(self) -> list[Path]:
+        """The files that hold them, sorted."""
+        return sorted(set(self.names.values()))
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
         with _open(self.names[name]) as file:
             return file.get_tensor(name)
 
+    def _places(self) -> Iterator[tuple[str, safe_open]]:
+        """Every tensor's name with the open file that holds it, file by file."""
+        for path in self.file_paths:
+            with _open(path) as file:
+                present = set(file.keys())
+                for name in [name for name, holder in self.names.items() if holder == path]:
+                    if name not in present:
+                        raise ConfigError(f"{path} does not hold {name}, which {INDEX_NAME} places there")
+                    yield name, file
+
     def _read_index(self) -> dict[str, Path]:
         weight_map = read_json(self.model_dir / INDEX_NAME).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{self.model_dir / INDEX_NAME} has no weight_map")
-        return {name: self.model_dir / file_name for name, file_name in weight_map.items()}
+        names = {name: self.model_dir / str(file_name) for name, file_name in weight_map.items()}
+        files = sorted(set(names.values()))
+        if missing := [path.name for path in files if not path.is_file()]:
+            raise ConfigError(
+                f"{self.model_dir}: {len(missing)} of the {len(files)} files that {INDEX_NAME} names are missing: "
+                f"{shorten(missing)}; download the model again"
+            )
+        return names
 
     def _read_headers(self) -> dict[str, Path]:
         paths = sorted(self.model_dir.glob("*.safetensors"))

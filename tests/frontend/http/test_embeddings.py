@@ -66,7 +66,7 @@ def test_pooling_is_the_engines_unless_a_request_names_one(api):
         ({"input": ["a"] * 2049}, "input", "2049 prompts, at most 2048"),
         ({"input": "a", "dimensions": 0}, "dimensions", "wanted 1 or more"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "Invalid enum value"),
-        ({"input": "a", "pooling": "max"}, "pooling", "wanted 'mean' or 'last', got 'max'"),
+        ({"input": "a", "pooling": "max"}, "pooling", "wanted 'mean', 'last' or 'cls', got 'max'"),
         ({"input": "a", "timeout": -1}, "timeout", "above 0"),
         ({}, "input", "missing"),
     ],

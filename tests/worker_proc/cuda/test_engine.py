@@ -8,7 +8,7 @@ from worker_proc.cuda import engine
 from worker_proc.cuda.buckets import start_buckets
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
-from worker_proc.kv_cache import cache_specs
+from worker_proc.kv_cache import SAFETY_BYTES, cache_specs
 from worker_proc.loader import load_model
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ def start(tiny_model, pretended_card, library_products):
 
 def test_the_cache_gets_what_the_share_leaves(pretended_card):
     in_use = 5 * GIB
-    assert engine.available_bytes(0.9, 1000) == int(8 * GIB * 0.9) - in_use - 1000 - engine.SAFETY_BYTES
+    assert engine.available_bytes(0.9, 1000) == int(8 * GIB * 0.9) - in_use - 1000 - SAFETY_BYTES
     assert engine.available_bytes(0.5, 0) == 0
 
 

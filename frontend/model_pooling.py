@@ -1,0 +1,85 @@
+"""How a model's embeddings are made, where its folder says so: one that sentence-transformers wrote.
+
+`modules.json` lists what follows the model: a Pooling, whose folder has a config.json with the mode, and a Normalize.
+Embeddings here always have length 1, so a Normalize changes nothing. Whatever else there is (another mode, a Dense)
+makes other vectors than ours, which is said when an embedding is asked for, and keeps no model from generating. Read at
+start by the engine, and by the pre-flight.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import RequestError
+
+MODULES_FILE = "modules.json"
+DEFAULT = "last"
+MODES = {"mean": "mean", "mean_sqrt_len": "mean", "lasttoken": "last", "cls": "cls"}
+"""The modes of a Pooling that are supported -> ours; mean_sqrt_len is a mean of another length, and ours is 1."""
+
+
+@dataclass(frozen=True)
+class ModelPooling:
+    """What a folder says of embeddings.
+
+    Attributes:
+        mode: `last`, `mean` or `cls`; DEFAULT where it says nothing.
+        source: the file that says so; empty without one.
+        unsupported: why its embeddings cannot be made; empty if they can.
+    """
+
+    mode: str = DEFAULT
+    source: str = ""
+    unsupported: str = ""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "ModelPooling":
+        """From a model's folder."""
+        path = Path(folder) / MODULES_FILE
+        if not folder or not path.is_file():
+            return cls()
+        try:
+            return _from_modules(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls(unsupported=f"{path} and the folders that it names cannot be read: {error!r:.200}")
+
+    def name(self) -> str:
+        """The mode, for a request that names none.
+
+        Raises:
+            RequestError: it is none that there is.
+        """
+        if self.unsupported:
+            raise RequestError(
+                f"this model's embeddings cannot be made: {self.unsupported}; the field pooling of a request, or "
+                "--pooling, chooses another way",
+                code="unsupported_pooling",
+                param="pooling",
+            )
+        return self.mode
+
+
+def _from_modules(path: Path) -> ModelPooling:
+    mode, source = DEFAULT, ""
+    for module in json.loads(path.read_text(encoding="utf-8")):
+        kind = str(module["type"]).rpartition(".")[2]
+        if kind == "Pooling":
+            source = str(path.parent / module["path"] / "config.json")
+            modes = _modes(json.loads(Path(source).read_text(encoding="utf-8")))
+            if len(modes) != 1 or modes[0] not in MODES:
+                asked = " with ".join(modes) or "none"
+                return ModelPooling(unsupported=f"{source} asks for the pooling {asked}; supported: {', '.join(MODES)}")
+            mode = MODES[modes[0]]
+        elif kind not in ("Transformer", "Normalize"):
+            return ModelPooling(unsupported=f"{path} has a module {kind}; supported: Transformer, Pooling, Normalize")
+    return ModelPooling(mode, source)
+
+
+def _modes(config: dict[str, Any]) -> list[str]:
+    """The modes that are on: a switch for each, or named in one place."""
+    named = config.get("pooling_mode")
+    if named is None:
+        named = [key.removeprefix("pooling_mode_") for key, on in config.items() if on is True and "mode" in key]
+    names = [named] if isinstance(named, str) else list(named)
+    return [name.removesuffix("_tokens").removesuffix("_token") for name in names]

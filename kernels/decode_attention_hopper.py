@@ -1,0 +1,466 @@
+"""Decode attention for Hopper: the operation of kernels/decode_attention.py by programs of one warp each.
+
+A warp waits for nobody: no barrier between warps, no maximum passed through shared memory. The tensor copy engine
+brings its keys and values, block by block (a block of one K/V head is a contiguous box of the cache), so that no
+instruction computes an element's address, and STAGES tiles are on their way while one is worked on. Products are
+turned round: keys are the rows of the first and dims the rows of the second, and the queries of a group their columns,
+
+    S [tile, 8] = K Q^T            O [head_dim, 8] = V^T P [tile, 8]
+
+where queries as rows would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
+machine code for sm_90 over all warps of a program (the plain kernel's in brackets): about 690 with a bfloat16 cache
+(1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
+
+8-bit tiles are taken to registers as pairs (kernels/decode_tile.py has the conversions, and why pairs): values as even
+and odd dims, which are rows of two products; fp8 keys as even and odd dims, which two products add up; int8 keys go to
+the tensor cores as they are, times queries of 15-bit levels in two bytes.
+
+Work is shared out, cut and merged as in kernels/decode_attention.py, the only caller, which also has the layouts. The
+workspace is `launch_plan(..., specialised=True)`'s. Limits beside those there: compute capability 9, Triton 3.6, bf16
+or (over a plain cache) f16, head_dim 64 or 128, groups of up to 8, blocks of 8 or more, no sliding window, no soft cap.
+
+State: right in the tests' emulator; no card has run it yet, so the engine's plans do not take it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
+from kernels.kv_format import cache_format
+from kernels.paged_kv import compile_options
+
+if TYPE_CHECKING:
+    from kernels.decode_attention import DecodePlan
+
+QUERIES = gl.constexpr(8)
+MERGED_PARTS = gl.constexpr(8)
+INT8 = gl.constexpr(1)
+FP8 = gl.constexpr(2)
+LEVELS = gl.constexpr(127.0 * 128.0)
+
+
+@gluon.jit
+def _add(left, right):
+    return left + right
+
+
+@gluon.jit
+def _unpacked(pairs, FORMAT: gl.constexpr):
+    """Even and odd elements of int16 pairs in bfloat16; fp8: times 2^-120."""
+    return gl.inline_asm_elementwise(
+        INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS,
+        "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _box_rows(
+    table_ptr, tile, head, length,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,
+):  # fmt: skip
+    """The first row, in the cache as [rows, head_dim], of each box of a tile."""
+    rows = ()
+    for box in gl.static_range(TILE // BOX_ROWS):
+        # edge: blocks past the row's last one are not in the table; the last is copied again in their place
+        token = gl.minimum(tile * TILE + box * BOX_ROWS, ((length - 1) // BOX_ROWS) * BOX_ROWS)
+        block = gl.load(table_ptr + token // BLOCK_SIZE)
+        rows += ((block * KV_HEADS + head) * BLOCK_SIZE + token % BLOCK_SIZE,)
+    return rows
+
+
+@gluon.jit
+def _copy_tile(
+    key_desc, value_desc, box_rows, key_boxes, value_boxes, full, stage,
+    TILE: gl.constexpr, BOX_ROWS: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Ask the copy engine for a tile of keys and of values; `full` tells when they are there."""
+    BOXES: gl.constexpr = TILE // BOX_ROWS
+    COLUMNS: gl.constexpr = key_boxes.shape[2]
+    mbarrier.expect(full.index(stage), 2 * TILE * HALVES * COLUMNS * key_boxes.dtype.primitive_bitwidth // 8)
+    for box in gl.static_range(BOXES):
+        for half in gl.static_range(HALVES):
+            place = (stage * HALVES + half) * BOXES + box
+            tma.async_copy_global_to_shared(
+                key_desc, [box_rows[box], half * COLUMNS], full.index(stage), key_boxes.index(place)
+            )
+            tma.async_copy_global_to_shared(
+                value_desc, [box_rows[box], half * COLUMNS], full.index(stage), value_boxes.index(place)
+            )
+
+
+@gluon.jit
+def _load_query(query_ptr, first_dim: gl.constexpr, step: gl.constexpr, dims: gl.constexpr, layout: gl.constexpr,
+                GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Queries of a group as the columns [dims, 8] of a product's right operand; every `step`-th dim."""
+    rows = first_dim + step * gl.arange(0, dims, layout=gl.SliceLayout(1, layout))
+    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, layout))
+    places = queries[None, :] * HEAD_DIM + rows[:, None]
+    return gl.load(query_ptr + places, mask=(queries < GROUP)[None, :], other=0.0)
+
+
+@gluon.jit
+def _query_operands(query_ptr, mma: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Two right operands of the keys' product, and a factor [8] of what it gives."""
+    column: gl.constexpr = gl.SliceLayout(0, mma)
+    unit = gl.full([QUERIES], 1.0, gl.float32, column)
+    if FORMAT == INT8:
+        bytes_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
+        wide = _load_query(query_ptr, 0, 1, HEAD_DIM, bytes_layout, GROUP, HEAD_DIM).to(gl.float32)
+        largest = gl.max(gl.abs(wide), axis=0) / LEVELS
+        largest = gl.where(largest > 0.0, largest, 1.0)
+        level = wide / largest[None, :]
+        multiple = gl.floor(level / 128.0 + 0.5)
+        first = multiple.to(gl.int8)
+        second = gl.floor(level - multiple * 128.0 + 0.5).to(gl.int8)
+        unit = gl.convert_layout(largest, column)
+    elif FORMAT == FP8:
+        layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+        first = _load_query(query_ptr, 0, 2, HEAD_DIM // 2, layout, GROUP, HEAD_DIM)
+        second = _load_query(query_ptr, 1, 2, HEAD_DIM // 2, layout, GROUP, HEAD_DIM)
+        first = (first.to(gl.float32) * FP8_SHIFT).to(first.dtype)
+        second = (second.to(gl.float32) * FP8_SHIFT).to(second.dtype)
+    else:
+        first = _load_query(query_ptr, 0, 1, HEAD_DIM, gl.DotOperandLayout(1, mma, 2), GROUP, HEAD_DIM)
+        second = first
+    return first, second, unit
+
+
+@gluon.jit
+def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """Products [tile, 8] of a tile of keys in shared memory with the queries, without the keys' scales."""
+    TILE: gl.constexpr = keys.shape[0]
+    zeros = gl.zeros([TILE, QUERIES], gl.float32, mma)
+    if FORMAT == INT8:
+        operand = keys.load(gl.DotOperandLayout(0, mma, 4))
+        none = gl.zeros([TILE, QUERIES], gl.int32, mma)
+        scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
+    elif FORMAT == FP8:
+        even, odd = _unpacked(keys.load(gl.DotOperandLayout(0, mma, 2)), FORMAT)
+        scores = mma_v2(odd, second, mma_v2(even, first, zeros))
+    else:
+        scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
+    return scores
+
+
+@gluon.jit
+def _clean(values, token_count):
+    """Zeros for the vectors of a tile from `token_count` on, if any: past a row's end there may be NaN."""
+    TILE: gl.constexpr = values.shape[0]
+    HEAD_DIM: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [1, 1], [1, 0])
+    if token_count < TILE:
+        places = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+        value = values.load(layout)
+        values.store(gl.where((places < token_count)[:, None], value, gl.zeros_like(value)))
+        fence_async_shared()
+
+
+@gluon.jit
+def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_token,
+                 KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
+    places = (blocks * KV_HEADS + head) * BLOCK_SIZE + in_block  # below 2^31, or a layer's cache had 256 GB
+    key_scale = gl.load(key_scales_ptr + places, mask=is_token, other=0.0)
+    value_scale = gl.load(value_scales_ptr + places, mask=is_token, other=0.0)
+    return key_scale.to(gl.float32), value_scale.to(gl.float32)
+
+
+@gluon.jit
+def _merge(output_ptr, partials_ptr, statistics_ptr, first_program, part_count, GROUP: gl.constexpr,
+           HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Merge the parts of one (row, K/V head): the second place of `first_program`, the first of those after it."""
+    layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [1, 1], [1, 0])
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
+    lane = gl.arange(0, MERGED_PARTS, layout=gl.SliceLayout(1, layout))
+    for query in range(GROUP):
+        maximum = float("-inf")
+        normaliser = 0.0
+        sums = gl.zeros([HEAD_DIM], gl.float32, gl.SliceLayout(0, layout))
+        for first_part in range(0, part_count, MERGED_PARTS):
+            parts = first_part + lane
+            is_part = parts < part_count
+            places = 2 * (first_program + parts) + (parts == 0).to(gl.int32)
+            statistic = statistics_ptr + places * (2 * QUERIES) + query
+            part_maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+            part_normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
+            part_places = (places * QUERIES + query)[:, None] * HEAD_DIM + dims[None, :]
+            part_sums = gl.load(partials_ptr + part_places, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+            new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
+            weights = gl.exp2(part_maximum - new_maximum)
+            shrink = gl.exp2(maximum - new_maximum)
+            normaliser = normaliser * shrink + gl.sum(part_normaliser * weights, axis=0)
+            sums = sums * shrink + gl.sum(part_sums * weights[:, None], axis=0)
+            maximum = new_maximum
+        gl.store(output_ptr + query * HEAD_DIM + dims, (sums * (1.0 / normaliser)).to(output_ptr.dtype.element_ty))
+
+
+@gluon.jit
+def _store_columns(base_ptr, columns, first_dim: gl.constexpr, step: gl.constexpr, mma: gl.constexpr,
+                   GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Store [dims, 8] as rows [8, head_dim], every `step`-th dim."""
+    dims = first_dim + step * gl.arange(0, columns.shape[0], layout=gl.SliceLayout(1, mma))
+    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, mma))
+    places = queries[None, :] * HEAD_DIM + dims[:, None]
+    gl.store(base_ptr + places, columns.to(base_ptr.dtype.element_ty), mask=(queries < GROUP)[None, :])
+
+
+@gluon.jit
+def _hopper_decode_kernel(
+    output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
+    counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
+    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    token_layout: gl.constexpr = gl.SliceLayout(1, mma)
+    column_layout: gl.constexpr = gl.SliceLayout(0, mma)
+    weights_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    values_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+
+    # 1. Shared memory: `STAGES` tiles of keys and of values, each seen as the copy engine's boxes and as a whole.
+    BOX_ROWS: gl.constexpr = min(TILE, BLOCK_SIZE)
+    BOXES: gl.constexpr = TILE // BOX_ROWS
+    HALVES: gl.constexpr = HEAD_DIM // 64 if FORMAT == 0 else 1
+    COLUMNS: gl.constexpr = HEAD_DIM // HALVES
+    SWIZZLE: gl.constexpr = 128 if FORMAT == 0 else HEAD_DIM
+    STORED: gl.constexpr = DTYPE if FORMAT == 0 else gl.int8
+    shared: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=SWIZZLE, element_bitwidth=16 if FORMAT == 0 else 8, rank=2
+    )
+    pair_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
+    keys = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
+    values = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(full.index(place), count=1)
+    key_boxes = keys._reinterpret(STORED, [STAGES * HALVES * BOXES, BOX_ROWS, COLUMNS], shared)
+    value_boxes = values._reinterpret(STORED, [STAGES * HALVES * BOXES, BOX_ROWS, COLUMNS], shared)
+    key_tiles = keys
+    value_tiles = values
+    if FORMAT > 0:
+        value_tiles = values._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
+    if FORMAT == FP8:
+        key_tiles = keys._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
+    SUM_ROWS: gl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
+
+    # 2. Lay all tiles of all rows on one line and take an equal piece of it.
+    line: gl.constexpr = gl.BlockedLayout([max(1, ROWS_TILE // 32)], [32], [1], [0])
+    rows = gl.arange(0, ROWS_TILE, layout=line)
+    row_count = max_rows
+    if HAS_ROW_COUNT:
+        row_count = gl.minimum(gl.load(row_count_ptr), max_rows)
+    is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
+    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
+    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
+    lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
+    tile_counts = (lengths + (TILE - 1)) // TILE
+    ends = gl.associative_scan(gl.where(tile_counts > 0, tile_counts + START_TILES, 0), 0, _add)
+    total = gl.max(ends, axis=0) * KV_HEADS
+    piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
+    work = program * piece
+    work_end = gl.minimum(work + piece, total)
+    statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
+
+    read = 0
+    while work < work_end:
+        # 3. Locate: which row and head, and which of its tiles are in this piece.
+        before = ends * KV_HEADS <= work
+        row = gl.sum(before.to(gl.int32), axis=0)
+        row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
+        length = gl.load(lengths_ptr + row)
+        table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
+        row_tiles = (length + (TILE - 1)) // TILE
+        head = (work - row_start) // (row_tiles + START_TILES)
+        segment_start = row_start + head * (row_tiles + START_TILES) + START_TILES
+        segment_end = gl.minimum(work_end, segment_start + row_tiles)
+        first_tile = gl.maximum(work - segment_start, 0)
+        tile_end = segment_end - segment_start  # not above 0 where this piece ends before the first tile
+
+        # 4. Ask for the first tiles.
+        for ahead in gl.static_range(STAGES):
+            if first_tile + ahead < tile_end:
+                box_rows = _box_rows(table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+                _copy_tile(
+                    key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
+                    TILE, BOX_ROWS, HALVES,
+                )  # fmt: skip
+        group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
+        first_query, second_query, unit = _query_operands(group_ptr, mma, FORMAT, GROUP, HEAD_DIM)
+        factor = unit * scale_log2
+        if FORMAT == FP8:
+            factor *= FP8_UNSHIFT
+        maximum = gl.full([QUERIES], float("-inf"), gl.float32, column_layout)
+        normaliser = gl.zeros([QUERIES], gl.float32, column_layout)
+        even_sums = gl.zeros([SUM_ROWS, QUERIES], gl.float32, mma)
+        odd_sums = even_sums
+        places = gl.arange(0, TILE, layout=token_layout)
+        key_scale = gl.full([TILE], 1.0, gl.float32, token_layout)
+        value_scale = key_scale
+        if FORMAT > 0:
+            tokens = first_tile * TILE + places
+            is_token = (tokens < length) & (first_tile < tile_end)
+            blocks = gl.load(table_ptr + tokens // BLOCK_SIZE, mask=is_token, other=0)
+            key_scale, value_scale = _load_scales(
+                key_scales_ptr, value_scales_ptr, blocks, head, tokens % BLOCK_SIZE, is_token, KV_HEADS, BLOCK_SIZE
+            )
+
+        # 5. Accumulate. The blocks of a later tile are looked up before this one's work and asked for after it.
+        for tile in range(first_tile, tile_end):
+            stage = read % STAGES
+            later = _box_rows(table_ptr, tile + STAGES, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+            this_key_scale = key_scale
+            this_value_scale = value_scale
+            if FORMAT > 0:
+                tokens = (tile + 1) * TILE + places
+                is_token = (tokens < length) & (tile + 1 < tile_end)
+                blocks = gl.load(table_ptr + tokens // BLOCK_SIZE, mask=is_token, other=0)
+            mbarrier.wait(full.index(stage), (read // STAGES) & 1)
+            is_cut = (tile + 1) * TILE > length
+            if FORMAT == 0:
+                _clean(value_tiles.index(stage), length - tile * TILE)
+            scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
+            if FORMAT > 0:
+                scores = scores * this_key_scale[:, None]
+                key_scale, value_scale = _load_scales(
+                    key_scales_ptr, value_scales_ptr, blocks, head, tokens % BLOCK_SIZE, is_token, KV_HEADS, BLOCK_SIZE
+                )
+            if is_cut:
+                scores = gl.where((tile * TILE + places < length)[:, None], scores, float("-inf"))
+            # Every tile holds a token, so the new maximum is finite.
+            new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * factor)
+            weights = gl.exp2(scores * factor[None, :] - new_maximum[None, :])
+            shrink = gl.exp2(maximum - new_maximum)
+            normaliser = normaliser * shrink + gl.sum(weights, axis=0)
+            maximum = new_maximum
+            even_sums = even_sums * shrink[None, :]
+            tile_values = value_tiles.index(stage).permute((1, 0)).load(values_layout)
+            if FORMAT == 0:
+                even_sums = mma_v2(tile_values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
+            else:
+                odd_sums = odd_sums * shrink[None, :]
+                if FORMAT == FP8:
+                    this_value_scale = this_value_scale * FP8_SHIFT
+                weights = (weights * this_value_scale[:, None]).to(gl.bfloat16)
+                operand = gl.convert_layout(weights, weights_layout)
+                even_values, odd_values = _unpacked(tile_values, FORMAT)
+                even_sums = mma_v2(even_values, operand, even_sums)
+                odd_sums = mma_v2(odd_values, operand, odd_sums)
+            if tile + STAGES < tile_end:
+                _copy_tile(
+                    key_desc, value_desc, later, key_boxes, value_boxes, full, stage, TILE, BOX_ROWS, HALVES
+                )  # fmt: skip
+            read += 1
+        if FORMAT == FP8:
+            even_sums = even_sums * FP8_UNSHIFT
+            odd_sums = odd_sums * FP8_UNSHIFT
+
+        # 6. Store: a whole (row, head) at once, or this piece's part of it.
+        group_output_ptr = output_ptr + row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
+        step: gl.constexpr = 1 if FORMAT == 0 else 2
+        if (first_tile == 0) & (tile_end == row_tiles):
+            share = (1.0 / normaliser)[None, :]
+            _store_columns(group_output_ptr, even_sums * share, 0, step, mma, GROUP, HEAD_DIM)
+            if FORMAT > 0:
+                _store_columns(group_output_ptr, odd_sums * share, 1, step, mma, GROUP, HEAD_DIM)
+        elif tile_end > 0:
+            part = program * 2 + (first_tile == 0).to(gl.int32)
+            part_ptr = partials_ptr + part * (QUERIES * HEAD_DIM)
+            _store_columns(part_ptr, even_sums, 0, step, mma, GROUP, HEAD_DIM)
+            if FORMAT > 0:
+                _store_columns(part_ptr, odd_sums, 1, step, mma, GROUP, HEAD_DIM)
+            statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
+            gl.store(statistic, maximum)
+            gl.store(statistic + QUERIES, normaliser)
+            first_program = segment_start // piece
+            part_count = (segment_start + row_tiles - 1) // piece - first_program + 1
+            counter_ptr = counters_ptr + row * KV_HEADS + head
+            gl.thread_barrier()  # all threads' parts are written before the counter says so
+            arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            if arrived == part_count - 1:
+                gl.store(counter_ptr, 0)
+                _merge(group_output_ptr, partials_ptr, statistics_ptr, first_program, part_count, GROUP, HEAD_DIM)
+        work = segment_end
+
+    # 7. Rows without tokens get zeros.
+    dims: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    for empty in range(program, row_count, programs):
+        if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):
+            empty_ptr = output_ptr + gl.cast(empty, gl.int64) * output_stride
+            for first in range(0, KV_HEADS * GROUP * HEAD_DIM, 256):
+                columns = first + gl.arange(0, 256, layout=dims)
+                zeros = gl.zeros([256], output_ptr.dtype.element_ty, dims)
+                gl.store(empty_ptr + columns, zeros, mask=columns < KV_HEADS * GROUP * HEAD_DIM)
+
+
+def launch(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    decode_row_count: torch.Tensor | None,
+    partials: torch.Tensor,
+    counters: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    plan: DecodePlan,
+    scale_log2: float,
+    constants: dict[str, int],
+    pdl: bool,
+) -> None:
+    """Launch on arguments that `decode_attention` has checked; `constants`: what both kernels are compiled for."""
+    _hopper_decode_kernel[(plan.program_count,)](
+        output,
+        query,
+        _descriptor(key_cache, plan.tile_tokens),
+        _descriptor(value_cache, plan.tile_tokens),
+        block_tables,
+        row_slots,
+        context_lengths,
+        decode_row_count,
+        partials,
+        counters,
+        key_scales,
+        value_scales,
+        row_slots.shape[0],
+        output.stride(0),
+        query.stride(0),
+        block_tables.stride(0),
+        scale_log2,
+        FORMAT=cache_format(key_cache.dtype),
+        DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
+        HAS_ROW_COUNT=decode_row_count is not None,
+        STAGES=plan.num_stages,
+        PDL=pdl,
+        **constants,
+        num_warps=plan.num_warps,
+        **compile_options(plan.max_registers, pdl),
+    )
+
+
+def _descriptor(cache_tensor: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
+    """Boxes of one block, or tile, of one K/V head, 128 bytes wide; travels by value with the launch."""
+    block_size, head_dim = cache_tensor.shape[2:]
+    lines = cache_tensor.view(-1, head_dim)
+    box_rows = min(block_size, tile_tokens)
+    if cache_tensor.element_size() == 1:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=8, rank=2)
+        return TensorDescriptor.from_tensor(lines.view(torch.int8), [box_rows, head_dim], layout)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(lines, [box_rows, 64], layout)

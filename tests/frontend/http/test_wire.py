@@ -1,0 +1,161 @@
+"""What bytes on the connection may look like beside the usual: versions, paths, encodings, bodies that do not come."""
+
+import gzip
+import json
+
+import pytest
+
+from common.messages import RequestFailed
+from frontend.http import protocol
+from tests.frontend.http.test_app import GOOD, exchange, serve
+
+BODY = {"prompt": "The sea", "max_tokens": 3, "request_id": "r"}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "request_id": "r"}
+
+
+def post(path: str, body: bytes, *, version: str = "1.1", **headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "host: x", "connection: close", f"content-length: {len(body)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def replies(make_api, *requests: bytes) -> list[tuple[bytes, bytes]]:
+    """Head and body of each reply."""
+
+    async def talk(address):
+        return [(await exchange(address, sent)).partition(b"\r\n\r\n")[::2] for sent in requests]
+
+    return serve(make_api(port=0).ready(), talk)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_no_chunks(make_api, path, stream):
+    """Streams came in chunks, which it takes for text."""
+    fields = {
+        "/v1/completions": BODY,
+        "/v1/chat/completions": CHAT,
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 3, "request_id": "r"},
+        "/v1/messages": {"messages": CHAT["messages"], "max_tokens": 3},
+    }
+    body = json.dumps({**fields[path], "stream": stream, "temperature": 0}).encode()
+    [(old_head, old)] = replies(make_api, post(path, body, version="1.0", x_request_id="r"))
+    [(new_head, new)] = replies(make_api, post(path, body, x_request_id="r"))
+    assert b"200 OK" in old_head
+    assert b"chunked" not in old_head
+    assert (b"chunked" in new_head) == stream
+    if not stream:
+        assert json.loads(old).keys() == json.loads(new).keys()
+        return
+    lines = [line for line in old.split(b"\n") if line]
+    assert all(line.startswith((b"data: ", b"event: ")) for line in lines), lines
+    assert lines[-1] == b"data: [DONE]"
+    assert len(lines) == new.count(b"data: ") + new.count(b"event: ")
+
+
+@pytest.mark.parametrize("slashes", ["/", "//"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/models/tiny", "/v1/messages/count_tokens"])
+def test_a_slash_at_the_end_of_a_path_is_passed_over(api, path, slashes):
+    """It was redirected, to http behind a proxy that speaks https; and `/v1/models/` was no model."""
+    bodies = {"/v1/completions": BODY, "/v1/messages/count_tokens": CHAT}
+    call = (lambda at: api.post(at, bodies[path])) if path in bodies else api.get
+    plain, slashed = call(path), call(path + slashes)
+    assert (plain.status_code, slashed.status_code) == (200, 200)
+    assert plain.json().keys() == slashed.json().keys()
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1/completions/", "/metrics/", "/server_info/"])
+def test_a_slash_is_no_way_around_the_key(make_api, path):
+    api = make_api(api_key=("secret",)).ready()
+    assert api.get(path).status_code == 401
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate", "gzip, gzip", "nonsense", "GZIP"])
+def test_a_compressed_body_is_refused_by_name(api, encoding):
+    """It was no JSON, said the error, from byte 0 on."""
+    response = api.post(
+        "/v1/completions", gzip.compress(json.dumps(BODY).encode()), headers={"content-encoding": encoding}
+    )
+    assert response.status_code == 415
+    assert response.json()["error"]["code"] == "content_encoding"
+    assert "not compressed" in response.json()["error"]["message"]
+    plain = api.post("/v1/completions", json.dumps(BODY).encode(), headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"\xef\xbb\xbf \n", b"\t\n "])
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", None])
+def test_what_editors_put_before_a_body_is_passed_over(api, start, content_type):
+    """Windows writes a byte order mark; it was no JSON."""
+    headers = {"content-type": content_type} if content_type else {}
+    assert api.post("/v1/completions", start + json.dumps(BODY).encode(), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b" ", b"\n\n"])
+def test_a_body_that_is_missing_is_called_so(api, body):
+    assert "has no body" in api.post("/v1/completions", body).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("sent", [0, 1, 40], ids=["nothing", "a byte", "most"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_does_not_come_ends_its_connection(make_api, monkeypatch, sent, chunked):
+    """It was waited for, and held a connection, for ever."""
+    monkeypatch.setattr(protocol, "BODY_TIMEOUT_S", 0.05)
+    length = "transfer-encoding: chunked" if chunked else "content-length: 50"
+    start = (b"32\r\n" if chunked else b"") + b"{" + b" " * 49
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n".encode()
+    (head, body), (good, _) = replies(make_api, head + start[:sent], GOOD)
+    assert b"408 Request Timeout" in head
+    assert json.loads(body)["error"]["code"] == "body_timeout"
+    assert b"200 OK" in good
+
+
+def test_a_body_that_is_refused_and_then_does_not_come_ends_its_connection_too(make_api):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n"
+    [(head, body)] = replies(make_api, head)
+    assert b"413 " in head
+    assert b"connection: close" in head
+    assert json.loads(body)["error"]["code"] == "body_too_large"
+
+
+FAILED = RequestFailed(0, "queue_full", "too many wait", 429, None, 1000)
+
+
+@pytest.mark.parametrize(
+    ("fail", "status", "kind"),
+    [
+        (lambda api: setattr(api.scheduler, "refuse", FAILED), 429, "rate_limit_error"),
+        (lambda api: api.engine.core.fail_all("gone"), 503, "overloaded_error"),
+        (lambda api: api.engine.core.drain(), 503, "overloaded_error"),
+    ],
+)
+def test_errors_of_anthropics_api_have_its_form(api, fail, status, kind):
+    body = {"messages": CHAT["messages"], "max_tokens": 3}
+    assert api.post("/v1/messages", {**body, "model": "x"}).json()["error"]["type"] == "not_found_error"
+    assert api.post("/v1/messages", {**body, "messages": []}).json()["type"] == "error"
+    fail(api)
+    for stream in (False, True):
+        response = api.post("/v1/messages", {**body, "stream": stream}, headers={"x-request-id": "me"})
+        assert response.status_code == status
+        assert response.json().keys() == {"type", "error", "request_id"}
+        assert (response.json()["error"]["type"], response.json()["request_id"]) == (kind, "me")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 9}, "event: error\ndata: "),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 9}, "event: error\ndata: "),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 9}, "data: "),
+        ("/v1/completions", {**BODY, "max_tokens": 9}, "data: "),
+    ],
+)
+def test_a_stream_that_fails_says_so_in_its_clients_form(api, path, body, name):
+    """Anthropic's client passes over events without a name: the stream looked complete."""
+    api.scheduler.fail_after = 3
+    events = api.post(path, {**body, "stream": True}).text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert events[-3].startswith(name)
+    failed = json.loads(events[-3].removeprefix(name))
+    assert failed["error"]["message"] == "worker-0 was killed"
+    assert failed.get("type") == ("error" if "event" in name else None)

@@ -1,0 +1,256 @@
+"""Runs Gluon kernels on the CPU, program after program, in torch, as Triton's interpreter does the other kernels.
+
+`EmulatedKernel(kernel)` is called as the kernel is, `emulated[grid](...)`. The kernel's own functions run as Python
+with another `gl`: layouts are ignored, tensors are torch tensors, pointers are places of a tensor. What a card would
+let pass by luck is an error here:
+
+- a copy arrives when somebody waits for it, and until then its target holds NaN (or, in bytes, -86);
+- a wait for a copy that nobody asked for, or with the wrong phase, is named instead of hanging;
+- a barrier that is told another number of bytes than are copied is named;
+- an asynchronous product reads shared memory when its wait comes, not before, and cannot be used until then;
+- loads and stores outside their tensor are errors.
+
+The warps of `warp_specialize` are threads of which one runs at a time, until it waits. Inline assembly is executed,
+instruction by instruction, for the instructions listed in tests/kernels/gluon_assembly.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.gluon_assembly import inline_asm
+from tests.kernels.gluon_memory import DTYPES, BarrierRow, Baton, ElementType, Pointer, Shared, torch_dtype_of
+
+
+def _to(tensor: torch.Tensor, dtype: ElementType | torch.dtype, bitcast: bool = False,
+        plain: Callable = torch.Tensor.to) -> torch.Tensor:  # fmt: skip
+    dtype = torch_dtype_of(dtype)
+    return tensor.view(dtype) if bitcast else plain(tensor, dtype)
+
+
+def _load(pointer, mask=True, other=0, cache_modifier=""):
+    shape = torch.broadcast_shapes(pointer.places.shape, torch.as_tensor(mask).shape)
+    places, mask = pointer.masked(mask, shape)
+    loaded = pointer.storage[torch.where(mask, places, 0)]
+    return torch.where(mask, loaded, torch.as_tensor(other, dtype=loaded.dtype))
+
+
+def _store(pointer, value, mask=True):
+    value = torch.as_tensor(value).to(pointer.storage.dtype)
+    shape = torch.broadcast_shapes(pointer.places.shape, value.shape, torch.as_tensor(mask).shape)
+    places, mask = pointer.masked(mask, shape)
+    pointer.storage[places[mask]] = value.expand(shape)[mask]
+
+
+def _atomic_add(pointer, value, sem, scope):
+    before = _load(pointer)
+    _store(pointer, before + value)
+    return before
+
+
+def _both(function: Callable) -> Callable:
+    def apply(left, right):
+        left, right = torch.as_tensor(left), torch.as_tensor(right)
+        return function(left, right.to(left.dtype) if right.dim() == 0 and left.is_floating_point() else right)
+
+    return apply
+
+
+def _mma(a, b, acc, **_):
+    exact = torch.float32 if acc.is_floating_point() else torch.int32
+    return acc + a.to(exact) @ b.to(exact)
+
+
+def _where(condition, left, right):
+    tensor = left if isinstance(left, torch.Tensor) else right if isinstance(right, torch.Tensor) else None
+    dtype = torch.int64 if tensor is None else tensor.dtype
+    return torch.where(condition, torch.as_tensor(left, dtype=dtype), torch.as_tensor(right, dtype=dtype))
+
+
+def _copy(descriptor, place, barrier, target, pred=True):
+    """A box of a tensor to shared memory; rows past the end are zeros, but in a cache, of rank 2, an error."""
+    if not pred:
+        return
+    box, tensor = descriptor.box, descriptor.tensor
+    assert list(target.shape) == box, f"a box of {box} into {target.shape}"
+    starts = [int(each) for each in place]
+    found = tensor
+    for axis, (start, size) in enumerate(zip(starts, box, strict=True)):
+        first = min(start, tensor.shape[axis])
+        found = found.narrow(axis, first, min(size, tensor.shape[axis] - first))
+    assert len(box) > 2 or list(found.shape) == box, f"a box of {box} at {starts} of {list(tensor.shape)}"
+    source = torch.zeros(box, dtype=tensor.dtype)
+    source[tuple(slice(size) for size in found.shape)] = found
+    elements = target.elements()
+    elements.fill_(float("nan") if elements.is_floating_point() else -86)
+    barrier.copies.append((elements, source))
+
+
+class Pending:
+    """The result of an asynchronous product, which reads shared memory as late as its wait allows."""
+
+    def __init__(self, a, b, acc, use_acc) -> None:
+        self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
+        self.result: torch.Tensor | None = None
+
+    def compute(self) -> None:
+        a, b = (each.load(None) if isinstance(each, Shared) else each for each in (self.a, self.b))
+        acc = self.acc.result if isinstance(self.acc, Pending) else self.acc
+        self.result = _mma(a, b, acc if self.use_acc else torch.zeros_like(acc))
+
+
+class Products(threading.local):
+    """Each warp group's asynchronous products, oldest first."""
+
+    def __init__(self) -> None:
+        self.queue: list[Pending] = []
+
+    def start(self, a, b, acc, use_acc=True, is_async=False) -> Pending | torch.Tensor:
+        self.queue.append(Pending(a, b, acc, use_acc))
+        return self.queue[-1] if is_async else self.wait(0, (self.queue[-1],))
+
+    def wait(self, num_outstanding: int, deps: tuple):
+        """Finish all but the newest `num_outstanding`; those of `deps` that are finished come back as tensors."""
+        while len(self.queue) > num_outstanding:
+            self.queue.pop(0).compute()
+        done = tuple(each.result if isinstance(each, Pending) and each.result is not None else each for each in deps)
+        return done[0] if len(done) == 1 else done
+
+
+def _expect(barrier, count, pred=True):
+    if pred:
+        barrier.expected_bytes += int(count)
+        barrier.arrive()
+
+
+def _init(barrier, count):
+    barrier.count = barrier.missing = count
+
+
+def _range(*limits: torch.Tensor | int) -> list[torch.Tensor]:
+    return [torch.tensor(index) for index in range(*map(int, limits))]
+
+
+class EmulatedKernel:
+    """A Gluon kernel that runs on the CPU when it is launched."""
+
+    def __init__(self, kernel: JITFunction) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments, num_warps, maxnreg=None, launch_pdl=None, **constants):
+            flat = [_argument(value) for value in arguments]
+            constants = {name: _plain(value) for name, value in constants.items()}
+            with patch.object(torch.Tensor, "to", _to):
+                for program in itertools.product(*map(range, grid)):
+                    _Program(program, grid, num_warps).emulated(self.kernel)(*flat, **constants)
+
+        return launch
+
+
+def _argument(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        value = Pointer(value.view(-1))
+    elif isinstance(value, TensorDescriptor):
+        value = SimpleNamespace(dtype=value.base.dtype, box=list(value.block_shape),
+                                tensor=value.base.as_strided(tuple(value.shape), tuple(value.strides)))  # fmt: skip
+    return value
+
+
+def _plain(value: object) -> object:
+    value = getattr(value, "value", value)
+    return DTYPES.get(value, value) if isinstance(value, gl.dtype) else value
+
+
+class _Program:
+    """One program: its number, its baton, and its kernels' functions with another language in their globals."""
+
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
+        self.baton, self.products = Baton(), Products()
+        self.functions: dict[JITFunction, FunctionType] = {}
+        plain = {each.name: torch_dtype for each, torch_dtype in DTYPES.items()}
+        names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        dtypes = {name: plain[names.get(name, name)] for name in ("bfloat16", "float16", "float32", *_INTEGERS)}
+        self.language = SimpleNamespace(
+            **dtypes, **{name: getattr(gl, name) for name in _LAYOUTS}, constexpr=lambda value: value,
+            program_id=lambda axis: torch.tensor(program[axis]), num_programs=lambda axis: torch.tensor(grid[axis]),
+            arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), zeros_like=torch.zeros_like,
+            load=_load, store=_store, atomic_add=_atomic_add, thread_barrier=lambda: None, static_range=range,
+            minimum=_both(torch.minimum), maximum=_both(torch.maximum), where=_where, abs=torch.abs,
+            floor=torch.floor, exp=torch.exp, exp2=lambda x: torch.exp2(torch.as_tensor(x, dtype=torch.float32)),
+            max=torch.amax,
+            sum=lambda x, axis: torch.sum(x, axis, dtype=x.dtype), expand_dims=torch.unsqueeze,
+            associative_scan=lambda x, axis, function: torch.cumsum(x, axis, dtype=x.dtype),
+            convert_layout=lambda x, layout: x, cast=lambda x, dtype: torch.as_tensor(x, dtype=dtype),
+            inline_asm_elementwise=inline_asm, allocate_shared_memory=self._allocate, num_warps=lambda: num_warps,
+            warp_specialize=self._specialise,
+        )  # fmt: skip
+
+    def _allocate(self, dtype: object, shape: list[int], layout: object) -> Shared | BarrierRow:
+        if isinstance(layout, mbarrier.MBarrierLayout):
+            return BarrierRow(shape[0], self.baton)
+        dtype = torch_dtype_of(dtype)
+        memory = torch.full((int(np.prod(shape)) * dtype.itemsize,), 0xAA, dtype=torch.uint8)
+        return Shared(memory, dtype, shape, layout)
+
+    def _specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
+        self.baton.run([partial(function, *arguments) for function, arguments in functions])
+
+    def emulated(self, function: JITFunction) -> FunctionType:
+        """The Python function behind a kernel's function, with this program's language in its globals."""
+        if function in self.functions:
+            return self.functions[function]
+        python = function.fn
+        scope = dict(python.__globals__, range=_range)
+        emulated = FunctionType(python.__code__, scope, python.__name__, python.__defaults__, python.__closure__)
+        self.functions[function] = emulated
+        products = self.products
+        replaced = {
+            fence_async_shared: lambda: None, mma_v2: _mma, warpgroup_mma: products.start,
+            warpgroup_mma_wait: products.wait,
+            mbarrier: SimpleNamespace(
+                MBarrierLayout=mbarrier.MBarrierLayout, init=_init, expect=_expect,
+                arrive=lambda barrier, count: barrier.arrive(count),
+                wait=lambda barrier, phase: barrier.wait(int(phase)),
+            ),
+            tma: SimpleNamespace(async_copy_global_to_shared=_copy),
+            gl: self.language,
+        }  # fmt: skip
+        for name, value in python.__globals__.items():
+            if isinstance(value, JITFunction):
+                scope[name] = self.emulated(value)
+            elif isinstance(value, gl.constexpr):
+                scope[name] = value.value
+            else:
+                for original, stand_in in replaced.items():
+                    if value is original:
+                        scope[name] = stand_in
+        return emulated
+
+
+_INTEGERS = ("int8", "int16", "int32", "int64")
+_LAYOUTS = (
+    "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout",
+    "SwizzledSharedLayout",
+)  # fmt: skip

@@ -1,0 +1,94 @@
+"""The Hopper decode kernel against its reference: on a GPU, and without one in the emulator."""
+
+import pytest
+import torch
+
+from kernels import decode_attention_hopper
+from kernels.decode_attention import can_specialise
+from kernels.paged_kv import HeadShape
+from tests.kernels.gluon_emulator import EmulatedKernel
+from tests.kernels.paged_batches import make_batch, quantise_caches, skip_unless_here
+from tests.kernels.test_decode_attention import check, ones, run
+
+CACHES = [None, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    skip_unless_here(request.param)
+    if request.param == "cpu":
+        emulated = EmulatedKernel(decode_attention_hopper._hopper_decode_kernel)
+        monkeypatch.setattr(decode_attention_hopper, "_hopper_decode_kernel", emulated)
+    return request.param
+
+
+@pytest.fixture(params=CACHES, ids=["plain", "int8", "fp8"])
+def cache(request: pytest.FixtureRequest) -> torch.dtype | None:
+    return request.param
+
+
+def batch_of(lengths: tuple[int, ...], device: str, cache: torch.dtype | None, **options):
+    batch = make_batch(ones(*lengths), device, torch.bfloat16, seed=sum(lengths), **options)
+    return batch if cache is None else quantise_caches(batch, cache)
+
+
+def plan(**options) -> dict[str, dict]:
+    return {"plan_options": {"specialised": True} | options}
+
+
+@pytest.mark.parametrize("lengths", [(1,), (31, 32, 33), (400,), (1, 64, 3, 130), (500, 1, 1, 1)])
+def test_rows_of_any_length_match_the_reference(lengths, device, cache):
+    check(batch_of(lengths, device, cache), **plan(programs_per_multiprocessor=2))
+
+
+@pytest.mark.parametrize("head_dim, kv_heads, query_heads", [(128, 2, 4), (128, 1, 8), (64, 3, 3), (128, 2, 6)])
+def test_head_shapes(head_dim, kv_heads, query_heads, device, cache):
+    batch = batch_of((90, 7), device, cache, head_dim=head_dim, kv_heads=kv_heads, query_heads=query_heads)
+    check(batch, **plan(programs_per_multiprocessor=3))
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 128])
+@pytest.mark.parametrize("tile_tokens", [16, 32, 64])
+def test_blocks_and_tiles(block_size, tile_tokens, device, cache):
+    batch = batch_of((100, 128, 1), device, cache, block_size=block_size)
+    check(batch, **plan(tile_tokens=tile_tokens, programs_per_multiprocessor=1))
+
+
+@pytest.mark.parametrize("start_tiles, min_tiles", [(3, 1), (1, 5)])
+def test_shares_of_the_work(start_tiles, min_tiles, device, cache):
+    batch = batch_of((150, 2, 37), device, cache)
+    check(batch, **plan(start_tiles=start_tiles, min_tiles=min_tiles, programs_per_multiprocessor=4))
+
+
+def test_many_parts_merge(device, cache):
+    batch = batch_of((600,), device, cache, head_dim=128, kv_heads=1, query_heads=2)
+    programs = 16 if device == "cpu" else 1
+    check(batch, **plan(tile_tokens=16, programs_per_multiprocessor=programs))
+
+
+def test_padding_and_empty_rows_get_zeros(device, cache):
+    batch = batch_of((40, 9, 0, 64, 5), device, cache, padding=(1, 4))
+    result = run(batch, **plan())
+    assert not result[[1, 2, 4]].any()
+    check(batch, **plan())
+
+
+def test_rows_past_the_decode_rows_are_left_alone(device, cache):
+    batch = batch_of((40, 90, 20, 300), device, cache)
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    whole, result = run(batch, **plan()), run(batch, decode_row_count=count, **plan())
+    assert result[2:].isnan().all(), "rows of the prefill kernel were written"
+    assert torch.allclose(result[:2].float(), whole[:2].float(), atol=1e-2)
+
+
+def test_half_precision(device):
+    check(make_batch(ones(1, 64, 3, 130), device, torch.float16, seed=5), **plan())
+
+
+@pytest.mark.parametrize("change", [{"head_dim": 80}, {"query_heads": 18}, {"block_size": 4}, {"dtype": torch.float32}])
+def test_what_it_cannot_compute_is_refused(change):
+    sizes = {"query_heads": 4, "kv_heads": 2, "head_dim": 64, "block_size": 16}
+    assert can_specialise(HeadShape(**sizes), torch.bfloat16, triton_version="3.6.0")
+    dtype = change.get("dtype", torch.bfloat16)
+    changed = HeadShape(**(sizes | {name: value for name, value in change.items() if name in sizes}))
+    assert not can_specialise(changed, dtype, triton_version="3.6.0")

@@ -1,0 +1,103 @@
+"""The emulator's own checks: what a card would let pass by luck, or hang at, is an error with a name."""
+
+import pytest
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tests.kernels.gluon_emulator import EmulatedKernel
+
+SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+
+
+@gluon.jit
+def _copied(desc, output_ptr, BYTES: gl.constexpr, WAITS: gl.constexpr, PHASE: gl.constexpr):
+    line: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    tile = gl.allocate_shared_memory(gl.bfloat16, [8, 64], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.expect(full.index(0), BYTES)
+    tma.async_copy_global_to_shared(desc, [8, 0], full.index(0), tile)
+    if WAITS:
+        mbarrier.wait(full.index(0), PHASE)
+    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, line))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, line))
+    gl.store(output_ptr + rows[:, None] * 64 + columns[None, :], tile.load(line))
+
+
+def copied(bytes_expected: int = 1024, waits: bool = True, phase: int = 0, row_count: int = 16) -> tuple:
+    source = torch.randn(row_count, 64).to(torch.bfloat16)
+    output = torch.zeros(8, 64, dtype=torch.bfloat16)
+    descriptor = TensorDescriptor.from_tensor(source, [8, 64], SHARED.value)
+    EmulatedKernel(_copied)[(1,)](descriptor, output, BYTES=bytes_expected, WAITS=waits, PHASE=phase, num_warps=1)
+    return output, source[8:]
+
+
+def test_a_copy_arrives_with_the_wait():
+    output, wanted = copied()
+    assert torch.equal(output, wanted)
+
+
+def test_what_is_read_before_the_wait_is_nan():
+    output, _ = copied(waits=False)
+    assert output.isnan().all()
+
+
+def test_wrong_byte_counts_are_named():
+    with pytest.raises(AssertionError, match="1024 bytes copied where 512 were expected"):
+        copied(bytes_expected=512)
+    with pytest.raises(RuntimeError, match="all warps wait: phase 0 of a barrier"):
+        copied(bytes_expected=2048)
+
+
+def test_the_wrong_phase_does_not_wait():
+    """On a card a barrier's first phase is the one after phase 1: such a wait returns at once."""
+    output, _ = copied(phase=1)
+    assert output.isnan().all()
+
+
+def test_a_copy_from_outside_the_tensor_is_an_error():
+    with pytest.raises(AssertionError, match=r"a box of \[8, 64\] at \[8, 0\] of \[12, 64\]"):
+        copied(row_count=12)
+
+
+@gluon.jit
+def _multiplied(x_ptr, output_ptr, OUTSTANDING: gl.constexpr, OVERWRITES: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+    places = rows[:, None] * 64 + columns[None, :]
+    tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    tile.store(gl.load(x_ptr + places))
+    total = warpgroup_mma(tile, tile, gl.zeros([64, 64], gl.float32, layout), is_async=True)
+    if OVERWRITES:
+        tile.store(gl.zeros([64, 64], gl.bfloat16, layout))
+    total = warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=(total,))
+    gl.store(output_ptr + places, total)
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_an_asynchronous_product_reads_until_its_wait(overwrites):
+    x, output = torch.randn(64, 64).to(torch.bfloat16), torch.full((64, 64), float("nan"))
+    EmulatedKernel(_multiplied)[(1,)](x, output, OUTSTANDING=0, OVERWRITES=overwrites, num_warps=4)
+    assert torch.equal(output, torch.zeros(64, 64) if overwrites else x.float() @ x.float())
+
+
+def test_a_product_that_is_not_waited_for_cannot_be_used():
+    x, output = torch.zeros(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64)
+    with pytest.raises((RuntimeError, TypeError), match="Pending"):
+        EmulatedKernel(_multiplied)[(1,)](x, output, OUTSTANDING=1, OVERWRITES=False, num_warps=4)
+
+
+@gluon.jit
+def _outside(x_ptr, output_ptr):
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    places = gl.arange(0, 64, layout=line)
+    gl.store(output_ptr + places, gl.load(x_ptr + places))
+
+
+def test_loads_outside_a_tensor_are_named():
+    with pytest.raises(AssertionError, match="24 places outside a tensor of 40"):
+        EmulatedKernel(_outside)[(1,)](torch.zeros(40), torch.zeros(64), num_warps=1)
