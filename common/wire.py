@@ -1,7 +1,7 @@
-"""Msgpack arrays with checked fields: the primitives that every message's `to_wire` and `from_wire` are written with.
+"""Msgpack arrays with checked fields: what every message's `to_wire` and `from_fields` are written with.
 
 A message on the wire is one msgpack array `[type code, field, field, ...]`. Number arrays are little-endian byte
-strings (`array.array` in memory, so that numpy can look at them without a copy): an array of 256 numbers costs
+strings (`array.array` in memory, so that numpy can view them without a copy): an array of 256 numbers costs
 microseconds this way and tens of microseconds as a msgpack list. Everything received is checked for type, length and
 range; whatever does not fit raises `WireError`. No pickle, no msgpack extension types.
 """

@@ -1,13 +1,13 @@
 """The frontend process: its sockets, its event loop, its start and its end.
 
 Sockets: connects `requests` (PUSH, to the scheduler), binds `outputs` (PULL, from the scheduler) and the client
-endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders come over the supervisor link.
+endpoint (ROUTER); the HTTP API, unless switched off, has its own. Orders come over the supervisor link.
 
-Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
-answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
-finish within the grace, end the rest with an error. A failed peer, or a message of the scheduler's that is lost because
-it cannot be read or for want of memory: every request ends with an error, then exit code 1. A peer that is started
-again (`--restart`): new sockets to the scheduler, those of the new session, and the requests wait until it is ready.
+Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is noticed at once; HTTP
+answers 503 until the scheduler says that the engine is ready. Stop: refuse new requests, let the running ones finish
+within the grace period, end the rest with an error. If a peer has failed, or a message of the scheduler's is lost
+because it cannot be read or memory is short: every request ends with an error, then exit code 1. If a peer is started
+again (`--restart`): open the new session's sockets to the scheduler, and let the requests wait until it is ready.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ async def _run(config: EngineConfig, link: SupervisorLink) -> int:
 
 
 def _spare_the_collector() -> None:
-    """What is there by now stays: a full collection that looks at all of it stops every stream for 70 ms."""
+    """Exclude all objects that exist by now from garbage collection, which would stop every stream for 70 ms."""
     gc.freeze()
 
 
@@ -189,7 +189,7 @@ class Frontend:
                     self._begin_session(order)
 
     def _begin_session(self, order: NewSession) -> None:
-        """Scheduler and worker start anew: what the old ones still say is not heard any more."""
+        """Scheduler and worker are restarted: stop listening to the old ones."""
         core = self._engine.core
         logger.warning("%s; requests that wait until it is back: %d", order.message, core.live_count)
         core.suspend(order.message, order.session)
@@ -201,7 +201,7 @@ class Frontend:
         self._outputs_reader = self._read_outputs()
 
     def _end_overdue(self) -> None:
-        """Now and again until there is a scheduler."""
+        """End overdue requests, again and again until there is a scheduler to do it."""
         if self._next_deadline_look is not None:
             self._next_deadline_look.cancel()
         waits = self._engine.core.end_overdue()
@@ -210,19 +210,19 @@ class Frontend:
         self._clients.flush()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What nobody has caught costs whoever it concerned. Without memory that might be anybody."""
+        """An uncaught error affects only what it concerned. Without memory, that could be any request: then all end."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         if isinstance(error, MemoryError):
             self._fail_ourselves(first_line(error))
 
     def _fail_ourselves(self, why: str) -> None:
-        """Requests would wait for ever for what was lost here: none goes on."""
+        """End all requests: some would wait for ever for what was lost here."""
         self._link.failed(why)
         self._fail(why)
 
     def _fail(self, why: str) -> None:
-        """The engine cannot serve any more: every request ends with an error, then the process ends."""
+        """The engine cannot serve any more: end every request with an error, then the process."""
         self._end(1, 0.0)  # first: what follows may fail too
         logger.error("%s", why)
         self._engine.core.fail_all(why)

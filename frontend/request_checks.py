@@ -1,4 +1,4 @@
-"""What a request must fulfil, and what is filled in, before it goes to the scheduler. Called by the core."""
+"""Checks a request, and fills in what it leaves open, before it goes to the scheduler. Called by the core."""
 
 import random
 from array import array

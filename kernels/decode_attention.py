@@ -1,19 +1,21 @@
-"""Paged decode attention: one query token a row against its cached keys and values, split over the whole card.
+"""Paged decode attention: one query token per row against its cached keys and values, split over the whole card.
 
 For each row r and query head h, with g = h // group, n = context_lengths[r] and position n - 1 for the query:
 
     s_p   = cap(scale * q . K[g, p])            for p in 0 .. n - 1 (the last `sliding_window` of them, if > 0)
     out   = sum_p softmax(s)_p * V[g, p]        cap(x) = soft_cap * tanh(x / soft_cap), or x
 
-computed in tiles with a running maximum and normaliser [1], the query heads of a group as the rows of one tile so that
-each K/V tile is read once and both products run on tensor cores, and the keys of a row split between programs [2].
+It is computed in tiles with a running maximum and normaliser [1]. The query heads of a group are the rows of one tile,
+so that each K/V tile is read once and both products run on tensor cores. The keys of a row are split between programs
+[2].
 
-How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head, and
-`start_tiles` more for what beginning one costs. All tiles of all rows form one line, row by row and head by head; every
-program takes an equal piece of that line [3]. A piece that covers a whole (row, head) writes the output; any other
-writes maximum, normaliser and a float32 accumulator, and the program that comes last at that (row, head), by an atomic
-counter, merges the parts by log-sum-exp. A program's piece can be cut only at its two ends, so two partial places a
-program are enough whatever the lengths are, and one captured graph is right, and balanced, for every mix of lengths.
+How the work is split, which is decided on the device: a row of n tokens has `ceil(n / tile)` tiles for each K/V head,
+plus `start_tiles` for what starting it costs. All tiles of all rows form one line, row by row and head by head; every
+program takes an equal piece of that line [3]. A program whose piece covers a whole (row, head) writes its output. A
+program that has only a part of one writes maximum, normaliser and a float32 accumulator; whichever program finishes
+last with that (row, head), as an atomic counter tells, merges the parts by log-sum-exp. A piece can be cut only at its
+two ends, so two places for partial results per program are enough whatever the lengths are, and one captured graph is
+correct, and balanced, for every mix of lengths. docs/how-it-works.md has an example.
 
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|

@@ -1,11 +1,11 @@
-"""How long steps take, learnt as they come back, and how many prompt tokens fit under a target for time between tokens.
+"""Predicts step times from the steps so far: how many prompt tokens fit under a target for time between tokens?
 
     step time = decode time + chunk tokens * token time
 
-Both are running means: the decode time from steps without chunks, the token time from what is left of the others, where
-each token counts the same, since a short chunk takes longer for each of its own. Knows no clock. Called by the core
-(what a step took) and the planner (what the next one may hold, and whether computing a victim's tokens again beats
-swapping).
+Both are running means. The decode time is measured on steps without chunks. The token time is what remains of the other
+steps, divided by their chunk tokens; a step counts in proportion to its tokens, because a short chunk takes longer per
+token. Knows no clock. Called by the core (what a step took) and by the planner (how much the next step may hold,
+and whether recomputing a victim's tokens is faster than swapping them).
 """
 
 WEIGHT = 0.2

@@ -1,4 +1,4 @@
-"""What a request gives back, as both the frontend's core and the client socket know it: samples, deltas, logprobs."""
+"""The parts of an output that the frontend's core and the client socket have in common: samples, deltas, logprobs."""
 
 from array import array
 from collections.abc import Sequence

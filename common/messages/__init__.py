@@ -1,9 +1,10 @@
-"""Every message between frontend, scheduler, workers and supervisor, with its layout on the wire.
+"""All messages between frontend, scheduler, workers and supervisor, with their layout on the wire.
 
-Each class is frozen, carries a type code, and knows `to_wire` (the msgpack bytes) and `from_fields` (the checked way
-back). One union per direction of each link, one decoder per socket: `decode_for_scheduler`, `decode_for_frontend`,
-`decode_for_worker`, `decode_from_worker`, `decode_for_supervisor`, `decode_for_child`. A code that a socket does not
-carry raises `WireError`. The messages between clients and the frontend are in `client_messages`.
+Each class is frozen, has a type code, and has `to_wire` (gives msgpack bytes) and `from_fields` (builds the message
+from checked fields). There is one union per direction of each link and one decoder per socket: `decode_for_scheduler`,
+`decode_for_frontend`, `decode_for_worker`, `decode_from_worker`, `decode_for_supervisor`, `decode_for_child`. A code
+that a socket does not carry raises `WireError`. The messages between clients and the frontend are in
+`client_messages`.
 
     code  message          from -> to               one per
     1     AddRequest       frontend -> scheduler    request
@@ -22,12 +23,12 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     41    Ready            child -> supervisor      start
     42    Failed           child -> supervisor      failure, as the last message
     50    Stop             supervisor -> child      end of the run
-    51    PeerFailed       supervisor -> child      death of another process
+    51    PeerFailed       supervisor -> child      loss of another process
     52    Profile          frontend -> supervisor -> child    trace that is asked for
     53    NewSession       supervisor -> child      restart of the process at the other end
 
-Request ids are int32 numbers that the frontend allots; none is given out again while it is live. A request with n
-samples is one AddRequest; what comes back is addressed by request id and sample index.
+Request ids are int32 numbers chosen by the frontend; none is reused while it is live. A request with n samples is one
+AddRequest; what comes back names request id and sample index.
 """
 
 from common.errors import WireError

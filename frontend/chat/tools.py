@@ -1,7 +1,7 @@
-"""What a request says of tools: checked, and brought into the form that templates take.
+"""Checks a request's tools and converts them to the form that chat templates take.
 
-A template that knows no tools gets them in the system message, and earlier calls and their results as text, in the
-Hermes form.
+For a template that does not support tools, they go into the system message, and earlier calls and their results become
+text in the Hermes format.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        tools: as the client sent them; empty if the model is to know of none.
+        tools: as the client sent them; empty if the model must not see any.
         choice: `none`, `auto`, `required`, or the name of the function that must be called.
         is_named: `choice` is a name.
     """
@@ -149,7 +149,7 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat with tools for a template that knows none."""
+    """A chat with tools, for a template that does not support them."""
     plain = [_plain_message(message) for message in messages]
     if not tools:
         return plain

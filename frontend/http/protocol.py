@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with bounds on connections and on a request's head, and errors in the API's own form.
+"""uvicorn's HTTP protocol with limits on connections and on a request's head, and errors in the API's own form.
 
-The parser keeps what it has not finished, so that a header without an end would grow until memory is gone; and a
-process that is out of file descriptors dies in ZeroMQ, so that idle connections must leave some.
+The limits are needed: the parser keeps what is unfinished, so a header without an end would grow until memory is gone;
+and ZeroMQ aborts a process that is out of file descriptors, so idle connections must leave some.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Protocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected; it is sent away if there are too many."""
+        """A client has connected; it is refused if there are too many."""
         super().connection_made(transport)
         self.open_connections.http_count = len(self.connections)
         try:
@@ -100,7 +100,7 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the request anew without its wish for another protocol: the parser would take the body for that one."""
+        """Parse the request again without its Upgrade header, with which the body would count as another protocol's."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":  # wishes for another protocol by itself
             self.send_400_response("this is no proxy: CONNECT is not served")
@@ -111,7 +111,7 @@ class Protocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no proper HTTP request, and close."""
+        """Answer bytes that are not an HTTP request, and close."""
         self._refuse(RequestError(msg, code="bad_request"))
 
     def _refuse(self, error: RequestError) -> None:

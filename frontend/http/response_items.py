@@ -16,12 +16,12 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResponseHead:
-    """What all events of one response share.
+    """The common part of all events of one response.
 
     Args:
         response_id: its `id`.
-        model: the name that the client hears.
-        echoed: what is repeated of the request.
+        model: the name for the client.
+        echoed: the fields that are repeated from the request.
     """
 
     def __init__(self, response_id: str, model: str, echoed: dict[str, Any]) -> None:
