@@ -1,4 +1,4 @@
-"""How long after a client has gone the blocks of its request are free: streamed or not, running or queued, both doors.
+"""How long after a client has gone the blocks of its request are free: streamed or not, at any stage, over both doors.
 
     python -m benchmarks.disconnects                   # the embedded model
     python -m benchmarks.disconnects --model tiny      # a tiny random one (from a checkout)
@@ -6,7 +6,8 @@
 A client goes as a process that is killed goes: its connection is closed, without a word. *noticed* is the time until
 the frontend has ended the request, *freed* until the scheduler holds no block of it, or does not queue it any more.
 Both are seen from outside, in figures that are sent every tenth of a second: `freed` is up to so much too long. A
-queued request waits behind others that hold every slot. Prints one JSON line and appends it to --output.
+queued request waits behind others that hold every slot; one that prefills has a long prompt. Prints one JSON line and
+appends it to --output.
 """
 
 import argparse
@@ -14,9 +15,11 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,20 +36,32 @@ IN_THE_WAY = 4
 """Long requests that hold the slots while one is to wait; some of them wait themselves, so that no slot falls free."""
 MAX_LEN = 4096
 OPTIONS = ("--max-num-seqs", str(SLOTS), "--max-model-len", str(MAX_LEN), "--num-kv-blocks", "1024")
-PROMPT = "The sea is blue and wide. " * 8
-PARAMS = {"max_tokens": MAX_LEN - 512, "ignore_eos": True, "temperature": 0.0}
+SHORT, LONG = 64, 3072
+"""Tokens of a prompt; what is left of the context is the answer."""
+FIRST_IDS = range(5, 200)
+"""Ids of real tokens, in any vocabulary."""
 DEADLINE_S = 20.0
 LOOK_INTERVAL_S = 0.004
 
 Leave = Callable[[], object]
 """What a client that goes does."""
-CASES = list(itertools.product(("http", "zmq"), ("streamed", "whole"), ("running", "queued")))
+CASES = list(itertools.product(("http", "zmq"), ("streamed", "whole"), ("queued", "prefilling", "running")))
 
 
-async def ask_over_http(ready: Mapping[str, Any], *, streamed: bool) -> Leave:
+def new_prompt(count: int) -> "array[int]":
+    """Token ids that no cache knows."""
+    return array("i", random.choices(FIRST_IDS, k=count))
+
+
+def params(prompt: Sequence[int]) -> dict[str, Any]:
+    """An answer as long as the context allows."""
+    return {"max_tokens": MAX_LEN - len(prompt) - 1, "ignore_eos": True, "temperature": 0.0}
+
+
+async def ask_over_http(ready: Mapping[str, Any], prompt: "array[int]", *, streamed: bool) -> Leave:
     """A request whose answer nobody reads."""
     address = urlsplit(ready["http"])
-    body = json.dumps({"prompt": PROMPT, "stream": streamed, **PARAMS}).encode()
+    body = json.dumps({"prompt": list(prompt), "stream": streamed, **params(prompt)}).encode()
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     writer.write(head.encode() + b"\r\n\r\n" + body)
@@ -58,12 +73,12 @@ async def ask_over_http(ready: Mapping[str, Any], *, streamed: bool) -> Leave:
     return leave
 
 
-async def ask_over_zmq(ready: Mapping[str, Any], *, streamed: bool) -> Leave:
+async def ask_over_zmq(ready: Mapping[str, Any], prompt: "array[int]", *, streamed: bool) -> Leave:
     """The same over the client socket."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(ready["client_endpoint"])
-    socket.send(Generate(request_id="1", prompt=PROMPT, params=PARAMS, stream=streamed).to_wire())
+    socket.send(Generate(request_id="1", prompt=prompt, params=params(prompt), stream=streamed).to_wire())
 
     def leave() -> None:
         socket.close(linger=0)
@@ -95,7 +110,8 @@ async def full_slots(sdk: AsyncClient, count: int) -> AsyncIterator[None]:
 
     async def go_on() -> None:
         while True:
-            await sdk.generate(PROMPT, PARAMS)
+            prompt = new_prompt(SHORT)
+            await sdk.generate(prompt, params(prompt))
 
     tasks = [asyncio.create_task(go_on()) for _ in range(count)]
     await state_when(sdk, lambda status: status.live_count == count and waits(status) == max(0, count - SLOTS))
@@ -104,6 +120,13 @@ async def full_slots(sdk: AsyncClient, count: int) -> AsyncIterator[None]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await state_when(sdk, lambda status: not status.live_count and not held_blocks(status))
+
+
+def has_come(status: StatusReply, place: str, queue: int, steps: int) -> bool:
+    """Whether a request that was sent when so many waited, after so many steps, is where it should be."""
+    if place == "queued":
+        return waits(status) > queue
+    return held_blocks(status) > 0 and (place == "prefilling" or int(status.figures["steps"]) > steps + 4)
 
 
 def waits(status: StatusReply) -> int:
@@ -115,9 +138,10 @@ async def one(ready: Mapping[str, Any], sdk: AsyncClient, case: Sequence[str], o
     """Seconds from a disconnect until it is noticed, and until nothing is held for it; `others` are under way."""
     door, form, place = case
     ask = ask_over_http if door == "http" else ask_over_zmq
-    leave = await ask(ready, streamed=form == "streamed")
+    steps = int((await sdk.status()).figures["steps"])
+    leave = await ask(ready, new_prompt(LONG if place == "prefilling" else SHORT), streamed=form == "streamed")
     queue = max(0, others - SLOTS)
-    await state_when(sdk, lambda status: waits(status) > queue if place == "queued" else held_blocks(status) > 0)
+    await state_when(sdk, lambda status: has_come(status, place, queue, steps))
     gone_s = time.perf_counter()
     leave()
     await state_when(sdk, lambda status: status.live_count <= others)

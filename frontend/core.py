@@ -25,7 +25,7 @@ from common.errors import RequestError
 from common.messages import AddRequest, EngineReady, EngineStats, ForFrontend, QueueNews, RequestFailed, TokensOut
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
-from frontend.events import Delta, Sink, Timings, TokenLogprob
+from frontend.events import Sink, Timings
 from frontend.figures import Figures
 from frontend.outbox import Outbox
 from frontend.request import Request, Sample, error_of
@@ -296,13 +296,13 @@ class Core:
         self._mark_token(request, sample, now)
         if sample.finish_reason is not None:
             if request.stream:
-                self._emit(request, sample, text, (token_id,))
+                request.emit(sample, text, (token_id,), self._stream_interval)
             self._sample_ended(request, sample, early=True)
         elif request.stream:
             if self._stream_interval == 1:
                 request.sink.on_token(sample.index, text, token_id)
             else:
-                self._emit(request, sample, text, (token_id,))
+                request.emit(sample, text, (token_id,), self._stream_interval)
 
     def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
         """Note the time of a sample's new tokens."""
@@ -375,37 +375,15 @@ class Core:
         if sample.finish_reason is None and row.finish is not None:
             text += sample.end(row.finish.reason, stop_token(request, row))
         if request.stream:
-            self._emit(request, sample, text, row.token_ids[:new_count], sample.logprobs[old_logprob_count:])
+            new_logprobs = sample.logprobs[old_logprob_count:]
+            request.emit(sample, text, row.token_ids[:new_count], self._stream_interval, new_logprobs)
         if sample.finish_reason is not None:
             self._sample_ended(request, sample, early=early)
-
-    def _emit(
-        self,
-        request: Request,
-        sample: Sample,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprob] = (),
-    ) -> None:
-        delta = sample.pending
-        if delta is None:
-            delta = Delta(sample.index, text, array("i", token_ids), list(logprobs))
-        else:
-            delta.text += text
-            delta.token_ids.extend(token_ids)
-            delta.logprobs.extend(logprobs)
-        first = len(delta.token_ids) == len(sample.token_ids)
-        if sample.finish_reason is None and not first and len(delta.token_ids) < self._stream_interval:
-            sample.pending = delta
-            return
-        sample.pending = None
-        delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
-        request.sink.on_delta(delta)
 
     def _close_sample(self, request: Request, sample: Sample, reason: str, stop_reason: str | int | None) -> None:
         text = sample.end(reason, stop_reason)
         if request.stream:
-            self._emit(request, sample, text, ())
+            request.emit(sample, text, (), self._stream_interval)
 
     def _sample_ended(self, request: Request, sample: Sample, *, early: bool) -> None:
         """A sample is complete; `early` if a stop string ended it, which the scheduler does not know of."""

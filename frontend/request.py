@@ -194,6 +194,30 @@ class Request:
         outputs = tuple(None if s.finish_reason is not None else s.token_ids for s in self.samples)
         return dataclasses.replace(self.message, outputs=outputs)
 
+    def emit(
+        self,
+        sample: Sample,
+        text: str,
+        token_ids: Sequence[int],
+        interval: int,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
+        """Hand the sink a sample's new output, gathered to deltas of `interval` tokens but for the first and last."""
+        delta = sample.pending
+        if delta is None:
+            delta = Delta(sample.index, text, array("i", token_ids), list(logprobs))
+        else:
+            delta.text += text
+            delta.token_ids.extend(token_ids)
+            delta.logprobs.extend(logprobs)
+        first = len(delta.token_ids) == len(sample.token_ids)
+        if sample.finish_reason is None and not first and len(delta.token_ids) < interval:
+            sample.pending = delta
+            return
+        sample.pending = None
+        delta.finish_reason, delta.stop_reason = sample.finish_reason, sample.stop_reason
+        self.sink.on_delta(delta)
+
     def note_loss(self) -> int:
         """Scheduler or worker were lost; returns how often while they worked on this request, since its last token."""
         if self.sent_count >= 0 and not self.waits:

@@ -46,6 +46,8 @@ STATS_INTERVAL_S = 0.1
 REQUESTS_PER_PASS = 256
 COMPILATION_INTERVAL_S = 0.001
 """How often a request that waits for its grammar is looked after."""
+CPU_TOKEN_S = 0.004
+"""What a prompt token may take on a CPU: the first prompt of all is cut by this, the others by what it took."""
 SIZE_CLASSES = 20
 """Of steps by their tokens: up to 1, 2, 4, ... 524,288."""
 
@@ -150,6 +152,7 @@ def limits_of(config: EngineConfig, ready: WorkerReady) -> Limits:
         max_queued=options.max_num_queued_reqs,
         max_queued_tokens=options.max_num_queued_tokens,
         target_itl_s=options.target_itl_ms / 1000,
+        token_s=CPU_TOKEN_S if ready.device_name == "cpu" else 0.0,
         prefix_cache=config.cache.prefix_cache,
         policy=options.policy,
         preemption=options.preemption,

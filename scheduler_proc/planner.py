@@ -41,8 +41,7 @@ class Planner:
         """The next step, which the caller sends before anything else happens; None when nothing can run now."""
         draft = Draft(self._state.planned_step + 1, self._state.limits.max_num_batched_tokens, self._block_size)
         self._place_decodes(draft)
-        if draft.decode_rows:
-            draft.budget = self._state.step_time.chunk_budget(draft.budget)
+        draft.budget = self._state.step_time.chunk_budget(draft.budget, decodes=bool(draft.decode_rows))
         self._place_chunks(draft)
         self._admission.admit(draft)
         if draft.is_empty:

@@ -29,6 +29,7 @@ class Limits:
         max_queued: requests that may wait.
         max_queued_tokens: their prompt tokens that may wait; 0 sets no limit.
         target_itl_s: time between tokens to aim for by limiting what a step holds; 0 does not.
+        token_s: a guess of what a prompt token takes, until one has been computed; 0 for none.
         prefix_cache, policy, preemption: as the options of these names.
         block_bytes: bytes of a block; link_bytes_per_s: between device and host, each way: what the worker measured, or
             what a simulation assumes. For preemption `auto`.
@@ -45,6 +46,7 @@ class Limits:
     max_queued: int = 4096
     max_queued_tokens: int = 0
     target_itl_s: float = 0.0
+    token_s: float = 0.0
     prefix_cache: str = "hash"
     policy: str = "fcfs"
     preemption: str = "recompute"
@@ -130,7 +132,7 @@ class State:
         self.completed_step = 0
         self.several_samples_count = 0
         self.grammar_count = 0
-        self.step_time = StepTime(limits.target_itl_s)
+        self.step_time = StepTime(limits.target_itl_s, limits.token_s)
         self.counters = Counters()
 
     @property

@@ -1,15 +1,23 @@
-"""Predicts step times from the steps so far: how many prompt tokens fit under a target for time between tokens?
+"""Predicts step times from the steps so far: how many prompt tokens may a step hold?
 
     step time = decode time + chunk tokens * token time
 
 Both are running means. The decode time is measured on steps without chunks. The token time is what remains of the other
 steps, divided by their chunk tokens; a step counts in proportion to its tokens, because a short chunk takes longer per
-token. Knows no clock. Called by the core (what a step took) and by the planner (how much the next step may hold,
-and whether recomputing a victim's tokens is faster than swapping them).
+token. A step that has been sent cannot be taken back, so an abort waits for it, and so does everybody else: where steps
+would take a good part of a second, as on a CPU, they are kept short and are not planned ahead. Knows no clock. Called
+by the core (what a step took, and whether the next one may be planned) and by the planner (how much the next step may
+hold, and whether recomputing a victim's tokens is faster than swapping them).
 """
+
+from collections.abc import Iterable
 
 WEIGHT = 0.2
 """Share of the newest step in the running means."""
+STEP_LIMIT_S = 0.4
+"""What a step should take at most; where decoding alone takes longer than half of it, prompts get as long as that."""
+AHEAD_LIMIT_S = 0.2
+"""A step is planned ahead only while those in flight should take no longer: run-ahead hides tenths of a millisecond."""
 LEAST_CHUNK = 16
 """Prompt tokens that a step may always hold, so that prompts go on however tight the target is."""
 
@@ -19,12 +27,13 @@ class StepTime:
 
     Args:
         target_s: time between tokens to aim for; 0 for none.
+        token_s: what a prompt token is taken to need until one has been computed; 0 for unknown.
     """
 
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, token_s: float = 0.0) -> None:
         self.target_s = target_s
         self.decode_s: float | None = None
-        self._chunk_s = self._chunk_tokens = 0.0
+        self._chunk_s, self._chunk_tokens = token_s, 1.0 if token_s else 0.0
 
     @property
     def token_s(self) -> float | None:
@@ -39,12 +48,25 @@ class StepTime:
             self._chunk_s = (1 - WEIGHT) * self._chunk_s + max(step_s - (self.decode_s or 0.0), 0.0)
             self._chunk_tokens = (1 - WEIGHT) * self._chunk_tokens + chunk_tokens
 
-    def chunk_budget(self, most: int) -> int:
-        """Prompt tokens, at most `most`, with which a step that also decodes meets the target."""
-        if not self.target_s or not self.token_s:
+    def chunk_budget(self, most: int, *, decodes: bool = True) -> int:
+        """Prompt tokens, at most `most`, with which a step takes no longer than it should.
+
+        Args:
+            most: tokens.
+            decodes: somebody waits for the next token, so that the target counts.
+        """
+        if not self.token_s:
             return most
-        spare_s = self.target_s - (self.decode_s or 0.0)
+        decode_s = self.decode_s or 0.0
+        spare_s = max(STEP_LIMIT_S - decode_s, decode_s)
+        if self.target_s and decodes:
+            spare_s = min(spare_s, self.target_s - decode_s)
         return max(min(most, int(spare_s / self.token_s)), min(most, LEAST_CHUNK))
+
+    def may_run_ahead(self, chunk_tokens: Iterable[int]) -> bool:
+        """Whether one more step may be planned behind those in flight, which hold so many prompt tokens each."""
+        decode_s, token_s = self.decode_s or 0.0, self.token_s or 0.0
+        return sum(decode_s + count * token_s for count in chunk_tokens) <= AHEAD_LIMIT_S
 
     def admits(self) -> bool:
         """Whether another sequence may join those that decode: not once they alone miss the target."""

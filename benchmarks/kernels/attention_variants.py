@@ -115,6 +115,7 @@ def _decode_aspects(quantised: bool) -> Aspects:
         "stages": [{"num_stages": count} for count in (2, 4, 5)],
         "programs": [{"programs_per_multiprocessor": count} for count in (1, 3, 4)],
         "beginnings": [{"start_tiles": 2}],
+        "sums": [{"late_sum": True}],
     }
 
 

@@ -6,13 +6,42 @@ from benchmarks.step_cost import H200
 from common.messages import StepPlan
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
-from scheduler_proc.step_time import LEAST_CHUNK, StepTime
+from scheduler_proc.step_time import LEAST_CHUNK, STEP_LIMIT_S, StepTime
 
 
-def test_without_a_target_nothing_is_limited():
+def test_without_a_target_steps_of_a_fast_device_are_not_limited():
     times = StepTime(0.0)
-    times.note(1.0, 100)
+    times.note(0.1, 4096)
     assert times.chunk_budget(8192) == 8192 and times.admits()
+    assert times.may_run_ahead([4096, 4096])
+    times.note(0.004, 0)
+    assert times.chunk_budget(8192) == times.chunk_budget(8192, decodes=False) == 8192
+    assert times.may_run_ahead([0, 0, 0])
+
+
+def test_a_slow_device_gets_short_steps_and_none_ahead():
+    """Whoever aborts waits for the steps that are under way: on a CPU three of 512 tokens, ten seconds."""
+    times = StepTime(0.0)
+    times.note(0.1, 0)
+    times.note(0.1 + 512 * 0.005, 512)
+    budget = times.chunk_budget(512, decodes=False)
+    assert times.decode_s + budget * times.token_s == pytest.approx(STEP_LIMIT_S, rel=0.02)
+    assert times.may_run_ahead([0]) and not times.may_run_ahead([budget])
+
+
+def test_prompts_get_as_long_as_decoding_takes_where_that_is_too_long_already():
+    times = StepTime(0.0)
+    times.note(2.0, 0)
+    times.note(2.0 + 100 * 0.02, 100)
+    assert times.chunk_budget(512) == 100
+
+
+def test_the_first_prompt_is_cut_by_a_guess():
+    times = StepTime(0.0, token_s=0.004)
+    assert times.chunk_budget(512) == 100 and not times.may_run_ahead([100])
+    times.note(0.04, 100)
+    assert times.token_s == pytest.approx(0.0004, rel=0.1)
+    assert times.chunk_budget(512) == 512
 
 
 def test_before_anything_is_known_nothing_is_limited():
@@ -61,6 +90,24 @@ def test_a_wall_clock_that_is_set_changes_no_step_time(jump_s):
         run.deliver()
     times = run.core.state.step_time
     assert times.decode_s == 0.25 and times.token_s == 0.25 / 20
+
+
+def test_nothing_is_planned_behind_a_long_step():
+    now_s = [0.0]
+    limits = Limits(
+        max_model_len=400, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, block_count=40, run_ahead=2
+    )
+    run = SimulatedEngine(limits, lambda: now_s[0])
+    messages = [simple_request(i, range(i, 300 + i), max_tokens=2) for i in range(2)]
+    run.send(messages[0])
+    assert all(run.plan() is not None for _ in range(3)), "nothing is known yet"
+    while run.core.state.in_flight:
+        now_s[0] += 0.5
+        run.deliver()
+    assert run.plan() is not None and run.plan() is None
+    run.send(messages[1])
+    run.run()
+    assert run.outputs == expected_outputs(messages)
 
 
 class TimedRun:
