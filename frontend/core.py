@@ -236,11 +236,10 @@ class Core:
         raise not_serving(self.state, self.error)
 
     def _allot_id(self) -> int:
-        while self._next_id in self._live:
-            self._next_id = (self._next_id + 1) & INT32_MAX
-        request_id = self._next_id
-        self._next_id = (request_id + 1) & INT32_MAX
-        return request_id
+        while True:
+            request_id, self._next_id = self._next_id, (self._next_id + 1) & INT32_MAX
+            if request_id not in self._live:
+                return request_id
 
     # -- messages from the scheduler -----------------------------------------------------------------------------------
 
@@ -328,9 +327,8 @@ class Core:
         note_beginning(request, row)
         sample = request.samples[row.sample_index]
         if row.finish is not None and row.finish.reason == "error":
-            self._outbox.abort(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
-            self._fail(request, RequestError(detail, code="sample_failed", status=500))
+            self.fail(request.request_id, RequestError(detail, code="sample_failed", status=500))
         elif request.pooling:
             self._take_embedding(request, sample, row, now)
         elif sample.finish_reason is None:
@@ -354,8 +352,8 @@ class Core:
         """
         logger.exception("request %d failed in the frontend", request.request_id)
         if self._live.get(request.request_id) is request:
-            self._outbox.abort(request.request_id)
-            self._fail(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
+            why = RequestError(f"internal error: {error}", code="internal_error", status=500)
+            self.fail(request.request_id, why)
         elif isinstance(error, MemoryError):
             raise error
 
@@ -388,10 +386,8 @@ class Core:
     def _sample_ended(self, request: Request, sample: Sample, *, early: bool) -> None:
         """A sample is complete; `early` if a stop string ended it, which the scheduler does not know of."""
         request.open_count -= 1
-        if early and request.open_count:
-            self._outbox.abort(request.request_id, sample.index)
-        elif early:
-            self._outbox.abort(request.request_id)
+        if early:
+            self._outbox.abort(request.request_id, sample.index if request.open_count else None)
         if not request.open_count:
             self._finish(request)
 

@@ -155,9 +155,7 @@ class RequestStream:
         if waiting is None:
             self._waiting[delta.sample_index] = delta
         else:
-            waiting.text += delta.text
-            waiting.token_ids.extend(delta.token_ids)
-            waiting.logprobs.extend(delta.logprobs)
+            waiting.extend(delta.text, delta.token_ids, delta.logprobs)
             waiting.finish_reason, waiting.stop_reason = delta.finish_reason, delta.stop_reason
         self._awake()
 

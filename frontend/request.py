@@ -207,9 +207,7 @@ class Request:
         if delta is None:
             delta = Delta(sample.index, text, array("i", token_ids), list(logprobs))
         else:
-            delta.text += text
-            delta.token_ids.extend(token_ids)
-            delta.logprobs.extend(logprobs)
+            delta.extend(text, token_ids, logprobs)
         first = len(delta.token_ids) == len(sample.token_ids)
         if sample.finish_reason is None and not first and len(delta.token_ids) < interval:
             sample.pending = delta
