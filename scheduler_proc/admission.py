@@ -109,15 +109,18 @@ class Admission:
         return -(-sequence.planned_len // self._block_size) - len(sequence.blocks)
 
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int, unfinished: int) -> Outcome:
+        """Place the sequence in the step, or say why not. What is cheap to know is asked before the prefix cache is."""
         most = sequence.max_len  # tokens that may remain to be computed
         if sequence.status is Status.WAITING and unfinished >= UNFINISHED_LIMIT:
-            most = draft.budget
+            most = draft.budget  # it has to finish in this step
         if _is_ahead(sequence.leader) or (sequence.uncached_count > most and draft.step_id < sequence.retry_step):
             return Outcome.LATER
+        # With nothing else running there is nobody to keep blocks for, and nothing whose end is worth waiting for.
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
         room = self._pool.available_count - promised - (0 if alone else self._watermark)
         if self._no_room.still_holds(sequence, room, draft.step_id) and not alone:
             return Outcome.NO_ROOM
+        # Tokens that another sequence has, or is about to have, need not be computed.
         holder = self._holder(sequence, draft)
         if holder is not None and not _has_prompt(holder, draft):
             sequence.leader = Leader(holder, holder.prompt_count)
@@ -126,6 +129,7 @@ class Admission:
         sequence.leader = self._leader(draft, sequence, match.token_count)
         if sequence.leader is not None or self._exceeds(sequence, match, most, draft):
             return Outcome.LATER
+        # The rest has to fit; giving up the match's last block, which would be copied, can make it fit.
         fitting = self._fitting(sequence, match, room)
         if fitting is None:
             needed = self._needed(sequence, match) - self._copies(match)
@@ -133,16 +137,19 @@ class Admission:
             return Outcome.NO_ROOM
         if self._exceeds(sequence, fitting, most, draft):
             return Outcome.LATER
-        self._take_prefix(sequence, fitting, draft)
+        self._place(sequence, fitting, draft)
+        return Outcome.PLACED
+
+    def _place(self, sequence: Sequence, match: Match, draft: Draft) -> None:
+        """Give the sequence its slot, the matched blocks, and a first chunk of what is left."""
+        self._take_prefix(sequence, match, draft)
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         row = ChunkRow(sequence, sequence.computed_count, 0, is_new=True)
         draft.place(row)
-        draft.extend(
-            row, chunk_share(len(sequence.tokens) - sequence.computed_count, draft.budget, others=True), self._pool
-        )
+        count = chunk_share(len(sequence.tokens) - sequence.computed_count, draft.budget, others=True)
+        draft.extend(row, count, self._pool)
         sequence.slot = self._state.free_slots.popleft()
-        return Outcome.PLACED
 
     def _exceeds(self, sequence: Sequence, match: Match, most: int, draft: Draft) -> bool:
         """Whether more than `most` tokens remain to be computed; if so, the sequence is not looked up for a while."""
