@@ -1,16 +1,16 @@
-"""Where the time of one request goes between the processes: its timeline, hop by hop, beside what ZeroMQ alone takes.
+"""Where the time of one request goes between the processes: its timeline, hop by hop, compared with ZeroMQ alone.
 
     python -m benchmarks.hops [--requests 400] [--step-ms 0] [--output FILE] [--smoke]
 
-Client, frontend and scheduler are the real ones, and so is the worker but for its model (benchmarks/stub_worker.py),
-whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, one token out. `whole_us` is that of
-`Client.generate_batch`, which `LLM.generate` calls; its parts come from a second run in which every process records its
+Client, frontend and scheduler are the real ones, and so is the worker except for its model (benchmarks/stub_worker.py),
+whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, one token out. `whole_us` is the time of
+`Client.generate_batch`, which `LLM.generate` calls. Its parts come from a second run in which every process records its
 messages, and add up to that run's own whole (medians). A part named `A to B` begins when A hands the message to ZeroMQ
-and ends when B has it; the first and the last hold the client's own work, and the frontend's decoding and encoding.
-`cpu_us` is processor time per request, all threads. `floor_us` is what the six messages would take by a bare ping-pong
+and ends when B has it; the first and the last contain the client's own work, and the frontend's decoding and encoding.
+`cpu_us` is CPU time per request, over all threads. `floor_us` is what the six messages would take in a bare ping-pong
 (benchmarks/ping_pong.py), whose ends wait in a poll or ask all the time, without a pause or after 2 ms of rest.
-`decode` is how far apart one request's tokens come when a step takes half a millisecond: no further, if the next plan
-is always there. The last line is one JSON object.
+`decode` is the time between one request's tokens when a step takes half a millisecond: no more than that, if the next
+plan is always there. The last line is one JSON object.
 """
 
 import argparse
