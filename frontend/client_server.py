@@ -74,7 +74,8 @@ class ClientServer:
         self._monitor = ClientMonitor(socket, engine.connections, self._on_disconnect)
 
     def flush(self) -> None:
-        """Send what has gathered since the last flush. Never blocks."""
+        """Send what has gathered since the last flush, to the scheduler and to clients. Never blocks."""
+        self._engine.core.send_gathered()
         while self.touched:
             _, client = self.touched.popitem()
             for message in client.messages():
@@ -288,6 +289,7 @@ class ClientServer:
         prompt = prompt_of(message.prompt, message.chat)
         token_ids = self._engine.prompt_ids_now(prompt, message.add_special_tokens)
         if token_ids is not None:
+            self._engine.core.gather()  # `flush` comes after all messages that have come
             self._submit(sink, message, token_ids, options)
             return
 

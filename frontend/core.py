@@ -47,7 +47,7 @@ class Core:
 
     Args:
         tokenizer: the model's.
-        send: takes a message for the scheduler; must not block.
+        send: takes a message for the scheduler, and True if the next one follows at once; must not block.
         seed: for the random seeds of requests that have none.
         stream_interval: tokens per delta; a sample's first and last token are not held back.
         session: how often processes of the engine had been restarted before.
@@ -69,7 +69,7 @@ class Core:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        send: Callable[[bytes], object],
+        send: Callable[..., object],
         *,
         seed: int = 0,
         stream_interval: int = 1,
@@ -184,6 +184,14 @@ class Core:
         except BaseException:
             del self._live[request.request_id]
             raise
+
+    def gather(self) -> None:
+        """Keep the requests submitted from now on for `send_gathered`, or for the next message from the scheduler."""
+        self._outbox.gathers = True
+
+    def send_gathered(self) -> None:
+        """Send the requests that have gathered."""
+        self._outbox.flush()
 
     def abort(self, request_id: int) -> None:
         """End a request: its sink gets `on_final`, open samples as `abort`. Unknown ids are ignored."""

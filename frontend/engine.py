@@ -184,7 +184,7 @@ class Engine:
     Args:
         config: the configuration.
         tokenizer: the model's.
-        send: takes a message for the scheduler; must not block.
+        send: takes a message for the scheduler, and True if the next one follows at once; must not block.
         recorder: records what goes into and comes out of the core.
 
     Attributes:
@@ -198,7 +198,7 @@ class Engine:
         self,
         config: EngineConfig,
         tokenizer: Tokenizer,
-        send: Callable[[bytes], object],
+        send: Callable[..., object],
         recorder: Recorder | None = None,
     ) -> None:
         self.config = config

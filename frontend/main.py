@@ -43,6 +43,8 @@ DEAD_S = 0.6
 DEADLINE_LOOK_S = 0.1
 """How often to look for requests whose deadline has passed, while there is no scheduler to do it."""
 
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
 logger = logging.getLogger(__name__)
 
 
@@ -139,8 +141,9 @@ class Frontend:
         keys = self._access.server_keys if self._access is not None else None
         return bind_client_router(self._context, endpoint, keys, local)
 
-    def _send_to_scheduler(self, data: bytes) -> None:
-        self._requests.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+    def _send_to_scheduler(self, data: bytes, more: bool = False) -> None:
+        flags = _MORE if more else _LAST  # frames of one message: the scheduler cannot see the first without the others
+        self._requests.send(data, flags)  # no high-water mark: it never waits
 
     def _on_output(self, frames: list[bytes]) -> None:
         self._link.progress += 1

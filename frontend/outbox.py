@@ -15,18 +15,21 @@ class Outbox:
     """Sends messages to the scheduler, or holds them back.
 
     Args:
-        send: takes a message's bytes; must not block.
+        send: takes a message's bytes, and True if it is to arrive with the next one at once; must not block.
         clock: monotonic seconds.
 
     Attributes:
         suspended: there is no scheduler; nothing is sent.
+        gathers: requests wait for the next `flush`, so that the scheduler gets at once what came at once.
     """
 
-    def __init__(self, send: Callable[[bytes], object], clock: Callable[[], float]) -> None:
+    def __init__(self, send: Callable[..., object], clock: Callable[[], float]) -> None:
         self.suspended = False
+        self.gathers = False
         self._send = send
         self._clock = clock
         self._held: set[int] = set()
+        self._gathered: list[bytes] = []
         self._abort_ids = array("i")
         self._abort_samples: list[tuple[int, int]] = []
 
@@ -40,7 +43,11 @@ class Outbox:
         if self.suspended:
             self._held.add(request.request_id)
             return
-        self._send(request.continued_message().to_wire())
+        data = request.continued_message().to_wire()
+        if self.gathers:
+            self._gathered.append(data)
+        else:
+            self._send(data)
         request.sent_count = request.output_count
         if request.timings.submitted_s is None:
             request.timings.submitted_s = self._clock()
@@ -64,7 +71,14 @@ class Outbox:
             self._abort_samples.append((request_id, sample_index))
 
     def flush(self) -> None:
-        """Send the collected aborts."""
+        """Send the gathered requests, then the collected aborts, which may be theirs."""
+        self.gathers = False
+        if self._gathered:
+            *others, last = self._gathered
+            for data in others:
+                self._send(data, True)
+            self._send(last)
+            self._gathered.clear()
         ids, samples = self._abort_ids, self._abort_samples
         if not (ids or samples):
             return

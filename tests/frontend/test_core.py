@@ -302,6 +302,16 @@ def test_observers_see_each_end_once(memory_engine, submit):
     assert seen == [(0, "length"), (1, "abort"), (2, "engine_dead")]
 
 
+def test_a_gathered_request_is_sent_before_its_abort(memory_engine, submit):
+    memory_engine.core.gather()
+    submit()
+    assert not memory_engine.sent
+    memory_engine.core.abort(0)
+    assert [type(message).__name__ for message in memory_engine.sent] == ["AddRequest", "AbortRequests"]
+    submit()
+    assert memory_engine.sent[2].request_id == 1
+
+
 def test_a_timeout_becomes_a_deadline(memory_engine, submit):
     submit(timeout_s=5.0)
     assert memory_engine.sent[0].deadline_s == pytest.approx(memory_engine.sent[0].arrived_at_s + 5)
