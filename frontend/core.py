@@ -204,7 +204,7 @@ class Core:
                 if sample.finish_reason is None:
                     self._close_sample(request, sample, "abort", None)
             self._finish(request)
-        except Exception as error:
+        except BaseException as error:
             self._break(request, error)
         self._outbox.flush()
 
@@ -293,7 +293,7 @@ class Core:
                 continue
             try:
                 self._extend_by_one(request, request.samples[0], token_id, now)
-            except Exception as error:
+            except BaseException as error:
                 self._break(request, error)
 
     def _extend_by_one(self, request: Request, sample: Sample, token_id: int, now: float) -> None:
@@ -329,7 +329,7 @@ class Core:
                 continue
             try:
                 self._take_row(request, row, now)
-            except Exception as error:
+            except BaseException as error:
                 self._break(request, error)
 
     def _take_row(self, request: Request, row: Row, now: float) -> None:
@@ -354,8 +354,9 @@ class Core:
         sample.finish_reason = "stop"
         self._sample_ended(request, sample, early=False)
 
-    def _break(self, request: Request, error: Exception) -> None:
-        """Our own mistake, or the memory that it lacked, costs the request it concerns, not those beside it.
+    def _break(self, request: Request, error: BaseException) -> None:
+        """Our own mistake, the tokenizer's (whose panics are no Exceptions), or a lack of memory costs the request it
+        concerns, not those beside it.
 
         Raises:
             MemoryError: the request's end was made, and may not have reached its client.

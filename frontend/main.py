@@ -151,7 +151,7 @@ class Frontend:
             self._engine.core.handle(message)
         except WireError as error:
             return self._fail_ourselves(f"a message of the scheduler cannot be read: {error}")
-        except Exception as error:
+        except BaseException as error:
             logger.exception("a message of the scheduler was lost")
             return self._fail_ourselves(first_line(error))
         if isinstance(message, TokensOut) and self._traces is not None:
@@ -210,10 +210,11 @@ class Frontend:
         self._clients.flush()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What nobody has caught costs whoever it concerned. Without memory that might be anybody."""
+        """What nobody has caught costs whoever it concerned. Where memory is short, or a library has broken down (a
+        panic is no Exception), that might be anybody."""
         loop.default_exception_handler(context)
         error = context.get("exception")
-        if isinstance(error, MemoryError):
+        if error is not None and (isinstance(error, MemoryError) or not isinstance(error, Exception)):
             self._fail_ourselves(first_line(error))
 
     def _fail_ourselves(self, why: str) -> None:
