@@ -2,12 +2,12 @@
 
     python launch.py [serve] [MODEL] [options]   run the engine until SIGINT or SIGTERM
     python launch.py --once "..."                start, stream one chat answer to stdout, stop
-    python launch.py check [MODEL] [options]     would `serve` start with these options here, and with what
-    python launch.py status | stop | chat        look at, end or talk to the engine that runs
+    python launch.py check [MODEL] [options]     whether `serve` would start with these options here, and with what
+    python launch.py status | stop | chat        inspect, stop or chat with the running engine
     python launch.py bench [options]             time workloads (benchmarks.throughput)
     python launch.py keys DIR [NAME ...]         make keys for a client socket that other machines reach
 
-Only the entry: it imports nothing before it can answer for a missing package or an early Ctrl-C. The verbs are in
+Only the entry: it imports nothing until it can report a missing package or handle an early Ctrl-C. The verbs are in
 `launcher.command`, the supervisor in `launcher.supervisor`. Exit codes: 0 stopped as told, 1 a process was lost, 2 a
 configuration or request that cannot be served, 3 a failed start, 130 interrupted.
 """

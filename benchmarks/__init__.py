@@ -1,1 +1,1 @@
-"""What measures. Results are kept as JSON lines in benchmarks/results/, each with what is needed to repeat it."""
+"""The benchmarks. Results are kept as JSON lines in benchmarks/results/, each with what is needed to repeat it."""

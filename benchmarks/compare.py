@@ -1,11 +1,11 @@
-"""The same workloads on this engine and on another, in one run, with the ratios.
+"""Runs the same workloads on this engine and on another one, in one go, and prints the ratios.
 
     python -m benchmarks.compare --engine transformers --workloads b1_128_64 b16_128_64
     python -m benchmarks.compare --engine vllm --model DIR --load-format dummy
 
-The other engine runs first and is closed before ours starts, so that they do not share the machine. Where a workload
-is given as `--baseline NAME`, the other engine runs only that one and every ratio is against it (a batch of 16 here
-against a batch of 1 there).
+The other engine runs first and is closed before ours starts, so that they do not share the machine. With
+`--baseline NAME`, the other engine runs only that workload and every ratio is against it (for example a batch of 16
+here against a batch of 1 there).
 """
 
 import argparse

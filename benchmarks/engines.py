@@ -1,6 +1,6 @@
-"""The engines that the workloads are run on, behind one interface: ours, transformers, vLLM.
+"""The engines that workloads run on, behind one interface: ours, transformers, vLLM.
 
-Each takes token ids and output lengths, runs them as one batch of requests, and tells when each request got its first
+Each takes token ids and output lengths, runs them as one batch of requests, and says when each request got its first
 and its last token. An engine that is not installed raises ImportError with the package's name.
 """
 

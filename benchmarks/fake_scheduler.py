@@ -1,7 +1,7 @@
 """A scheduler without a model, behind the real sockets: for tests and measurements of the frontend alone.
 
-Runs in a thread. Each step gives every live sample its next scripted token, as one TokensOut, the way the real
-scheduler reports a step. By default a sample's output is its prompt over and over, so that its text is known.
+Runs in a thread. In each step every live sample gets its next scripted token, all in one TokensOut, as the real
+scheduler would report it. By default a sample's output is its prompt, over and over, so that its text is known.
 """
 
 import threading

@@ -1,14 +1,14 @@
-"""What the frontend costs: processor time per streamed token, over the client socket or HTTP, and how evenly they come.
+"""The cost of the frontend: CPU time per streamed token, over the client socket or HTTP, and how evenly tokens arrive.
 
     python -m benchmarks.frontend [--http] [--streams 256] [--rate 50000] [--clients 1] [--output FILE] [--smoke]
     python -m benchmarks.frontend --streams 8 --rate 800 --tokens 1000 --beside prompts [--frontend-workers N]
 
-The frontend is the real process with its real sockets. Behind it a scripted scheduler gives every stream one token per
-step at the given rate; before it client processes read the streams and decode them. Processor time is that of the whole
+The frontend is the real process with its real sockets. A scripted scheduler behind it gives every stream one token per
+step at the given rate; client processes before it read the streams and decode them. CPU time is that of the whole
 frontend process, its ZeroMQ thread included. A gap is the time between two pieces of one stream at its client, to be
 compared with the time of a step. Over HTTP each stream has a connection of its own; `tokens_per_chunk` says how many
-tokens came together on average, because those before them had not been sent yet. With `--beside`, one more client gives
-the frontend long work all the while (benchmarks/frontend_load.py): the gaps say whether other people's tokens wait for
+tokens came together on average, because the earlier ones had not been sent yet. With `--beside`, one more client keeps
+the frontend busy with long work (benchmarks/frontend_load.py): the gaps then say whether other people's tokens wait for
 it. The last line is one JSON object.
 """
 

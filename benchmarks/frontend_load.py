@@ -1,17 +1,17 @@
-"""Work that one client gives the frontend again and again while others read their streams.
+"""A client that gives the frontend long work, again and again, while others read their streams.
 
     python -m benchmarks.frontend_load KIND ENDPOINT SOCKET
 
 Started by `benchmarks.frontend --beside KIND`, which ends it. Each kind is one piece of work that takes the frontend
-long, one after another without a pause; a line on stdout for each that is done.
+long, done one after another without a pause; each one that is done prints a line on stdout.
 
     prompts      a text of 100,000 tokens, as a request for one token
-    chats        a chat of 2,000 messages that holds as many, to be rendered and encoded
+    chats        a chat of 2,000 messages with as many tokens, to be rendered and encoded
     tokenize     a text of 100,000 tokens whose ids are the answer
     detokenize   100,000 token ids whose text is the answer
-    bodies       a chat request over HTTP whose JSON body has a megabyte
-    ids          a completion over HTTP whose body has 11 megabytes of token ids, more than the model takes
-    tools        a chat over HTTP whose body has 11 megabytes of tools with tiny schemas
+    bodies       a chat request over HTTP with a JSON body of one megabyte
+    ids          a completion over HTTP with a body of 11 megabytes of token ids, more than the model takes
+    tools        a chat over HTTP with a body of 11 megabytes of tools with tiny schemas
 """
 
 import http.client

@@ -1,11 +1,11 @@
-"""Time of the GPU worker's steps without the other processes: plans made here, results read from the reporter.
+"""Times the GPU worker's steps without the other processes: plans are made here, results are read from the reporter.
 
     python -m benchmarks.gpu_step --model benchmarks/models/qwen3-0.6b --decode 1x512 64x256 --chunk 1x128 2x4000
     python -m benchmarks.gpu_step ... --profile profile.txt
 
 `--decode BxC` times decode steps of B rows with C tokens of context each, issued back to back as with run-ahead;
-`--chunk BxC` steps that compute B whole prompts of C tokens. For each: wall time a step, the device's time a step, the
-main thread's time a step. `--profile` adds a table of kernel times, and counts of what a step must not do. Random
+`--chunk BxC` times steps that compute B whole prompts of C tokens. For each: wall time, device time and main-thread
+time per step. `--profile` adds a table of kernel times, and counts of operations that a step must not contain. Random
 weights. Prints a table and ends with one JSON line.
 """
 

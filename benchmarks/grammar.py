@@ -1,4 +1,4 @@
-"""What structured outputs cost the scheduler: reading the vocabulary, compiling a grammar, and each token's mask.
+"""The cost of structured outputs in the scheduler: reading the vocabulary, compiling a grammar, and each token's mask.
 
 `python -m benchmarks.grammar --tokenizer FILE` follows JSON texts under their schema and times every `Grammar.advance`:
 the token goes into the matcher, the mask for the next one comes out. Ends with one JSON line.

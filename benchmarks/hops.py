@@ -8,8 +8,9 @@ whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, on
 messages, and add up to that run's own whole (medians). A part named `A to B` begins when A hands the message to ZeroMQ
 and ends when B has it; the first and the last hold the client's own work, and the frontend's decoding and encoding.
 `cpu_us` is processor time per request, all threads. `floor_us` is what the six messages would take by a bare ping-pong
-(benchmarks/ping_pong.py), and `decode` how far apart one request's tokens come when a step takes half a millisecond:
-no further, if the next plan is always there. The last line is one JSON object.
+(benchmarks/ping_pong.py), whose ends wait in a poll or ask all the time, without a pause or after 2 ms of rest.
+`decode` is how far apart one request's tokens come when a step takes half a millisecond: no further, if the next plan
+is always there. The last line is one JSON object.
 """
 
 import argparse
@@ -43,6 +44,13 @@ WARM_UP = 10
 START_TIMEOUT_S = 60
 DECODE_STEP_MS = 0.5
 DECODE_TOKENS = 256
+REST_S = 0.002
+FLOORS = (
+    ("blocking", False, 0.0),
+    ("spinning", True, 0.0),
+    ("blocking_rested", False, REST_S),
+    ("spinning_rested", True, REST_S),
+)
 ROOMS = {"frontend": "frontend", "scheduler": "scheduler_proc", "worker-0": "benchmarks.stub_worker"}
 POINTS: dict[str, tuple[str, Link, Direction, int | None]] = {
     "client to frontend": ("frontend", Link.CALLS, Direction.IN, None),
@@ -166,11 +174,15 @@ def matching(folder: Path, process: str, link: Link, direction: Direction, code:
 
 
 def floor_us(folder: Path, sizes: dict[str, int], client_bytes: tuple[int, int], count: int) -> dict[str, float]:
-    """What the six messages of a request take by themselves: both ends in a poll, and both asking all the time."""
-    internal, totals = [sizes[part] for part in INTERNAL_PARTS], {}
-    for name, spins in (("blocking", False), ("spinning", True)):
-        hops_us = ping_pong.hops_us(folder / f"{name}-internal", "internal", internal, count, spins=spins)
-        hops_us += ping_pong.hops_us(folder / f"{name}-client", "client", client_bytes, count, spins=spins)
+    """What the six messages of a request take by themselves: both ends in a poll, or both asking all the time; one
+    after another, or each after a rest."""
+    links = {"internal": [sizes[part] for part in INTERNAL_PARTS], "client": client_bytes}
+    totals: dict[str, float] = {}
+    for name, spins, rest_s in FLOORS:
+        hops_us: list[float] = []
+        for kind, kind_sizes in links.items():
+            where = folder / f"{name}-{kind}"
+            hops_us += ping_pong.hops_us(where, kind, kind_sizes, count, spins=spins, rest_s=rest_s)
         totals[name] = round(sum(hops_us), 1)
     return totals
 

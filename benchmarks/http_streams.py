@@ -1,6 +1,7 @@
-"""A client that reads many HTTP streams at once, each over a connection of its own: for measurements of the frontend.
+"""A client that reads many HTTP streams at once, each over a connection of its own, for measurements of the frontend.
 
-Chunks are counted, not decoded, so that one process reads more than the frontend writes. Called by `frontend`.
+It counts chunks and does not decode them, so that one process can read more than the frontend writes. Called by
+`frontend`.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""What the card could reach at best: its ceilings, measured, and from them each workload's bound beside its result.
+"""The best that the card could do: measures its limits and derives a lower bound for each workload, beside its result.
 
     python -m benchmarks.limits --model benchmarks/models/qwen3-0.6b
     python -m benchmarks.limits --read-tb-per-s 4.24 --matmul-tflop-per-s 700      # without measuring
 
-A workload's bound is the time of the bytes that must be read and the operations that must be done, whichever is longer
-step by step: every prompt computed once; then, for each output token after the first, all weights read once a step and
-every running request's keys and values read once. No launch, no message and no imperfect kernel is in it. Results are
-the newest ones of `benchmarks/results/throughput.jsonl` for the model with a plain cache on a GPU. Ends with one JSON
-line. `python -m benchmarks.throughput --limits` keeps the bounds with what it measures.
+A workload's bound is the time of the bytes that must be read or of the operations that must be done, whichever is
+longer in each step: every prompt is computed once; then, for each output token after the first, all weights are read
+once per step, and every running request's keys and values once. Launches, messages and imperfect kernels are not
+counted. Results are the newest ones of `benchmarks/results/throughput.jsonl` for the model with a plain cache on a GPU.
+Ends with one JSON line. `python -m benchmarks.throughput --limits` keeps the bounds with what it measures.
 """
 
 import argparse

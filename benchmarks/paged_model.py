@@ -1,6 +1,7 @@
-"""A model over a paged cache of any element type, driven row by row: what the quality benchmark measures with.
+"""Runs a model over a paged cache of any element type, row by row, for the quality benchmark.
 
-The worker's own forward pass, store and attention; neither scheduler nor sampling. On a GPU the attention kernels run.
+It uses the worker's own forward pass, store and attention, but neither scheduler nor sampling. On a GPU the attention
+kernels run.
 """
 
 import torch

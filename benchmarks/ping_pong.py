@@ -16,7 +16,7 @@ import zmq
 
 from common.sockets import bind_client_router, bind_pull, connect_client, connect_push, new_context
 
-WARM_UP = 50
+WARM_UP = 20
 LIMIT_S = 20
 
 
@@ -71,8 +71,19 @@ class Ends:
         self._context.term()
 
 
-def hops_us(folder: Path, kind: str, sizes: Sequence[int], count: int, *, spins: bool) -> list[float]:
-    """Half the median round trip of messages of so many bytes each, in microseconds."""
+def hops_us(
+    folder: Path, kind: str, sizes: Sequence[int], count: int, *, spins: bool, rest_s: float = 0.0
+) -> list[float]:
+    """Half the median round trip of messages of so many bytes each, in microseconds.
+
+    Args:
+        folder: for the socket files; made if need be.
+        kind: `internal` or `client`.
+        sizes: in bytes.
+        count: round trips of each size.
+        spins: both ends ask again and again instead of waiting in a poll.
+        rest_s: how long neither end sends anything before each round trip, so that processors go to sleep.
+    """
     folder.mkdir(exist_ok=True)
     other = multiprocessing.get_context("spawn").Process(target=_echo, args=(folder, kind, spins), daemon=True)
     other.start()
@@ -80,16 +91,18 @@ def hops_us(folder: Path, kind: str, sizes: Sequence[int], count: int, *, spins:
     try:
         ends.send([b""])
         ends.receive(spins=False)  # the other process has started
-        return [_median_ns(ends, bytes(size), count, spins) / 2e3 for size in sizes]
+        return [_median_ns(ends, bytes(size), count, spins, rest_s) / 2e3 for size in sizes]
     finally:
         ends.close()
         other.kill()
         other.join()
 
 
-def _median_ns(ends: Ends, message: bytes, count: int, spins: bool) -> float:
+def _median_ns(ends: Ends, message: bytes, count: int, spins: bool, rest_s: float) -> float:
     times_ns = []
     for _ in range(count + WARM_UP):
+        if rest_s:
+            time.sleep(rest_s)
         start_ns = time.monotonic_ns()
         ends.send([message])
         ends.receive(spins)

@@ -1,6 +1,6 @@
-"""What the processes of a running engine hold and use: memory, file descriptors, threads, CPU. From /proc; Linux only.
+"""The resources of a running engine's processes: memory, file descriptors, threads, CPU. From /proc; Linux only.
 
-Called by benchmarks/soak.py and benchmarks/idle.py. A process is named as its title says: `supervisor`, `frontend`,
+Called by benchmarks/soak.py and benchmarks/idle.py. Processes are named by their titles: `supervisor`, `frontend`,
 `scheduler`, `worker-0`.
 """
 

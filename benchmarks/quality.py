@@ -1,16 +1,17 @@
-"""What an 8-bit KV cache costs in quality, against the same model in float32.
+"""The loss of quality of an 8-bit KV cache, compared with the same model in float32.
 
     python -m benchmarks.quality --output benchmarks/results/quality.jsonl
     python -m benchmarks.quality --smoke            # seconds, for the test suite
 
-Four measurements of each variant: float32 throughout; and in the device's own type a plain, an int8 and an fp8 cache.
+Four measurements of each variant (float32 throughout; and, in the device's own type, a plain, an int8 and an fp8
+cache):
 
 - perplexity: English text (the topics of the standard library's pydoc) in windows, each token after all before it;
 - greedy: how far greedy answers to prompts from that text agree with float32's;
 - attention: each layer's output on the queries, keys and values that it sees in float32, cosine and largest error;
 - needle: facts hidden in a text as long as the model's context, asked for at its end.
 
-One JSON line for each measurement and variant (benchmarks/records.py); `limit` holds what rows C5 to C7 allow.
+One JSON line for each measurement and variant (benchmarks/records.py); `limit` has the largest loss that is accepted.
 """
 
 import argparse

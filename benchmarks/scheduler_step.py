@@ -1,9 +1,9 @@
-"""What the scheduler costs: planning and encoding a step, taking in a result, finding a long prefix, memory.
+"""The cost of the scheduler: planning and encoding a step, taking in a result, finding a long prefix, memory.
 
     python -m benchmarks.scheduler_step [--output FILE] [--smoke]
 
-Steps are pure decode, after every prompt has been computed; run-ahead 2. `cold` means the first lookup of a prompt, its
-keys included. The last line is one JSON object.
+Steps are pure decode, after every prompt has been computed; run-ahead is 2. `cold` means the first lookup of a prompt,
+with the computation of its keys. The last line is one JSON object.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""Minutes of mixed and hostile traffic against a real engine, then a count of everything that must not have leaked.
+"""Minutes of mixed and hostile traffic against a real engine, then a check that nothing has leaked.
 
     python -m benchmarks.soak --minutes 15 --rate 4          # the embedded model
     python -m benchmarks.soak --model tiny --minutes 15      # a tiny random one (from a checkout)
 
 Long and short requests over HTTP and the client socket, grammars, tools, priorities, aborts, disconnects, clients that
-vanish, bad input, slow readers; drawn from a seed. First a short warm-up and a count of what an idle engine holds; at
-the end the same count. Prints one JSON line, appends it to --output, and exits with 1 if anything is wrong: an outcome
-that must not be, an error in the engine's log, blocks or requests left, more file descriptors, threads or tasks than
+vanish, bad input, slow readers; drawn from a seed. After a short warm-up it counts what an idle engine holds, and at
+the end it counts again. Prints one JSON line, appends it to --output, and exits with 1 if anything is wrong: an
+unexpected outcome, an error in the engine's log, blocks or requests left, more file descriptors, threads or tasks than
 before, or memory that grew by more than `GROWTH_LIMIT_MB` from the middle third of the time to the last.
 """
 
@@ -89,7 +89,7 @@ class Engine:
     def complaints(self) -> list[str]:
         """Lines of its log that say that something went wrong inside."""
         lines = self.log_path.read_text().splitlines()
-        return [line for line in lines if re.search(r"\bERROR\b|Traceback|do not balance", line)]
+        return [line for line in lines if re.search(r"\bERROR\b|Traceback|scheduler leaks", line)]
 
 
 def _model_folder(model: str, folder: Path) -> str:

@@ -1,6 +1,6 @@
-"""The traffic of the soak: what clients do to an engine, well-behaved ones and others, over both of its doors.
+"""The traffic of the soak: what well-behaved clients and others do to an engine, over HTTP and the client socket.
 
-Each kind is a coroutine that does one thing and checks what came of it: a wrong outcome raises `Wrong`. Called by
+Each kind is a coroutine that does one thing and checks the outcome: a wrong one raises `Wrong`. Called by
 benchmarks/soak.py, which draws kinds at random and counts.
 """
 

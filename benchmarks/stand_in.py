@@ -1,4 +1,4 @@
-"""A stand-in tokenizer for model folders that hold a configuration and nothing else: token ids in, token ids out.
+"""A stand-in tokenizer for model folders with a configuration and nothing else: token ids in, token ids out.
 
 Bytes have the first ids, and every further id of the model's vocabulary is a made-up word, so that no id is taken for
 padding of the vocabulary. Called by the benchmarks before an engine starts.

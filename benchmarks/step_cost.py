@@ -1,9 +1,9 @@
-"""How long a step takes on a given machine, by arithmetic: for simulations on a virtual clock.
+"""Estimates how long a step takes on a given machine, by arithmetic: for simulations on a virtual clock.
 
     step = fixed + max(weight bytes / bandwidth, linear FLOPs / FLOP rate)
                  + KV bytes that decode rows read / bandwidth + attention FLOPs of the chunks / FLOP rate
 
-Bandwidth and FLOP rate are measured figures of the machine (docs of the benchmarks), not the data sheet's.
+Bandwidth and FLOP rate are measured on the machine, not taken from its data sheet.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""The real worker process with a runner that computes nothing: its sockets, its loop and its report thread, for
-measurements of everything around the model.
+"""The real worker process with a runner that computes nothing, for measurements of everything around the model.
 
     python -m benchmarks.stub_worker --config FILE [--prompt-ms 1.6] [--decode-ms 0.5]
 
-Every sampled token is id 1, and is there so many milliseconds after its step was issued: one number for steps that
-compute some of a prompt, one for the others. Started by benchmarks/hops.py in the place of `python -m worker_proc`.
+Sockets, loop and report thread are the worker's own. Every sampled token is id 1, and is there a fixed time after its
+step was issued: `--prompt-ms` for steps that compute some of a prompt, `--decode-ms` for the others. Started by
+benchmarks/hops.py in the place of `python -m worker_proc`.
 """
 
 import argparse

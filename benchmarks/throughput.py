@@ -1,11 +1,12 @@
-"""Run workloads on an engine that is started for them: throughput, times to first and per output token, step parts.
+"""Runs workloads on an engine started for them: throughput, time to first token and per output token, step parts.
 
     python -m benchmarks.throughput --workloads b1_128_512 w1_nano256
     python launch.py bench --workloads b1_128_512                  # the same, but it keeps no results unless told where
     python -m benchmarks.throughput --model DIR --load-format dummy --engine trireme --repeats 3
 
-Each workload runs once to warm up and then `--repeats` times; the figures are of the run with the median wall time,
-all runs' wall times stand beside them. Prints a table, appends JSON lines to `--output`, and ends with one JSON line.
+Each workload runs once to warm up and then `--repeats` times. The figures are those of the run with the median wall
+time, with the wall times of all runs beside them. Prints a table, appends JSON lines to `--output`, and ends with one
+JSON line.
 """
 
 import argparse

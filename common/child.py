@@ -1,19 +1,19 @@
-"""What every child process does the same way: its start, its link to the supervisor, its end.
+"""What all child processes have in common: how they start, their link to the supervisor, how they end.
 
 A child is started as `python -m <room> --config FILE [--rank N]`. `run_child` gives it a process title, logging, a
-death watch (the child ends at once when the supervisor is gone, by whatever signal) and a `SupervisorLink`, and turns
-whatever comes out of the room's `main` into an exit code:
+death watch (the child ends at once when the supervisor is gone, whatever killed it) and a `SupervisorLink`, and turns
+the outcome of the room's `main` into an exit code:
 
     0  stopped as told        1  failed, traceback in the log
     2  ConfigError            3  StartupError
 
 After an error the process ends without the interpreter's own shutdown, which might hang.
 
-The link's thread sends a heartbeat twice a second and takes the supervisor's orders. A process that is stopped or
-frozen misses its heartbeats. A main loop that hangs does not show in them; so the thread wakes it every few seconds,
-and where it does not take its orders for `HANG_TIMEOUTS_S`, the thread writes the stack of every thread to stderr,
-tells the supervisor, and ends the process. SIGTERM counts as the order to stop; SIGINT is left to the supervisor, which
-gets it too.
+The link's thread sends a heartbeat twice a second and receives the supervisor's orders. A process that is stopped or
+frozen misses its heartbeats. A main loop that hangs does not stop them, so the thread also wakes the loop every few
+seconds. If the loop does not take its orders for `HANG_TIMEOUTS_S`, the thread writes the stack of every thread to
+stderr, tells the supervisor, and ends the process. SIGTERM counts as the order to stop. SIGINT is ignored here, because
+the supervisor gets it too.
 """
 
 import argparse

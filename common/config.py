@@ -1,11 +1,12 @@
 """The configuration: one frozen dataclass per group, one definition per option, validated once and passed whole.
 
-Each field carries its flags (the vLLM name first, the SGLang name as alias), help text and parser; `common.cli` makes
-the command line from them, and this module the JSON that child processes read. Checks between options are in
-`check`; every refusal names the two values that disagree. Unknown keys are refused.
+Each field has its flags (the vLLM name first, the SGLang name as alias), help text and parser. `common.cli` makes the
+command line from them, and this module the JSON that child processes read. `check` compares options with one another;
+every error names the two values that disagree. Unknown keys are refused.
 """
 
 import dataclasses
+import ipaddress
 import json
 import re
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, in what precision."""
+    """The model and its precision."""
 
     model: str = option(
         DEFAULT_MODEL, "model folder, .gguf file or hub id; 'default' is the embedded model", "--model", "--model-path"
@@ -78,13 +79,13 @@ class ModelOptions:
     revision: str = option("", "revision of a hub model")
     served_model_name: tuple[str, ...] = option((), "name or names that the API answers to", repeat=True)
     load_format: str = option(
-        "auto", "where weights come from; dummy draws random ones", choices=("auto", "safetensors", "gguf", "dummy")
+        "auto", "format of the weights; dummy uses random ones", choices=("auto", "safetensors", "gguf", "dummy")
     )
     dtype: str = option("auto", "element type of weights and activations",
                         choices=("auto", "float32", "bfloat16", "float16"))  # fmt: skip
     device: str = option("auto", "where the worker runs", choices=("auto", "cpu", "cuda"))
     max_model_len: int = option(
-        0, "tokens a request may hold, prompt and output; 0 is the model's limit or what fits",
+        0, "most tokens of a request, prompt and output; 0: the model's limit, or what fits into the cache",
         "--max-model-len", "--context-length", count=True,
     )  # fmt: skip
     chat_template: str = option("", "file with a chat template to use instead of the model's", metavar="FILE")
@@ -94,11 +95,11 @@ class ModelOptions:
     )  # fmt: skip
     pooling: str = option(
         "auto",
-        "what embeddings are made of: the last token's hidden state, the mean of all, or the first one's (cls); auto: "
-        "what the model's folder says, otherwise last",
+        "how embeddings are made: from the last token's hidden state, the mean of all tokens', or the first's (cls); "
+        "auto: as the model's folder says, otherwise last",
         choices=("auto", "last", "mean", "cls"),
     )
-    seed: int = option(0, "seed for dummy weights and for requests that give none")
+    seed: int = option(0, "seed for dummy weights and for requests without a seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,50 +108,62 @@ class CacheOptions:
 
     block_size: int = option(16, "tokens per KV block, a power of two", "--block-size", "--page-size", count=True)
     kv_cache_dtype: str = option(
-        "auto", "element type of the KV cache; int8 and fp8 take half the bytes", choices=("auto", "int8", "fp8")
+        "auto",
+        "element type of the KV cache; int8 and fp8 take about half the memory of 16 bits",
+        choices=("auto", "int8", "fp8"),
     )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that the worker may use", "--gpu-memory-utilization", "--mem-fraction-static"
     )
     cpu_kv_cache_bytes: int = option(1 << 30, "bytes of KV cache when the worker runs on the CPU", count=True)
-    num_kv_blocks: int = option(0, "KV blocks, instead of what fits the memory (0)", "--num-kv-blocks", count=True)
-    swap_space_bytes: int = option(0, "bytes of host memory for KV blocks of preempted requests", count=True)
-    prefix_cache: str = option("hash", "how cached prefixes are found", choices=("hash", "radix", "off"))
+    num_kv_blocks: int = option(
+        0, "number of KV blocks; 0: as many as fit into the memory", "--num-kv-blocks", count=True
+    )
+    swap_space_bytes: int = option(0, "bytes of host memory for the KV blocks of swapped requests", count=True)
+    prefix_cache: str = option(
+        "hash",
+        "how cached prefixes are found: by hashes of whole blocks, or to the token",
+        choices=("hash", "radix", "off"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """Who runs in a step."""
+    """Which requests run in a step."""
 
     max_num_seqs: int = option(
-        0, "sequences that run at once; 0 chooses 256 on a GPU and 64 on a CPU",
+        0, "sequences that run at the same time; 0: 256 on a GPU and 64 on a CPU",
         "--max-num-seqs", "--max-running-requests", count=True,
     )  # fmt: skip
     max_num_batched_tokens: int = option(
-        0, "tokens a step may compute; 0 chooses 8192 on a GPU and 512 on a CPU", count=True
+        0, "tokens that a step may compute; 0: 8192 on a GPU and 512 on a CPU", count=True
     )
     max_num_queued_reqs: int = option(
         4096, "requests that may wait; more are refused", "--max-num-queued-reqs", "--max-queued-requests", count=True
     )
     max_num_queued_tokens: int = option(
-        0, "prompt tokens that may wait; a request beyond them is refused; 0 sets no limit", count=True
+        0, "prompt tokens that may wait; requests with more are refused; 0: no limit", count=True
     )
-    run_ahead: int = option(2, "steps planned before the results of earlier ones are known (0, 1 or 2)")
+    run_ahead: int = option(2, "steps planned ahead of the results of earlier ones (0, 1 or 2)")
     policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority", "fair"))
-    preemption: str = option("recompute", "what happens to a victim's KV", choices=("recompute", "swap", "auto"))
-    target_itl_ms: float = option(0.0, "aim for this time between tokens by limiting a step's tokens; 0 does not")
+    preemption: str = option(
+        "recompute", "what happens to the KV of a preempted request", choices=("recompute", "swap", "auto")
+    )
+    target_itl_ms: float = option(
+        0.0, "time between tokens to aim for, by limiting the prompt tokens of a step; 0: none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """How a step is run."""
+    """How steps are computed."""
 
     tensor_parallel_size: int = option(1, "GPUs that share each layer", "--tensor-parallel-size", "-tp", "--tp-size")
     enforce_eager: bool = option(
         False, "run without CUDA Graphs (for debugging)", "--enforce-eager", "--disable-cuda-graph"
     )
-    deterministic: bool = option(False, "a request's tokens do not depend on what else the engine does; slower")
-    cpu_threads: int = option(0, "threads of the CPU worker; 0 takes all cores", count=True)
+    deterministic: bool = option(False, "bit-identical results for a request, whatever else the engine does; slower")
+    cpu_threads: int = option(0, "threads of the CPU worker; 0: one per core", count=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,17 +171,17 @@ class ServerOptions:
     """How clients reach the engine."""
 
     host: str = option("127.0.0.1", "address of the HTTP API")
-    port: int = option(8000, "port of the HTTP API; 0 takes a free one")
+    port: int = option(8000, "port of the HTTP API; 0: any free one")
     uds: str = option("", "serve HTTP on this Unix socket instead of host and port", metavar="PATH")
     http: bool = option(True, "serve the HTTP API")
-    client_endpoint: str = option("", "endpoint of the client socket; empty makes an ipc:// one in the run directory")
+    client_endpoint: str = option("", "endpoint of the client socket; by default an ipc:// one in the run directory")
     client_keys: str = option(
         "",
-        "folder of keys (made by `launch.py keys`) for a client socket that other machines reach",
+        "folder of keys (from `launch.py keys`) for a client socket that is open to other machines",
         metavar="DIR",
     )
     frontend_workers: int = option(
-        1, "processes for long texts, started when the first comes; 0 works on them in threads"
+        1, "processes that tokenize long texts, started when the first one comes; 0: threads do it"
     )
     api_key: tuple[str, ...] = option((), "key that HTTP clients must send", repeat=True)
     allowed_origins: tuple[str, ...] = option(
@@ -178,21 +191,19 @@ class ServerOptions:
     ssl_keyfile: str = option("", "TLS key, in PEM and without a passphrase", metavar="FILE")
     ssl_certfile: str = option("", "TLS certificate, in PEM", metavar="FILE")
     stream_interval: int = option(1, "tokens per streamed chunk")
-    metrics_prefix: str = option("trireme:", "before every name in /metrics; vllm: suits dashboards made for vLLM")
-    shutdown_timeout: float = option(10.0, "seconds that requests in flight get to finish at shutdown")
-    startup_timeout: float = option(600.0, "seconds until every process must be ready")
-    restart: bool = option(
-        False, "start a process that is lost again; requests in flight go on from the tokens they had"
-    )
-    restart_limit: int = option(3, "restarts within five minutes at most; one more loss ends the run")
+    metrics_prefix: str = option("trireme:", "prefix of all names in /metrics; vllm: fits dashboards made for vLLM")
+    shutdown_timeout: float = option(10.0, "seconds that requests in flight have to finish at shutdown")
+    startup_timeout: float = option(600.0, "seconds until all processes must be ready")
+    restart: bool = option(False, "restart a lost process; requests in flight continue from the tokens they had")
+    restart_limit: int = option(3, "restarts allowed within five minutes; one more loss ends the run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
     """What is written to stderr."""
 
-    log_level: str = option("info", "least severity that is logged", choices=("debug", "info", "warning", "error"))
-    log_format: str = option("text", "form of a log line", choices=("text", "json"))
+    log_level: str = option("info", "lowest severity that is logged", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "format of log lines", choices=("text", "json"))
     enable_log_requests: bool = option(
         False, "log one line for each finished request", "--enable-log-requests", "--log-requests"
     )
@@ -200,13 +211,13 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingOptions:
-    """Looking inside: recordings and traces."""
+    """Recordings and traces."""
 
     record: str = option(
-        "", "keep every message of every process in this folder, for `python -m ROOM.replay DIR`", metavar="DIR"
+        "", "record all messages of every process in this folder, for `python -m ROOM.replay DIR`", metavar="DIR"
     )
     profile: str = option("", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend"))
-    profile_steps: int = option(50, "steps that a trace holds", count=True)
+    profile_steps: int = option(50, "steps in a trace", count=True)
     profile_dir: str = option(
         "", "folder for traces; allows /start_profile and /stop_profile (default with --profile: profiles)"
     )
@@ -387,16 +398,20 @@ def _check_client_endpoint(server: ServerOptions) -> None:
             f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp://ADDRESS:PORT with a port other than 0, such "
             "as tcp://127.0.0.1:5555"
         )
-    if endpoint.startswith("tcp://") and not (is_loopback(endpoint) or server.client_keys):
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if endpoint.startswith("tcp://") and not (is_loopback(host) or server.client_keys):
         raise ConfigError(
             f"--client-endpoint is {endpoint}, which other machines reach: run `launch.py keys DIR` and add "
             "--client-keys DIR, or take a loopback address such as tcp://127.0.0.1:5555"
         )
 
 
-def is_loopback(endpoint: str) -> bool:
-    """Whether a tcp endpoint is reached from this machine alone."""
-    return bool(re.fullmatch(r"tcp://(127(\.\d+){3}|localhost|\[::1\]):\d+", endpoint))
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address: `localhost`, 127.0.0.0/8 or ::1."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which may stand for any address
+        return False
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""The exceptions of Trireme, all of them.
+"""All exceptions of Trireme.
 
     TriremeError
     ├── ConfigError        an option or a model that cannot be served: start-up ends with one line and exit code 2
-    ├── StartupError       a process failed to start or did not get ready in time: exit code 3
+    ├── StartupError       a process failed to start or was not ready in time: exit code 3
     ├── WireError          bytes that are not a message of their socket: costs a client that one message; ends a process
-    │                      that got them from a process of the engine, as what they were about would never end
-    ├── RecordingError     a file that is no whole recording of the process that is to be run on it: exit code 2
+    │                      that received them from another one of the engine, since their request would never end
+    ├── RecordingError     a file that is no complete recording of the process it is to be replayed on: exit code 2
     ├── RequestError       a request that cannot be served as asked; `code`, `param` and `status` go to the client
-    ├── AccessError        an engine at whose client socket these keys, or none, do not get in
+    ├── AccessError        the engine's client socket does not accept these keys, or wants some
     └── EngineDeadError    a process of the engine is gone; every request in flight ends with this
 
 A message says what was wanted, what came (`shown`), where, and what to do about it.

@@ -1,8 +1,10 @@
-"""A lock on a directory, for looking whether an address in it is free and taking it in one go.
+"""Locks on files and directories (`flock`), which end with the process that holds them.
 
-A Unix socket's file outlives its process, so whoever binds removes a file that nobody serves. Two engines that do so at
-the same moment would both find nobody, and the second would remove the first one's file. Used by `sockets` and
-`http_socket`. Nothing is left behind: the lock is on the directory itself, and ends with the process that holds it.
+`directory_lock` is for binding a Unix socket: look whether its address is free, and take it, in one go. A Unix socket's
+file outlives its process, so whoever binds first removes a file that nobody serves. If two engines did so at the same
+moment, both would find nobody, and the second would remove the first one's file. Used by `sockets` and `http_socket`.
+
+`is_locked` tells a directory in use from one that a killed process left behind. Used by `run_dir` and the model loader.
 """
 
 import contextlib
@@ -36,6 +38,22 @@ def directory_lock(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether some process holds the lock of a file or directory, or nobody can tell.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # network file systems lock open-for-writing only
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _lock(fd: int, path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The listening socket of the HTTP API: bound by the supervisor, served by the frontend that inherits it.
+"""The listening socket of the HTTP API: bound by the supervisor, inherited and served by the frontend.
 
-So a port in use is noticed before anything starts, port 0 is known at once, and nobody can take the port in between. It
-listens from the start, because two sockets that only bind (with SO_REUSEADDR) can both have a port; connections that
-come before the frontend serves wait for it.
+So a port in use is noticed before anything starts, the number chosen for port 0 is known at once, and nobody can take
+the port in between. The socket listens from the start, because two sockets that are only bound (with SO_REUSEADDR) can
+have the same port; connections that come before the frontend serves wait for it.
 """
 
 import errno
@@ -97,8 +97,3 @@ def inherited_http_socket() -> socket.socket | None:
     """The socket that the supervisor bound for HTTP; None if this process was started without one."""
     number = os.environ.get(HTTP_SOCKET_VARIABLE, "")
     return socket.socket(fileno=int(number)) if number else None
-
-
-def is_private(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    return host in ("localhost", "::1") or host.startswith("127.")

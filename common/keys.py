@@ -1,13 +1,13 @@
-"""CURVE keys of the client socket: making and reading them, and who may connect.
+"""CURVE keys of the client socket: making and reading them, and the list of clients that may connect.
 
-A folder of keys, as `launch.py keys DIR` makes it and `--client-keys DIR` takes it:
+A folder of keys, as `launch.py keys DIR` makes it and `--client-keys DIR` reads it:
 
     server.key            the engine's public key: clients get it
     server.key_secret     its secret key (mode 0600): stays here
-    clients/NAME.key      public keys of the clients that may connect; taking a file out revokes its key
+    clients/NAME.key      public keys of the clients that may connect; removing a file revokes its key
     NAME.key_secret       a client's secret key (mode 0600), to be moved to where the client runs
 
-The files are ZeroMQ certificates, as `zmq.auth` and the tools of other languages write them. Keys are Z85 texts of 40
+The files are ZeroMQ certificates, as `zmq.auth` and tools for other languages write them. Keys are Z85 texts of 40
 characters. Called by the launcher's verb `keys`, by the frontend for its socket, and by the SDK. Opens no sockets.
 """
 

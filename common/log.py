@@ -1,7 +1,7 @@
-"""Logging to stderr: one line an event, with the process's name and, where there is one, the request's id.
+"""Logging to stderr: one line per event, with the process's name and, where there is one, the request's id.
 
-Every process calls `set_up` once. The request id travels in a context variable, so that code deep inside a request need
-not carry it.
+Every process calls `set_up` once. The request id is in a context variable, so code deep inside a request need not pass
+it on.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Where converted models lie on disk, and whether the wanted one is there already.
+"""Where converted models are kept on disk, and whether the wanted one is there already.
 
-Torch-free and quick, so that the supervisor can ask before it starts anything; `worker_proc.fetch_model` fills the
-folders. A folder appears under its final name only when it is complete (it is written elsewhere and renamed), so its
+Needs no torch and is quick, so that the supervisor can ask before it starts anything; `worker_proc.fetch_model` fills
+the folders. A folder gets its final name only when it is complete (it is written elsewhere and renamed), so its
 existence is all there is to check.
 """
 

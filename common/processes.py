@@ -1,7 +1,7 @@
-"""A child process as its supervisor sees it: started so that it dies with us, its stderr passed on, its end explained.
+"""A child process from its parent's side: start it so that it dies with us, pass on its stderr, explain its end.
 
-Beside it, what interrupts the supervisor's wait. Used by `launch.py`; the child's half (death watch, control link) is
-in `common.child`.
+Also has the pipe that interrupts the supervisor's wait. Used by the supervisor and by whoever starts further processes;
+the child's half (death watch, control link) is in `common.child`.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Traces of a running process, a few steps long: from the start with `--profile`, later by the supervisor's order.
+"""Traces of a running process over some steps: from the start with `--profile`, later on the supervisor's order.
 
-Each process has one `StepTraces` and tells it of every step: the scheduler each plan, a worker each step it ran, the
-frontend each message with tokens. Writing a trace may keep the process busy for seconds, so the supervisor is told
-first. Called from the process's main thread alone.
+Each process has one `StepTraces` and reports every step to it: the scheduler each plan, a worker each step it ran, the
+frontend each message with tokens. Writing a trace can keep the process busy for seconds, so the supervisor is told
+first. Called from the process's main thread only.
 """
 
 import logging

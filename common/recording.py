@@ -1,4 +1,4 @@
-"""Recordings: every message that a process received and sent, in a file of its own, so that it can be run alone later.
+"""Recordings: all messages that a process received and sent, in a file, so that it can be run on them alone later.
 
 With `--record DIR` each process writes `DIR/<process>.rec`: an eight-byte magic, a header, records, an end; numbers are
 little-endian.
@@ -7,10 +7,10 @@ little-endian.
     record   uint64 monotonic ns, uint8 link, uint8 direction, uint32 length, then that many bytes
     end      a record of link END
 
-Beside the messages there are records of what else decides what a process does: the readings of its clocks, the turns
-of its loop, the orders it got. Keys are left out of the configuration; prompts and outputs are what a recording is made
-of, so its files can be read by their owner alone. Written by the processes' transports through `receiving` and
-`sending`, read by each room's `replay`. Writing a message costs about a microsecond; nothing is called when off.
+Besides messages, everything else is recorded that decides what a process does: the readings of its clocks, the turns of
+its loop, the orders it got. API keys are left out of the configuration. Prompts and outputs are what a recording
+consists of, so only its owner can read the files. Written by the processes' transports through `receiving` and
+`sending`, read by each room's `replay`. Writing a message costs about a microsecond; when off, nothing is called.
 """
 
 import dataclasses

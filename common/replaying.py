@@ -1,10 +1,11 @@
-"""What the rooms' replays share: the command line, the comparison of outputs, the figures at the end.
+"""What the rooms' replays have in common: the command line, the comparison of outputs, the figures at the end.
 
     python -m scheduler_proc.replay DIR [--partial] [--profile FILE]
 
 A replay feeds one process's own code with what a recording says it received, as fast as it goes, and compares what
-comes out with what the recording says was sent. Prints what was compared, the first difference in full, and a last line
-of JSON. Exit codes: 0 all equal, 1 something differs, 2 no usable recording. Knows nothing of what the messages mean.
+comes out with what the recording says was sent. It prints what was compared, the first difference in full, and a last
+line of JSON. Exit codes: 0 all equal, 1 something differs, 2 no usable recording. Knows nothing of the messages'
+meaning.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""An instance's run directory: made, found again by other commands, and removed.
+"""An engine's run directory: created, found again by other commands, and removed.
 
-It is a directory of mode 0700 that only one instance uses and that holds the internal sockets, `config.json` and, once
-the engine serves, `ready.json`. The supervisor holds a lock on its `lock` file for as long as it lives, so that the
-next start can tell a directory in use from one that a killed supervisor left. Used by `launch.py`.
+A directory of mode 0700 that only one engine uses. It holds the internal sockets, `config.json` and, once the engine
+serves, `ready.json`. The supervisor holds a lock on its `lock` file for as long as it lives, so that the next start can
+tell a directory in use from one that a killed supervisor left behind. Used by `launch.py`.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import StartupError
+from common.file_locks import is_locked
 
 PREFIX = "trireme-"
 _SOCKET_PATH_LIMIT = 107  # characters that a Unix socket's address holds
@@ -153,13 +154,6 @@ def _own_dirs(base: Path) -> list[Path]:
 
 def _in_use(path: Path) -> bool:
     try:
-        fd = os.open(path / "lock", os.O_RDWR)
+        return is_locked(path / "lock")
     except OSError:
         return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False

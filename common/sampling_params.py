@@ -1,4 +1,4 @@
-"""How a request wants its tokens sampled: one definition, one validation, for every way in.
+"""Sampling parameters: one definition and one validation, whichever way a request comes in.
 
 The HTTP API, the client SDK and `LLM` all build this class; names and meanings are vLLM's. Whatever it accepts, the
 scheduler and the worker can carry out. Checks that need the model (vocabulary, context length) are in

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets as this engine uses them: who binds, what waits, what is dropped.
+"""The engine's ZeroMQ sockets: who binds, what waits, what is dropped.
 
 Internal links are one-way PUSH/PULL pairs over ipc:// in the run directory; the receiver binds. They have no high-water
 mark: run-ahead and admission control bound what is in flight. The client socket is a ROUTER with a bound on message

@@ -1,7 +1,7 @@
-"""What form an output must have: one definition, one validation, for every way in.
+"""Structured outputs: one definition and one validation of the form that an output must have.
 
-Names are vLLM's. Whether a schema, a pattern or a grammar is valid in itself is found out by the scheduler, which
-compiles it before the request runs. A field of `SamplingParams`.
+Names are vLLM's. Whether a schema, a pattern or a grammar is itself valid is found out by the scheduler, which compiles
+it before the request runs. A field of `SamplingParams`.
 """
 
 import json

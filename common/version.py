@@ -1,4 +1,4 @@
-"""Which version of Trireme this is; for `--version` and the HTTP endpoint of that name."""
+"""Trireme's version, for `--version` and the HTTP endpoint of that name."""
 
 import functools
 

@@ -1,7 +1,7 @@
-"""Msgpack arrays with checked fields: the primitives that every message's `to_wire` and `from_wire` are written with.
+"""Msgpack arrays with checked fields: what every message's `to_wire` and `from_fields` are written with.
 
 A message on the wire is one msgpack array `[type code, field, field, ...]`. Number arrays are little-endian byte
-strings (`array.array` in memory, so that numpy can look at them without a copy): an array of 256 numbers costs
+strings (`array.array` in memory, so that numpy can view them without a copy): an array of 256 numbers costs
 microseconds this way and tens of microseconds as a msgpack list. Everything received is checked for type, length and
 range; whatever does not fit raises `WireError`. No pickle, no msgpack extension types.
 """
@@ -9,7 +9,7 @@ range; whatever does not fit raises `WireError`. No pickle, no msgpack extension
 import math
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgpack
@@ -18,6 +18,7 @@ from common.errors import WireError, shown
 
 INT32_MAX = 2**31 - 1
 UINT64_MAX = 2**64 - 1
+MESSAGE_LIMIT_BYTES = 64 << 20
 LIST_LIMIT = 1 << 16
 TEXT_LIMIT_BYTES = 16 << 20
 ARRAY_LIMIT = 1 << 24
@@ -33,15 +34,15 @@ def pack(fields: Sequence[Any]) -> bytes:
 
 
 def unpack(
-    data: bytes | memoryview, limit_bytes: int = 64 << 20, item_limit: int | None = None
+    data: bytes | memoryview, limit_bytes: int = MESSAGE_LIMIT_BYTES, item_limit: int | None = None
 ) -> tuple[int, list[Any]]:
     """Decode one message into its type code and its raw fields.
 
     Args:
         data: the message.
-        limit_bytes: its length at most.
-        item_limit: for messages of strangers: items in all arrays and maps together at most. An item may take a byte
-            on the wire and a hundred in memory.
+        limit_bytes: its greatest length.
+        item_limit: for messages from outside: the most items in all its arrays and maps together. An item can take one
+            byte on the wire and a hundred in memory.
 
     Raises:
         WireError: the bytes or items are too many, not msgpack, or not an array that starts with a small integer.
@@ -59,6 +60,39 @@ def unpack(
     if not isinstance(fields, list) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < 256:
         raise WireError("a message is a msgpack array that starts with a type code from 0 to 255")
     return fields[0], fields[1:]
+
+
+def kinds_of(union: Any) -> dict[int, Any]:
+    """The message classes of a union (`A | B | C`, or a single class) by their type codes."""
+    return {kind.CODE: kind for kind in getattr(union, "__args__", (union,))}
+
+
+def decode(
+    data: bytes,
+    kinds: Mapping[int, Any],
+    link: str,
+    *,
+    limit_bytes: int = MESSAGE_LIMIT_BYTES,
+    item_limit: int | None = None,
+    further_fields: Sequence[bytes] = (),
+) -> Any:
+    """Decode one message of a link.
+
+    Args:
+        data: the message.
+        kinds: the classes that the link carries, as `kinds_of` gives them.
+        link: what errors call it, such as `frontend -> scheduler`.
+        limit_bytes, item_limit: as for `unpack`.
+        further_fields: fields that came in frames of their own.
+
+    Raises:
+        WireError: not a message, or not one that the link carries.
+    """
+    code, fields = unpack(data, limit_bytes, item_limit)
+    kind = kinds.get(code)
+    if kind is None:
+        raise WireError(f"type code {code} is not carried by the link {link}")
+    return kind.from_fields([*fields, *further_fields])
 
 
 def _bounds(item_limit: int | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""A client without the SDK: nothing but ZeroMQ and msgpack, after docs/protocol.md.
+"""A client without the SDK: only ZeroMQ and msgpack, following docs/protocol.md.
 
     python examples/raw_client.py ipc:///run/user/1000/trireme-xyz/client.sock "Why is the sky blue?"
 
-The endpoint stands in the line that launch.py prints when it is ready.
+The endpoint is in the line that launch.py prints when it is ready.
 """
 
 import struct

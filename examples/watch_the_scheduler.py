@@ -1,10 +1,10 @@
-"""The scheduler at work, step by step, without a model: who computes how many tokens, and who holds how many KV blocks.
+"""The scheduler at work, step by step, without a model: who computes how many tokens, and how many KV blocks are held.
 
     python examples/watch_the_scheduler.py [BLOCKS [TOKENS]]
 
 Four requests with prompts of 5, 13, 3 and 8 tokens want 6 tokens each, from a KV cache of BLOCKS (16) blocks of 4
-tokens, with a budget of TOKENS (8) a step. Try 7 blocks, or 16 and a budget of 40. docs/how-it-works.md says what one
-sees.
+tokens, with a budget of TOKENS (8) per step. Try 7 blocks, or 16 and a budget of 40. docs/how-it-works.md explains what
+it prints.
 """
 
 import sys

@@ -41,7 +41,7 @@ ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 
 
 class AsyncInbox(Inbox):
-    """An inbox that a task can wait at."""
+    """An inbox whose next reply a task can await."""
 
     __slots__ = ("_event",)
 
@@ -96,11 +96,11 @@ class AsyncClient:
         """Connect.
 
         Raises:
-            EngineDeadError: nobody is there.
-            TimeoutError: somebody is, and does not answer.
-            RequestError: the engine has as many connections as it may have.
-            AccessError: the keys do not fit.
-            StartupError: not an endpoint.
+            EngineDeadError: there is no engine at the endpoint.
+            TimeoutError: there is one, but it does not answer.
+            RequestError: the engine has no room for another connection.
+            AccessError: the keys are wrong.
+            StartupError: the endpoint is not valid.
         """
         self._connection = Connection(self.endpoint, self._keys)
         self._settled = asyncio.Event()
@@ -230,7 +230,7 @@ class AsyncClient:
         return AsyncStream(self, inbox, options.get("timeout_s"))
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets its `Final` with what there is. Unknown ids are ignored."""
+        """End a request; its stream gets a `Final` with the output so far. Unknown ids are ignored."""
         await self._send(wire.Abort(request_id))
 
     async def tokenize(self, prompt: str | Messages, *, add_special_tokens: bool | None = None) -> list[int]:
@@ -242,7 +242,7 @@ class AsyncClient:
         return await self._call(client_requests.detokenize(token_ids, skip_special_tokens))
 
     async def status(self) -> wire.StatusReply:
-        """How the engine is."""
+        """The engine's state, limits and figures."""
         return await self._call(client_requests.STATUS)
 
     async def ping(self) -> float:
@@ -252,7 +252,7 @@ class AsyncClient:
         return time.monotonic() - started_s
 
     async def close(self) -> None:
-        """Close the connection; the engine aborts what is still running."""
+        """Close the connection; the engine aborts this client's requests."""
         if not self._closed:
             self._closed = True
             self._state.end_all(EngineDeadError("this client is closed"))
@@ -272,7 +272,7 @@ class AsyncClient:
     # -- below the surface ---------------------------------------------------------------------------------------------
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request's end has not come yet."""
+        """Whether a request has not ended yet."""
         return not self._closed and self._state.is_live(request_id)
 
     def _inbox(self, request_id: str | None = None) -> AsyncInbox:
@@ -285,7 +285,7 @@ class AsyncClient:
             while self._reader.drain():  # the engine's last words came before the end
                 pass
             self._state.end_all(self._connection.lost())
-        if self._connection.stands or self._connection.refusal:
+        if self._connection.is_up or self._connection.refusal:
             self._settled.set()
         else:
             self._settled.clear()
@@ -301,7 +301,7 @@ class AsyncClient:
                 raise self._connection.unreachable(self.timeout_s) from None
         if self._closed:
             raise EngineDeadError("this client is closed")
-        if not self._connection.stands and self._connection.refusal:
+        if not self._connection.is_up and self._connection.refusal:
             raise self._connection.refusal
         self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
         self._reader.recheck()
@@ -351,14 +351,14 @@ class AsyncStream:
         raise StopAsyncIteration
 
     async def result(self) -> wire.Final:
-        """Wait for the end; what was not iterated over is in the result too."""
+        """Wait for the whole result, including what was not iterated over."""
         async for _ in self:
             pass
         assert self.final is not None
         return self.final
 
     async def whole(self) -> wire.Final:
-        """The result, for whoever wants nothing else: the request is aborted if this is cancelled."""
+        """The whole result, for callers that want nothing else; the request is aborted if this is cancelled."""
         async with self:
             return await self.result()
 

@@ -6,9 +6,9 @@
             print(delta.text, end="", flush=True)
 
 Needs pyzmq and msgpack only. A client belongs to one thread at a time; connections are cheap, so give each thread its
-own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if no engine is at the
-endpoint or the connection is lost, `AccessError` if the keys do not fit, `TimeoutError` if an answer does not come in
-time. After a loss the client connects again by itself: requests that were live are gone, new ones work.
+own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if there is no engine
+at the endpoint or the connection is lost, `AccessError` if the keys are wrong, `TimeoutError` if an answer does not
+come in time. After a loss the client reconnects by itself: requests that were live are gone, new ones work.
 """
 
 import contextlib
@@ -47,21 +47,21 @@ class Client:
 
     Args:
         endpoint: the engine's client endpoint, `tcp://host:port` or `ipc://path`.
-        timeout_s: how long to wait for the engine to answer anything but a generation, the connection included.
-        name: how the engine's log calls this client.
-        server_key: for an engine with `--client-keys`: its public key, or the file that holds it.
-        client_keys: this client's own: the file with its secret key, or the pair (public, secret).
+        timeout_s: how long to wait for a connection, and for the answer to every call that is not a generation.
+        name: this client's name in the engine's log.
+        server_key: for an engine with `--client-keys`: its public key, or the file that contains it.
+        client_keys: this client's own keys: the file with its secret key, or the pair (public, secret).
 
     Attributes:
         welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
 
     Raises:
-        EngineDeadError: nobody is there.
-        TimeoutError: somebody is, and does not answer.
-        RequestError: the engine has as many connections as it may have.
-        AccessError: the keys do not fit.
+        EngineDeadError: there is no engine at the endpoint.
+        TimeoutError: there is one, but it does not answer.
+        RequestError: the engine has no room for another connection.
+        AccessError: the keys are wrong.
         ConfigError: the keys cannot be read.
-        StartupError: not an endpoint.
+        StartupError: the endpoint is not valid.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Client:
             options: see `RequestOptions`.
 
         Raises:
-            RequestError, EngineDeadError, TimeoutError: see the module's docstring; a stream raises them on the way.
+            RequestError, EngineDeadError, TimeoutError: see the module's docstring; a stream raises them when read.
         """
         running = self.submit(prompt, params, stream=stream, **options)
         return running if stream else running.whole()
@@ -154,9 +154,9 @@ class Client:
         params: Params | Sequence[Params] = None,
         **options: Unpack[ChatOptions],
     ) -> list[wire.Final]:
-        """Run many requests at once; results in the order of the prompts.
+        """Run many requests at once; the results are in the order of the prompts.
 
-        No more are sent at a time than the engine's queue takes, and what finds it full is sent again.
+        No more are sent at a time than the engine's queue holds; requests that find it full are sent again.
 
         Args:
             prompts: texts, token ids or chats.
@@ -164,7 +164,7 @@ class Client:
             options: see `ChatOptions`.
 
         Raises:
-            RequestError: the first error of any of them, after the others were aborted; so is any other error.
+            RequestError: the first error of any of them. The other requests are aborted first, as with any other error.
         """
         batch: Batch[wire.Final] = Batch(prompts, params)
         return self._run(batch, lambda prompt, each: self.submit(prompt, each, stream=False, **options))
@@ -215,7 +215,7 @@ class Client:
         Args:
             prompt: a text, token ids, or chat messages.
             params: how to sample.
-            stream: have the engine send deltas; without them the stream holds nothing but its result.
+            stream: have the engine send deltas; otherwise the stream yields nothing, and has only its result.
             options: see `ChatOptions`.
         """
         inbox = self._state.open(options.get("request_id"))
@@ -233,7 +233,7 @@ class Client:
         return RunningEmbedding(self, inbox, options.get("timeout_s"))
 
     def abort(self, request_id: str) -> None:
-        """End a request; its stream gets its `Final` with what there is. Unknown ids are ignored."""
+        """End a request; its stream gets a `Final` with the output so far. Unknown ids are ignored."""
         self._send(wire.Abort(request_id))
 
     def tokenize(self, prompt: str | Messages, *, add_special_tokens: bool | None = None) -> list[int]:
@@ -245,7 +245,7 @@ class Client:
         return self._call(client_requests.detokenize(token_ids, skip_special_tokens))
 
     def status(self) -> wire.StatusReply:
-        """How the engine is."""
+        """The engine's state, limits and figures."""
         return self._call(client_requests.STATUS)
 
     def ping(self) -> float:
@@ -255,7 +255,7 @@ class Client:
         return time.monotonic() - started_s
 
     def close(self) -> None:
-        """Close the connection; the engine aborts what is still running."""
+        """Close the connection; the engine aborts this client's requests."""
         if not self._closed:
             self._closed = True
             self._socket.disable_monitor()
@@ -272,11 +272,11 @@ class Client:
     # -- below the surface ---------------------------------------------------------------------------------------------
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request's end has not come yet."""
+        """Whether a request has not ended yet."""
         return not self._closed and self._state.is_live(request_id)
 
     def next_reply(self, inbox: Inbox, deadline_s: float | None) -> Reply:
-        """Wait for a request's next reply; raises what it says if it is an error."""
+        """Wait for a request's next reply; if it is an error, raise it."""
         while not inbox.replies:
             wait_ms = None if deadline_s is None else math.ceil((deadline_s - time.monotonic()) * 1000)
             if self._closed:
@@ -289,7 +289,7 @@ class Client:
         return reply
 
     def _pump(self, wait_ms: int | None) -> None:
-        """Wait for anything to come, and sort all that has."""
+        """Wait until a message comes, then sort all that have come into their requests' inboxes."""
         if self._monitor in dict(self._poller.poll(wait_ms)):
             self._look_at_connection()
         self._drain()
@@ -311,7 +311,7 @@ class Client:
             raise EngineDeadError("this client is closed")
         deadline_s = time.monotonic() + self.timeout_s
         self._look_at_connection()
-        while not self._connection.stands:
+        while not self._connection.is_up:
             wait_ms = math.ceil((deadline_s - time.monotonic()) * 1000)
             if self._connection.refusal is not None:
                 raise self._connection.refusal
@@ -330,7 +330,7 @@ class Client:
 
 
 class Running(Protocol[ResultT_co]):
-    """A request that is under way."""
+    """A running request: what `Stream` and `RunningEmbedding` have in common."""
 
     def result(self) -> ResultT_co:
         """Wait for the end."""
@@ -400,14 +400,14 @@ class Stream:
         raise StopIteration
 
     def result(self) -> wire.Final:
-        """Wait for the end; what was not iterated over is in the result too."""
+        """Wait for the whole result, including what was not iterated over."""
         for _ in self:
             pass
         assert self.final is not None
         return self.final
 
     def whole(self) -> wire.Final:
-        """The result, for whoever wants nothing else: the request is aborted if the wait for it ends early."""
+        """The whole result, for callers that want nothing else; the request is aborted if waiting for it fails."""
         with self:
             return self.result()
 

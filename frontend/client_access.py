@@ -1,9 +1,9 @@
-"""Which clients get in where the client socket has keys: ZeroMQ's question at each handshake, and its answer.
+"""Decides which clients may connect where the client socket has keys.
 
 Answers the requests of ZeroMQ's authentication protocol (ZAP, RFC 27) about the client socket, on the frontend's loop.
-A client gets in if its public key is in the folder of authorised ones, which is read again when it changes. Its key
-then goes with each of its messages (`key_of`), so that `ClientServer` refuses what a client sends whose key was taken
-out while it was connected.
+A client may connect if its public key is in the folder of authorised keys, which is read again when it changes. Each of
+the client's messages then carries its key (`key_of`), so that `ClientServer` can refuse a client whose key was removed
+while it was connected.
 """
 
 import logging
@@ -18,13 +18,13 @@ from frontend.zmq_reader import ZmqReader
 ENDPOINT = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 KNOWN_LIMIT = 1000
-"""Refused keys that are remembered, so that a client that tries again and again is logged once."""
+"""Refused keys that are remembered, so that a client that keeps trying is logged once."""
 
 logger = logging.getLogger(__name__)
 
 
 class ClientAccess:
-    """Lets clients in by their keys, until `close`.
+    """Accepts clients by their keys, until `close`.
 
     Args:
         context: of the client socket.
@@ -34,7 +34,7 @@ class ClientAccess:
         server_keys: the engine's own.
 
     Raises:
-        ConfigError: the folder holds no keys of the engine's, or something that is none.
+        ConfigError: the folder does not contain the engine's keys, or has a file that is not a key.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
@@ -50,7 +50,7 @@ class ClientAccess:
         return self._authorised.name_of(key) is not None
 
     def close(self) -> None:
-        """Answer no more; to be called once the client socket is closed."""
+        """Stop answering; to be called after the client socket is closed."""
         self._reader.close()
         self._socket.close(linger=0)
 
@@ -74,7 +74,7 @@ class ClientAccess:
 
 
 def key_of(frame: zmq.Frame) -> bytes:
-    """The public key that a message's sender was let in with; empty where none was asked for."""
+    """The public key with which a message's sender was accepted; empty if none was required."""
     try:
         user_id = frame.get("User-Id")
     except zmq.ZMQError:  # it came through a listener without keys

@@ -1,7 +1,7 @@
-"""What the client socket keeps: a record for each client, a sink for each of its requests.
+"""What the client socket knows of its clients: a record per client, and a sink for each of its requests.
 
-They gather, in the client's record, what the next flush sends it. Called by the core with events, and by
-`client_server`, which owns the socket and has the records sent.
+Sinks collect, in the client's record, what the next flush sends to it. Called by the core with events, and by
+`client_server`, which owns the socket and sends the records.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from frontend.events import Delta, Final
 from frontend.request import Request
 
 ROWS_LIMIT = 256
-"""Deltas in one message at most, so that the bound on waiting messages bounds memory."""
+"""Most deltas in one message; so the limit on waiting messages also limits memory."""
 
 _INT32 = struct.Struct("<i")
 
@@ -60,7 +60,7 @@ class ClientSink:
         self.client.touch()
 
     def on_final(self, final: Final) -> None:
-        """Put the end after it."""
+        """Put the result after the client's deltas."""
         usage = final.usage
         self.client.end(
             self.request_id,
@@ -80,11 +80,11 @@ class ClientSink:
         )
 
     def on_failed(self, error: RequestError) -> None:
-        """Put the error after it."""
+        """Put the error after the client's deltas."""
         self.client.end(self.request_id, error_reply(self.request_id, error))
 
     def on_never_begun(self) -> None:
-        """It was aborted while its prompt was being encoded."""
+        """The request was aborted while its prompt was being encoded: send an empty result."""
         samples = tuple(wire.SampleResult(index, "", array("i"), "abort") for index in range(self.sample_count))
         final = wire.Final(request_id=self.request_id, samples=samples, prompt_token_ids=array("i"))
         self.client.end(self.request_id, final)
@@ -105,7 +105,7 @@ class EmbedSink(ClientSink):
         self.client.end(self.request_id, reply)
 
     def on_never_begun(self) -> None:
-        """The same as an abort later on."""
+        """The same error as for an abort later on."""
         self.on_failed(_aborted())
 
 
@@ -117,11 +117,11 @@ class ClientRecord:
         identity: the ROUTER's name for its connection.
 
     Attributes:
-        key: names it in the log and to the scheduler; short, however long the identity is that it chose.
-        live: its requests that have not ended, by its own names.
-        task_count: its messages that are being worked on beside the loop.
-        public_key: that it was let in with; empty where none is asked for.
-        gone: it could not be reached; a message that still comes from there gets a record of its own.
+        key: its name in the log and for the scheduler; short, however long the identity that it chose.
+        live: its requests that have not ended, by the client's own ids.
+        task_count: tasks that work on its messages.
+        public_key: the key that it was accepted with; empty if none is required.
+        gone: it could not be reached; a message that still comes from there gets a new record.
     """
 
     __slots__ = ("_touched", "ends", "gone", "identity", "key", "live", "public_key", "rows", "task_count")
@@ -138,18 +138,18 @@ class ClientRecord:
         self._touched = touched
 
     def touch(self) -> None:
-        """Have the next flush send something to this client, and forget it if nothing of it is under way."""
+        """Have the next flush handle this client: send what waits, and forget it if it has nothing under way."""
         if not self.gone:  # the identity may be that of a new record by now
             self._touched[self.identity] = self
 
     def end(self, request_id: str, reply: wire.Final | wire.ErrorReply | wire.EmbedReply) -> None:
-        """A request of this client is over; its last message goes out after its deltas."""
+        """A request of this client has ended; its last message is sent after its deltas."""
         self.live.pop(request_id, None)
         self.ends.append(reply.to_wire())
         self.touch()
 
     def messages(self) -> list[bytes]:
-        """What waits for this client, deltas first; empties it."""
+        """Take the messages that wait for this client, deltas first."""
         waiting = [
             pack([wire.Deltas.CODE, self.rows[start : start + ROWS_LIMIT]])
             for start in range(0, len(self.rows), ROWS_LIMIT)

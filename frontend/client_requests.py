@@ -1,6 +1,6 @@
-"""What the two clients ask for: requests and calls as messages, batches as rounds of requests.
+"""The requests of both clients: messages for requests and calls, and batches of requests in rounds.
 
-No sockets and no waiting: `client.Client` and `async_client.AsyncClient` bring those, with the same signatures.
+No sockets and no waiting: `client.Client` and `async_client.AsyncClient` have those, with the same signatures.
 """
 
 from array import array
@@ -13,7 +13,7 @@ from common.errors import RequestError
 from common.sampling_params import SamplingParams
 
 BATCH_SAMPLES = 2048
-"""Samples of one batch that are under way at once: more than any engine runs, fewer than its queue takes."""
+"""Samples of one batch that are sent at a time: more than any engine runs at once, fewer than its queue holds."""
 
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters: complete, or only some by name (the model's own defaults fill in the rest), or none."""
@@ -26,12 +26,12 @@ ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 
 
 class RequestOptions(TypedDict, total=False):
-    """What every request takes besides prompt, parameters and `stream`.
+    """The options of every request, besides prompt, parameters and `stream`.
 
     Attributes:
-        request_id: the caller's own name for it, unique among the client's live requests; `auto:` begins those of
-            requests that were given none.
-        priority: lower goes first; 0 is usual.
+        request_id: the caller's own name for it, unique among the client's live requests. By default one that starts
+            with `auto:`.
+        priority: lower goes first; the default is 0.
         cache_salt: cached prefixes are shared only under the same salt.
         timeout_s: seconds after which the engine ends the request with an error.
         add_special_tokens: put BOS before the prompt as the tokenizer does; by default for texts, not for chats.
@@ -45,12 +45,12 @@ class RequestOptions(TypedDict, total=False):
 
 
 class ChatOptions(RequestOptions, total=False):
-    """What a request with a chat takes.
+    """The options of a chat.
 
     Attributes:
         tools: JSON descriptions of functions, for the chat template.
-        template_kwargs: further variables of the chat template.
-        continue_final_message: go on with the last message instead of answering it.
+        template_kwargs: further variables for the chat template.
+        continue_final_message: continue the last message instead of answering it.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -59,10 +59,10 @@ class ChatOptions(RequestOptions, total=False):
 
 
 class EmbedOptions(ChatOptions, total=False):
-    """What a request for an embedding takes.
+    """The options of a request for an embedding.
 
     Attributes:
-        pooling: `last`, `mean` or `cls`; empty for what the engine was started with.
+        pooling: `last`, `mean` or `cls`; empty for the engine's default.
     """
 
     pooling: str
@@ -71,11 +71,11 @@ class EmbedOptions(ChatOptions, total=False):
 def generate_message(
     request_id: str, prompt: wire.Prompt, params: Params, *, stream: bool, options: ChatOptions
 ) -> wire.Generate:
-    """A request as a message, under the name that `request_id` of the options has become.
+    """The message for a request; `request_id` is the caller's, or the one made up for it.
 
     Raises:
         RequestError: parameters of the wrong kind.
-        TypeError: an option that there is not.
+        TypeError: an unknown option.
     """
     _check_known(options, ChatOptions.__optional_keys__)
     return wire.Generate(
@@ -93,7 +93,7 @@ def generate_message(
 
 
 def embed_message(request_id: str, prompt: wire.Prompt, options: EmbedOptions) -> wire.Embed:
-    """A request for an embedding as a message; raises TypeError for an option that there is not."""
+    """The message for a request for an embedding; raises TypeError for an unknown option."""
     _check_known(options, EmbedOptions.__optional_keys__)
     return wire.Embed(
         request_id=request_id,
@@ -118,7 +118,7 @@ def encoded(message: wire.FromClient) -> bytes:
     """A message as bytes.
 
     Raises:
-        RequestError: it holds what the wire cannot carry: a set, a lone surrogate, an integer beyond 64 bits.
+        RequestError: it contains what msgpack cannot encode: a set, a lone surrogate, an integer beyond 64 bits.
     """
     try:
         return message.to_wire()
@@ -131,12 +131,12 @@ def encoded(message: wire.FromClient) -> bytes:
 
 @dataclass(frozen=True)
 class Call(Generic[T, ReplyT]):
-    """A question that one reply answers.
+    """A call to the engine that is answered by one reply.
 
     Attributes:
         message: makes the message, given a request id.
-        reply: the kind of reply.
-        value: what the caller gets of it.
+        reply: the class of the reply.
+        value: the caller's result, given the reply.
     """
 
     message: Callable[[str], wire.FromClient]
@@ -145,7 +145,7 @@ class Call(Generic[T, ReplyT]):
 
 
 def hello(name: str) -> Call[wire.Welcome, wire.Welcome]:
-    """Who asks, and what the engine serves."""
+    """Introduces the client; the reply says what the engine serves."""
     return Call(lambda _: wire.Hello(client_name=name), wire.Welcome, lambda reply: reply)
 
 
@@ -169,7 +169,7 @@ def detokenize(token_ids: Sequence[int], skip_special_tokens: bool) -> Call[str,
 
 
 STATUS = Call(wire.GetStatus, wire.StatusReply, lambda reply: reply)
-"""How the engine is."""
+"""The engine's state, limits and figures."""
 PING = Call(wire.Ping, wire.Pong, lambda _: None)
 """Whether the engine answers."""
 
@@ -178,7 +178,7 @@ PING = Call(wire.Ping, wire.Pong, lambda _: None)
 
 
 class Batch(Generic[R]):
-    """Many requests that run together, in rounds: what found the engine's queue full is asked again in the next.
+    """Many requests that run together, in rounds: those that found the engine's queue full are sent again in the next.
 
     Args:
         prompts: texts, token ids or chats.
@@ -199,19 +199,19 @@ class Batch(Generic[R]):
         self._refusal: RequestError | None = None
 
     def begin_round(self) -> list[tuple[int, wire.Prompt, Params]]:
-        """Index, prompt and parameters of what has no result yet."""
+        """Index, prompt and parameters of the requests that have no result yet."""
         self._refusal = None
         left = [index for index in range(len(self._prompts)) if index not in self.finals]
         return [(index, self._prompts[index], self._params[index]) for index in left]
 
     def refused(self, error: RequestError) -> None:
-        """A request of this round ended with an error; raises it unless it is that the queue is full."""
+        """A request of this round ended with an error: remember that the queue is full, raise any other."""
         if error.code != "queue_full":
             raise error
         self._refusal = error
 
     def pause_s(self) -> float:
-        """How long to wait before the next round; raises the refusal if nothing has been served at all."""
+        """How long to wait before the next round; raises the refusal if no request at all has been served."""
         if self._refusal is None:
             return 0.0
         if not self.finals:

@@ -1,13 +1,13 @@
-"""The client socket: a ROUTER that client programs connect to, translated to and from the engine.
+"""The client socket: a ROUTER that client programs connect to. Translates between their messages and the engine.
 
-Owns the socket, one record per client that anything is under way for, and one per live request. Called by the
-frontend's main: `flush` after every batch of messages from the scheduler, `close` at the end. Knows the wire only
-through `common.client_messages`.
+Owns the socket, a record for each client that has something under way, and a sink for each live request. Called by the
+frontend's main: `flush` after every batch of messages from the scheduler, `close` at the end. Knows the wire format
+only through `common.client_messages`.
 
-What one step gives one client goes out as one message. A client that does not read is cut off: when
-`CLIENT_QUEUE_LIMIT` messages wait for it, its requests are aborted. A client that is gone loses its requests too: each
-time a connection ends (ZeroMQ's heartbeats end that of a client that vanished without a word), every client with live
-requests is sent a Pong, which fails for the one that is not there.
+All that a step produces for one client is sent as one message. A client that does not read is cut off: when
+`CLIENT_QUEUE_LIMIT` messages wait for it, its requests are aborted. So are those of a client that has gone: whenever a
+connection ends (ZeroMQ's heartbeats end that of a client that vanished without a word), every client with live requests
+is sent a Pong, and sending fails for the one that is not there.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import zmq
 from common import client_messages as wire
 from common.errors import RequestError, WireError
 from frontend.client_access import ClientAccess, key_of
-from frontend.client_door import ClientDoor
+from frontend.client_monitor import ClientMonitor
 from frontend.client_records import ClientRecord, ClientSink, EmbedSink, error_reply
 from frontend.engine import Engine
 from frontend.prompt import ChatPrompt, Prompt
@@ -29,14 +29,14 @@ from frontend.request_checks import EMBEDDING_PARAMS
 from frontend.zmq_reader import ZmqReader
 
 LIVE_LIMIT = 65_536
-"""Live requests of one client at most."""
-FIRST_LOOK_S = 0.02
-LOOK_INTERVAL_S = 0.3
-LOOK_COUNT = 2
-"""How often to look who is gone after a connection has ended: the socket learns of it a little after its monitor."""
+"""Live requests that one client may have."""
+FIRST_PROBE_S = 0.02
+PROBE_INTERVAL_S = 0.3
+PROBE_COUNT = 2
+"""How often to check which client is gone after a connection has ended: the socket notices later than its monitor."""
 
-KEY_LOOK_INTERVAL_S = 1.0
-"""How often to look, while requests of clients with keys run, whether those keys still count."""
+KEY_CHECK_INTERVAL_S = 1.0
+"""How often to check, while requests of clients with keys run, whether those keys are still valid."""
 
 _FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
 _LAST_FRAME = int(zmq.NOBLOCK)
@@ -50,7 +50,7 @@ class ClientServer:
     Args:
         engine: does the work.
         socket: a bound ROUTER with ROUTER_MANDATORY; closed by `close`.
-        access: tells which clients may speak, where the socket has keys.
+        access: decides which clients may connect, where the socket has keys.
 
     Attributes:
         touched: clients that the next flush sends something to.
@@ -68,13 +68,14 @@ class ClientServer:
             if access is None
             else ZmqReader(socket, self._on_keyed_frames, self.flush, copy=False)
         )
-        self._next_key_look: asyncio.TimerHandle | None = None
-        self._looks_left = 0
-        self._next_look: asyncio.TimerHandle | None = None
-        self._door = ClientDoor(socket, engine.connections, self._on_disconnect)
+        self._next_key_check: asyncio.TimerHandle | None = None
+        self._probes_left = 0
+        self._next_probe: asyncio.TimerHandle | None = None
+        self._monitor = ClientMonitor(socket, engine.connections, self._on_disconnect)
 
     def flush(self) -> None:
-        """Send what has gathered since the last flush. Never blocks."""
+        """Send what has gathered since the last flush, to the scheduler and to clients. Never blocks."""
+        self._engine.core.send_gathered()
         while self.touched:
             _, client = self.touched.popitem()
             for message in client.messages():
@@ -92,23 +93,24 @@ class ClientServer:
         self.flush()
         for task in self._tasks:
             task.cancel()
-        for timer in (self._next_look, self._next_key_look):
+        for timer in (self._next_probe, self._next_key_check):
             if timer is not None:
                 timer.cancel()
-        self._door.close()
+        self._monitor.close()
         self._reader.close()
         self._socket.close(linger=linger_ms)
 
     def _on_disconnect(self) -> None:
-        self._looks_left = LOOK_COUNT
-        if self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(FIRST_LOOK_S, self._look_for_gone_clients)
+        self._probes_left = PROBE_COUNT
+        if self._next_probe is None:
+            self._next_probe = asyncio.get_running_loop().call_later(FIRST_PROBE_S, self._probe_clients)
 
-    def _look_for_gone_clients(self) -> None:
-        self._looks_left -= 1
-        self._next_look = None
-        if self._looks_left:
-            self._next_look = asyncio.get_running_loop().call_later(LOOK_INTERVAL_S, self._look_for_gone_clients)
+    def _probe_clients(self) -> None:
+        """Send every client a Pong; sending fails for those that are gone."""
+        self._probes_left -= 1
+        self._next_probe = None
+        if self._probes_left:
+            self._next_probe = asyncio.get_running_loop().call_later(PROBE_INTERVAL_S, self._probe_clients)
         for client in list(self._clients.values()):
             self._send(client, wire.Pong("").to_wire())
         self.flush()
@@ -142,7 +144,7 @@ class ClientServer:
     # -- messages in ---------------------------------------------------------------------------------------------------
 
     def _on_keyed_frames(self, frames: list[zmq.Frame]) -> None:
-        """Take a message whose sender had to show a key, which may have been revoked since."""
+        """Handle a message on a socket with keys; the sender's key may have been revoked since it connected."""
         identity, *parts = [frame.bytes for frame in frames]
         key = key_of(frames[-1])
         if key and self._access is not None:
@@ -150,22 +152,22 @@ class ClientServer:
                 self._reply(self._record_of(identity), error_reply(wire.request_id_of(parts[-1]), _revoked()))
                 return
             self._record_of(identity).public_key = key
-            self._look_at_keys_later()
+            self._check_keys_later()
         self._on_frames([identity, *parts])
 
-    def _look_at_keys_later(self) -> None:
-        if self._next_key_look is None:
-            self._next_key_look = asyncio.get_running_loop().call_later(KEY_LOOK_INTERVAL_S, self._look_at_keys)
+    def _check_keys_later(self) -> None:
+        if self._next_key_check is None:
+            self._next_key_check = asyncio.get_running_loop().call_later(KEY_CHECK_INTERVAL_S, self._check_keys)
 
-    def _look_at_keys(self) -> None:
-        """End what runs for clients whose key was taken out meanwhile; look again while anybody has something."""
-        self._next_key_look = None
+    def _check_keys(self) -> None:
+        """End the requests of clients whose key has been revoked; check again while anybody has requests."""
+        self._next_key_check = None
         for client in [client for client in self._clients.values() if client.public_key and client.live]:
             if self._access is not None and not self._access.allows(client.public_key):
                 logger.warning("client %s: its key was revoked; ending its requests (%d)", client.key, len(client.live))
                 self._fail_all(client, _revoked())
             else:
-                self._look_at_keys_later()
+                self._check_keys_later()
         self.flush()
 
     def _fail_all(self, client: ClientRecord, error: RequestError) -> None:
@@ -231,10 +233,9 @@ class ClientServer:
         client.touch()
 
     def _start(self, client: ClientRecord, request_id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do what takes time beside the loop; its errors become replies."""
+        """Run work that takes time as a task; its errors become replies."""
 
         async def guarded() -> None:
-            """Run it to its end, whatever that is."""
             try:
                 await work
             except RequestError as error:
@@ -290,6 +291,7 @@ class ClientServer:
         prompt = prompt_of(message.prompt, message.chat)
         token_ids = self._engine.prompt_ids_now(prompt, message.add_special_tokens)
         if token_ids is not None:
+            self._engine.core.gather()  # `flush` comes after all messages that have come
             self._submit(sink, message, token_ids, options)
             return
 
@@ -299,7 +301,7 @@ class ClientServer:
                 if not sink.aborted:
                     self._submit(sink, message, ids, options)
             except BaseException:
-                if sink.aborted:  # it has had its end
+                if sink.aborted:  # its final message has been sent
                     return
                 client.live.pop(message.request_id, None)
                 raise

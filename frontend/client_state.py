@@ -1,6 +1,6 @@
-"""What the two clients know: whether they are connected, and the replies that came, sorted by request.
+"""The state of both clients: whether they are connected, and the replies that came, sorted by request.
 
-No sockets and no waiting: `client.Client` and `async_client.AsyncClient` bring those.
+No sockets and no waiting: `client.Client` and `async_client.AsyncClient` have those.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from common.keys import ClientKeys
 from common.sockets import connection_event
 
 HELLO_ID = ""
-"""Where replies go that name no request: Welcome, and errors about unreadable messages."""
+"""The inbox of replies that name no request: Welcome, and errors about unreadable messages."""
 
 AUTOMATIC_PREFIX = "auto:"
-"""Begins the ids of requests that the caller gave none; his own should not begin with it."""
+"""Start of the ids that are made up for requests without one; the caller's own ids should not start with it."""
 
 TIMEOUT_SLACK_S = 5.0
 """How much longer than a request's own timeout the client waits for its end."""
 
 REFUSALS_LIMIT = 3
-"""Handshakes that fail one after another before a client gives up; one may fail because the engine just ends."""
+"""Handshakes that fail in a row before a client gives up; a single one may fail because the engine is just ending."""
 
 OwnKeys = str | os.PathLike[str] | Sequence[str] | None
 """A client's keys: the file with its secret key, or the pair (public, secret)."""
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """What has come for one request and was not read yet."""
+    """The replies to one request that have come and were not read yet."""
 
     __slots__ = ("replies", "request_id")
 
@@ -52,7 +52,7 @@ class Inbox:
         self.replies.append(reply)
 
     def take(self) -> Reply:
-        """The oldest reply; the request's end stays, so that whoever asks again hears it again."""
+        """The oldest reply. The final one stays in the inbox, so that it can be asked for again."""
         return self.replies.popleft() if isinstance(self.replies[0], wire.Delta) else self.replies[0]
 
 
@@ -60,7 +60,7 @@ class ClientState:
     """The live requests of one connection.
 
     Args:
-        inbox_type: made for each request.
+        inbox_type: the class of a request's inbox.
     """
 
     def __init__(self, inbox_type: type[Inbox] = Inbox) -> None:
@@ -69,7 +69,7 @@ class ClientState:
         self._next_number = 0
 
     def open(self, request_id: str | None = None) -> Inbox:
-        """A place for a new request's replies.
+        """An inbox for a new request's replies.
 
         Raises:
             RequestError: the id is in use, or too long.
@@ -86,12 +86,12 @@ class ClientState:
 
     @property
     def live_count(self) -> int:
-        """Requests whose end has not come yet."""
+        """How many requests have not ended yet."""
         return len(self._live)
 
     @contextlib.contextmanager
     def freed_on_error(self, inbox: Inbox) -> Iterator[None]:
-        """What fails in here leaves the request's id free again."""
+        """A context in which an error frees the request's id again."""
         try:
             yield
         except BaseException:
@@ -99,11 +99,11 @@ class ClientState:
             raise
 
     def is_live(self, request_id: str) -> bool:
-        """Whether the request's end has not come yet."""
+        """Whether the request has not ended yet."""
         return request_id in self._live
 
     def take(self, data: bytes) -> None:
-        """Sort one message from the engine."""
+        """Put one message from the engine into its request's inbox."""
         try:
             message = wire.decode_to_client(data)
         except WireError as error:
@@ -115,7 +115,7 @@ class ClientState:
                     inbox.put(delta)
             return
         if isinstance(message, wire.Pong) and not message.request_id:
-            return  # the engine only looks whether we are there
+            return  # the engine only checks that we are still connected
         inbox = self._live.pop(self._whose(message), None)
         if inbox is not None:
             inbox.put(message)
@@ -125,40 +125,40 @@ class ClientState:
     def _whose(self, message: Any) -> str:
         request_id: str = HELLO_ID if isinstance(message, wire.Welcome) else message.request_id
         if isinstance(message, wire.ErrorReply) and request_id not in self._live and len(self._live) == 1:
-            return request_id or next(iter(self._live))  # the engine could not read a message: ours, there is no other
+            return request_id or next(iter(self._live))  # about a message it cannot read: that of the one live request
         return request_id
 
     def end_all(self, error: EngineDeadError) -> None:
-        """The connection is gone: every live request ends."""
+        """The connection is gone: end every live request."""
         live, self._live = self._live, {}
         for inbox in live.values():
             inbox.put(error)
 
 
 class Connection:
-    """What a client's socket has told about its connection.
+    """The state of a client's connection, as its socket's monitor reports it.
 
     Args:
         endpoint: the engine's.
         keys: the client's.
 
     Attributes:
-        stands: messages get through.
-        refusal: why there will be no connection, once that is clear.
+        is_up: messages get through.
+        refusal: why there will be no connection, once that is certain.
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
-        self.stands = False
+        self.is_up = False
         self.refusal: AccessError | None = None
         self._endpoint = endpoint
         self._keys = keys
         self._failed_count = 0
 
     def note(self, event: Sequence[bytes]) -> bool:
-        """Take one event of the socket's monitor; whether a connection that stood has ended with it."""
+        """Take one event of the socket's monitor; True if the connection was up and has ended."""
         number = connection_event(event)
-        stood, self.stands = self.stands, number == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if self.stands:
+        was_up, self.is_up = self.is_up, number == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self.is_up:
             self._failed_count = 0
         elif number == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = AccessError(f"the engine at {self._endpoint} does not let this client in: {self._who()}")
@@ -167,14 +167,14 @@ class Connection:
             final = number == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # ZeroMQ does not try again
             if final or self._failed_count >= REFUSALS_LIMIT:
                 self.refusal = AccessError(f"the engine at {self._endpoint} does not take this client: {self._why()}")
-        return stood and not self.stands
+        return was_up and not self.is_up
 
     def lost(self) -> EngineDeadError:
-        """What the requests get that were live when the connection ended."""
+        """The error for requests that were live when the connection ended."""
         return EngineDeadError(f"the connection to the engine at {self._endpoint} is lost")
 
     def unreachable(self, timeout_s: float) -> EngineDeadError:
-        """What a request gets that finds no connection."""
+        """The error for a request that finds no connection."""
         return EngineDeadError(f"no engine can be reached at {self._endpoint} within {timeout_s:g} s")
 
     def _who(self) -> str:
@@ -187,12 +187,12 @@ class Connection:
 
 
 def deadline_after(timeout_s: float | None, now_s: float) -> float | None:
-    """When a client gives up on a request with this timeout: a little after the engine should have ended it."""
+    """When a client stops waiting for a request with this timeout: a little after the engine should have ended it."""
     return None if timeout_s is None else now_s + timeout_s + TIMEOUT_SLACK_S
 
 
 def raise_error(reply: Reply) -> None:
-    """Raise what a reply says, if it says an error.
+    """Raise the error that a reply reports, if it does.
 
     Raises:
         RequestError: the engine refused or ended the request.

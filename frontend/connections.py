@@ -1,8 +1,9 @@
-"""How many clients may be connected at once, over HTTP and the client socket together.
+"""Limits how many clients may be connected at once, over HTTP and the client socket together.
 
-Each connection is a file descriptor, and ZeroMQ aborts a process that has none left. So some are kept for everything
-else, and whoever comes beyond that is refused: by the HTTP protocol, and by the client socket in answer to its Hello. A
-client that stays connected all the same is met by `client_door`. Counted here by both; one object for each frontend.
+Each connection takes a file descriptor, and ZeroMQ aborts a process that has none left. So some are reserved for
+everything else, and clients beyond that are refused: by the HTTP protocol, and by the client socket in answer to Hello.
+`client_monitor` deals with those that stay connected all the same. Both count their connections here, in one object per
+frontend.
 """
 
 import resource
@@ -18,7 +19,7 @@ class Connections:
 
     Args:
         limit: how many there may be.
-        tolerance: how many more are borne, since who was refused needs a moment to go.
+        tolerance: how many more are tolerated, since a refused client needs a moment to leave.
 
     Attributes:
         http_count, client_count: over HTTP, and over the client socket.
@@ -31,7 +32,7 @@ class Connections:
 
     @classmethod
     def allowed(cls) -> "Connections":
-        """As many as this process's limit of open files allows."""
+        """A limit that follows from this process's limit of open files."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
             return cls(1 << 30, RESERVED_FILES)

@@ -1,4 +1,4 @@
-"""The life of all requests, as a plain object: submissions, tokens and failures go in, messages and events come out.
+"""The life cycle of all requests, as a plain object: submissions, tokens and failures in, messages and events out.
 
 Knows nothing of sockets, asyncio, HTTP or clients; the clock, the random numbers and the way to the scheduler are
 passed in. `engine.Engine` owns the one instance of a frontend process; tests drive it directly.
@@ -7,12 +7,12 @@ passed in. `engine.Engine` owns the one instance of a frontend process; tests dr
                                        -> failed           RequestFailed, a broken sample, or a dead engine
 
 A request's sink gets exactly one of `on_final` and `on_failed`, as its last call. A request is live from `submit` until
-then, and its number is not given out again meanwhile. What the scheduler says about requests that are not live is
-ignored: an abort and the last tokens may cross on the way.
+then, and its number is not reused before. What the scheduler says about requests that are not live is ignored, since an
+abort and the last tokens may cross on the way.
 
-When scheduler or worker are lost and started again (`suspend`), nothing is sent until the next EngineReady. Then every
-live request is sent once more with the tokens that have come, to go on from there; those that came in between are sent
-for the first time. So a sink sees a pause and nothing else.
+When scheduler and worker are lost and started again (`suspend`), nothing is sent until the next EngineReady. Then every
+live request is sent once more with the tokens that have come, so that it goes on from there; requests that were
+submitted in the meantime are sent for the first time. So a sink sees a pause and nothing else.
 """
 
 import logging
@@ -22,15 +22,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from common.errors import RequestError
-from common.messages import (
-    AddRequest,
-    EngineReady,
-    EngineStats,
-    ForFrontend,
-    QueueNews,
-    RequestFailed,
-    TokensOut,
-)
+from common.messages import AddRequest, EngineReady, EngineStats, ForFrontend, QueueNews, RequestFailed, TokensOut
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.events import Sink, Timings
@@ -42,7 +34,7 @@ from frontend.token_rows import Row, is_sound, note_beginning, rows_of, silent_i
 from frontend.tokenizer import Tokenizer
 
 FRUITLESS_LIMIT = 2
-"""How often a request may be lost with scheduler or worker without a token in between: it may be what ends them."""
+"""A request that was lost so often with scheduler or worker, without a token in between, ends: it may be the cause."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +47,11 @@ class Core:
 
     Args:
         tokenizer: the model's.
-        send: takes a message for the scheduler; must not block.
-        seed: of the random numbers for requests that bring no seed.
-        stream_interval: tokens per delta; a sample's first and last are not held back.
-        session: how often processes of the engine had been started again before.
-        held_limit: requests that may come while scheduler or worker are being started again.
+        send: takes a message for the scheduler, and True if the next one follows at once; must not block.
+        seed: for the random seeds of requests that have none.
+        stream_interval: tokens per delta; a sample's first and last token are not held back.
+        session: how often processes of the engine had been restarted before.
+        held_limit: how many requests may wait while scheduler and worker are being restarted.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
 
@@ -67,17 +59,17 @@ class Core:
         state: `starting`, `serving`, `restarting`, `draining` or `dead`.
         limits: the engine's, once it is ready.
         stats: the last figures from the scheduler.
-        figures: what is counted here.
+        figures: the frontend's own statistics.
         observers: called when a request ends.
         error: why the engine is dead, or restarting.
-        session: how often processes of the engine have been started again.
+        session: how often processes of the engine have been restarted.
         token_count: output tokens since start.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        send: Callable[[bytes], object],
+        send: Callable[..., object],
         *,
         seed: int = 0,
         stream_interval: int = 1,
@@ -193,6 +185,14 @@ class Core:
             del self._live[request.request_id]
             raise
 
+    def gather(self) -> None:
+        """Keep the requests submitted from now on for `send_gathered`, or for the next message from the scheduler."""
+        self._outbox.gathers = True
+
+    def send_gathered(self) -> None:
+        """Send the requests that have gathered."""
+        self._outbox.flush()
+
     def abort(self, request_id: int) -> None:
         """End a request: its sink gets `on_final`, open samples as `abort`. Unknown ids are ignored."""
         request = self._live.get(request_id)
@@ -217,7 +217,7 @@ class Core:
             self._outbox.flush()
 
     def abort_named(self, name: str | None) -> int:
-        """Abort all live requests, or those whose name is this, or this without what stands before its first `-`.
+        """Abort all live requests, or those with this name, or with what follows the first `-` in it.
 
         Returns:
             How many there were.
@@ -236,7 +236,7 @@ class Core:
         """The engine's limits.
 
         Raises:
-            RequestError: it is not serving (503), and why; while it is being started again only if many wait already.
+            RequestError: it is not serving (503), and why. During a restart, only if too many requests wait already.
         """
         waits = self.state == "restarting" and self._outbox.held_count < self._held_limit
         if (self.state == "serving" or waits) and self.limits is not None:
@@ -244,11 +244,10 @@ class Core:
         raise not_serving(self.state, self.error)
 
     def _allot_id(self) -> int:
-        while self._next_id in self._live:
-            self._next_id = (self._next_id + 1) & INT32_MAX
-        request_id = self._next_id
-        self._next_id = (request_id + 1) & INT32_MAX
-        return request_id
+        while True:
+            request_id, self._next_id = self._next_id, (self._next_id + 1) & INT32_MAX
+            if request_id not in self._live:
+                return request_id
 
     # -- messages from the scheduler -----------------------------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class Core:
         self._outbox.flush()
 
     def _take_single_tokens(self, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
-        """The common step: one token for each first sample, nothing else."""
+        """The usual step: every row is one token of a request's first sample, and nothing else."""
         live = self._live
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
             request = live.get(request_id)
@@ -336,16 +335,15 @@ class Core:
         note_beginning(request, row)
         sample = request.samples[row.sample_index]
         if row.finish is not None and row.finish.reason == "error":
-            self._outbox.abort(request.request_id)
             detail = row.finish.detail or "the engine could not compute this sample"
-            self._fail(request, RequestError(detail, code="sample_failed", status=500))
+            self.fail(request.request_id, RequestError(detail, code="sample_failed", status=500))
         elif request.pooling:
             self._take_embedding(request, sample, row, now)
         elif sample.finish_reason is None:
             self._extend(request, sample, row, now)
 
     def _take_embedding(self, request: Request, sample: Sample, row: Row, now: float) -> None:
-        """The end of a request for one; the row's token is nobody's."""
+        """End a request for an embedding. The row's token means nothing."""
         if not is_sound(row.embedding):
             text = "the model's hidden states for this prompt were not numbers"
             return self._fail(request, RequestError(text, code="sample_failed", status=500))
@@ -355,16 +353,16 @@ class Core:
         self._sample_ended(request, sample, early=False)
 
     def _break(self, request: Request, error: BaseException) -> None:
-        """Our own mistake, the tokenizer's (whose panics are no Exceptions), or a lack of memory costs the request it
-        concerns, not those beside it.
+        """An error of ours, a panic of the tokenizer (no Exception) or a lack of memory ends the request it concerns,
+        but no other.
 
         Raises:
             MemoryError: the request's end was made, and may not have reached its client.
         """
         logger.exception("request %d failed in the frontend", request.request_id)
         if self._live.get(request.request_id) is request:
-            self._outbox.abort(request.request_id)
-            self._fail(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
+            why = RequestError(f"internal error: {error}", code="internal_error", status=500)
+            self.fail(request.request_id, why)
         elif isinstance(error, MemoryError):
             raise error
 
@@ -395,12 +393,10 @@ class Core:
             request.emit(sample, text, (), self._stream_interval)
 
     def _sample_ended(self, request: Request, sample: Sample, *, early: bool) -> None:
-        """A sample has all it will have; `early` if by a stop string, of which the scheduler knows nothing."""
+        """A sample is complete; `early` if a stop string ended it, which the scheduler does not know of."""
         request.open_count -= 1
-        if early and request.open_count:
-            self._outbox.abort(request.request_id, sample.index)
-        elif early:
-            self._outbox.abort(request.request_id)
+        if early:
+            self._outbox.abort(request.request_id, sample.index if request.open_count else None)
         if not request.open_count:
             self._finish(request)
 
@@ -412,10 +408,10 @@ class Core:
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     def suspend(self, why: str, session: int) -> None:
-        """Scheduler and worker start anew: send nothing until they are ready, then go on.
+        """Scheduler and worker are restarted: send nothing until they are ready, then go on.
 
-        A request that was lost with them more than once without a token in between ends here: it may be the cause,
-        unless it waited for its first step.
+        A request that was lost with them more than once, without a token in between, ends here: it may be the cause,
+        unless it was waiting for its first step.
         """
         if self.state == "serving":
             self.state = "restarting"
@@ -428,7 +424,7 @@ class Core:
                 self._fail(request, RequestError(text, code="engine_restarted", status=503))
 
     def end_overdue(self) -> bool:
-        """End the requests whose deadline has passed, while there is no scheduler that does; whether that is so."""
+        """If there is no scheduler to do it, end the requests whose deadline has passed; False if there is one."""
         if not self._outbox.suspended:
             return False
         for request in list(self._live.values()):

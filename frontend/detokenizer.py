@@ -1,16 +1,16 @@
-"""Token ids to text, piece by piece, never half a character.
+"""Incremental detokenization: token ids to text, piece by piece, never half a character.
 
 Knows nothing of requests. `tokenizer.Tokenizer` makes the table, `request.Sample` feeds one decoder per sample.
 
 Each token id stands for some bytes; the text is the UTF-8 decoding of all bytes so far. A character that is not
-complete yet is held back; bytes that can never become one turn into U+FFFD where they stand. At the end, a cut
-character becomes a single U+FFFD. The joined pieces equal the tokenizer's own decoding of all ids, with two
-differences that are meant: byte-fallback tokenizers replace the good characters of a run of byte tokens too when
-another part of that run is invalid, and end a cut character with one U+FFFD per byte.
+complete yet is held back; bytes that can never become one turn into U+FFFD where they are. At the end, an incomplete
+character becomes a single U+FFFD. The joined pieces equal the tokenizer's own decoding of all ids, with two intended
+differences: byte-fallback tokenizers replace also the good characters of a run of byte tokens when another part of that
+run is invalid, and they end an incomplete character with one U+FFFD per byte.
 """
 
 import codecs
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 REPLACEMENT = "�"
@@ -31,8 +31,8 @@ class ByteTable(dict[int, bytes]):
 
     Args:
         look_up: gives an id's bytes; b"" for ids that do not exist or are left out of the text.
-        byte_fallback: invalid bytes are replaced one by one, as SentencePiece models do, not per cut character.
-        stripped_spaces: how many leading spaces a text that starts with these tokens loses.
+        byte_fallback: replace invalid bytes one by one, as SentencePiece models do, instead of once per character.
+        stripped_spaces: how many leading spaces the decoder strips from a text.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Detokenizer(Protocol):
         """The text that one more token completes."""
 
     def finish(self) -> str:
-        """What is left at the end."""
+        """The rest of the text, at the end."""
 
 
 class ByteDetokenizer:
-    """Decodes by a table of bytes.
+    """Decodes with a table of the bytes of each token.
 
     Args:
         table: the tokenizer's.
-        at_start: the text starts here (a chat's answer), so that leading spaces that the tokenizer's decoder strips are
-            stripped; False where it goes on from a prompt.
+        at_start: a text starts here (a chat's answer), so leading spaces are stripped as the tokenizer's decoder does;
+            False if it continues a prompt.
     """
 
     __slots__ = ("_pending", "_strip_count", "_table")
@@ -88,10 +88,10 @@ class ByteDetokenizer:
         return self._strip(text) if self._strip_count else text
 
     def finish(self) -> str:
-        """U+FFFD if the last character was cut, else nothing.
+        """U+FFFD if the last character is incomplete, else nothing.
 
-        One, except for the first two bytes of a surrogate: they are held back like a cut character, but are none, and
-        become two as they would anywhere else.
+        The first two bytes of a surrogate are held back too, but are not an incomplete character: they become two
+        U+FFFD, as they would anywhere else.
         """
         pending, self._pending = self._pending, b""
         return pending.decode("utf-8", "replace")
@@ -107,10 +107,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes through the tokenizer itself, for decoders that no table of bytes can stand for (WordPiece and such).
+    """Decodes with the tokenizer itself, where a table of bytes is not enough (WordPiece and the like).
 
-    The ids since the last complete text are decoded together with a few before them, so that rules that look at the
-    token before still see it.
+    The ids since the last complete text are decoded together with a few before them, for rules that depend on the
+    previous token.
 
     Args:
         decode: the tokenizer's decoding of a list of ids.
@@ -134,7 +134,7 @@ class WindowDetokenizer:
         return self._advance(before, after)
 
     def finish(self) -> str:
-        """What is left, with at most one U+FFFD at its end."""
+        """The rest of the text, with at most one U+FFFD at its end."""
         before = self._decode(self._ids[self._context_index : self._done_index])
         rest = self._advance(before, self._decode(self._ids[self._context_index :]))
         kept = rest.rstrip(REPLACEMENT)
@@ -143,8 +143,3 @@ class WindowDetokenizer:
     def _advance(self, before: str, after: str) -> str:
         self._context_index, self._done_index = self._done_index, len(self._ids)
         return after[len(before) :]
-
-
-def decode_all(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
-    """The text of all ids."""
-    return "".join([detokenizer.push(token_id) for token_id in token_ids]) + detokenizer.finish()

@@ -1,9 +1,9 @@
 """The engine as the frontend's asyncio code sees it: prompts in any form go in, streams of events come out.
 
-The HTTP API and the client socket are built on `Engine`; it knows neither. It adds to the core what takes time:
-encoding and chat templates (`text_work`), and streams that a slow reader cannot make grow.
+The HTTP API and the client socket are built on `Engine`; it knows neither. It adds to the core what takes time, that
+is, encoding text and rendering chats (`text_work`), and it adds streams that do not grow when their reader is slow.
 
-    stream = await engine.generate(prompt, params)        raises RequestError before anything is promised
+    stream = await engine.generate(prompt, params)        raises RequestError if the request is not accepted
     async for event in stream:                            Delta* and one Final; raises RequestError if it fails later
         ...
 
@@ -45,7 +45,7 @@ class Health:
 
     Attributes:
         detail: for `restarting` and `dead` why.
-        restarts: how often a process that was lost has been started again.
+        restarts: how often a lost process has been started again.
     """
 
     state: str
@@ -61,13 +61,13 @@ class Health:
 class RequestStream:
     """The events of one request, as an asynchronous iterator: `Delta` objects, then one `Final`.
 
-    A reader that is slower than the engine finds what came meanwhile merged into one delta per sample, so that what
-    waits here never exceeds the request's own output.
+    For a reader that is slower than the engine, whatever has come in the meantime is merged into one delta per sample,
+    so what waits here is never more than the request's own output.
 
     Attributes:
         request: what the core knows of it.
-        direct: for each sample, takes new text while the reader waits; False leaves it to the iteration. For readers
-            that want nothing else of what is on the way.
+        direct: for each sample, a function that may take new text while the reader waits; if it returns False, the text
+            comes through the iteration. For readers that need nothing but the text of deltas.
 
     Raises:
         RequestError: from the iteration, if the request fails after it was accepted.
@@ -155,9 +155,7 @@ class RequestStream:
         if waiting is None:
             self._waiting[delta.sample_index] = delta
         else:
-            waiting.text += delta.text
-            waiting.token_ids.extend(delta.token_ids)
-            waiting.logprobs.extend(delta.logprobs)
+            waiting.extend(delta.text, delta.token_ids, delta.logprobs)
             waiting.finish_reason, waiting.stop_reason = delta.finish_reason, delta.stop_reason
         self._awake()
 
@@ -172,7 +170,7 @@ class RequestStream:
         self._awake()
 
     def _is_awaited(self) -> bool:
-        """Whether the reader has dealt with all that came before."""
+        """Whether the reader has handled everything so far and waits for more."""
         return not self._waiting and self._wake is not None and not self._wake.done()
 
     def _awake(self) -> None:
@@ -181,26 +179,26 @@ class RequestStream:
 
 
 class Engine:
-    """The whole engine behind one object.
+    """The engine behind one object: prompts are encoded, requests submitted to the core, events streamed.
 
     Args:
         config: the configuration.
         tokenizer: the model's.
-        send: takes a message for the scheduler; must not block.
-        recorder: keeps what the core is told and tells.
+        send: takes a message for the scheduler, and True if the next one follows at once; must not block.
+        recorder: records what goes into and comes out of the core.
 
     Attributes:
         core: the requests' life cycle.
         tokenizer: the model's tokenizer.
-        order_profile: has a process of the engine traced; None where there is no supervisor.
-        connections: of clients, all ways in together.
+        order_profile: asks for a trace of one of the engine's processes; None where there is no supervisor.
+        connections: the connected clients, over HTTP and the client socket together.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         tokenizer: Tokenizer,
-        send: Callable[[bytes], object],
+        send: Callable[..., object],
         recorder: Recorder | None = None,
     ) -> None:
         self.config = config
@@ -260,10 +258,10 @@ class Engine:
         return events
 
     def check_pooling(self, pooling: str | None) -> str:
-        """How embeddings are made: as asked for, as the engine was told, or as the model's folder says.
+        """The pooling of a request for an embedding: its own, else the engine's option, else the model folder's.
 
         Raises:
-            RequestError: nothing that is known, or the folder asks for what there is not.
+            RequestError: an unknown pooling, or the folder asks for one that is not supported.
         """
         if pooling and pooling not in POOLINGS:
             *first, last = (repr(name) for name in POOLINGS if name)
@@ -298,7 +296,7 @@ class Engine:
         return _as_ids(prompt)
 
     def prompt_ids_now(self, prompt: Prompt, add_special_tokens: bool | None = None) -> "array[int] | None":
-        """The token ids of a prompt that takes no time; None for one that does."""
+        """The token ids of a prompt that is encoded at once; None for one that takes longer."""
         if isinstance(prompt, ChatPrompt):
             return None
         if isinstance(prompt, str):
@@ -309,7 +307,7 @@ class Engine:
         """The text of token ids.
 
         Raises:
-            RequestError: ids that are none, or too much text at once.
+            RequestError: ids that are not token ids, or too much text at once.
         """
         return await self._texts.decode(token_ids, skip_special_tokens=skip_special_tokens)
 

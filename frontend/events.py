@@ -1,7 +1,7 @@
-"""What a request gives back: pieces of text on the way, one result at the end.
+"""The events of a request: deltas on the way, one result at the end.
 
 Plain values without behaviour. The core makes them; the HTTP API and the client socket turn them into their own forms.
-Those parts of them that clients get as they are come from `common.client_messages`.
+The parts that clients get unchanged come from `common.client_messages`.
 """
 
 from array import array
@@ -25,7 +25,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Timings:
-    """When things happened to a request.
+    """The times at which a request arrived, was submitted, got tokens and ended.
 
     Attributes:
         arrived_at_s: wall clock time of arrival.
@@ -86,7 +86,7 @@ class Final:
 
 
 class Sink(Protocol):
-    """Who takes a request's events. Called from the event loop; must neither block nor call back into the core.
+    """Takes a request's events. Called from the event loop; must neither block nor call back into the core.
 
     `on_token` and `on_delta` come only for requests that stream; `on_final` or `on_failed` comes exactly once, as the
     last call.

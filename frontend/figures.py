@@ -1,6 +1,6 @@
-"""What the frontend counts: histograms of times and sizes, and how requests ended.
+"""The frontend's statistics: histograms of times and sizes, and how requests ended.
 
-Plain integers, fed by the core: once for each request's first token and end, and once a step for the times between
+Plain integers, fed by the core: once for each request's first token and end, and once per step for the times between
 tokens, however many tokens the step brought. `/metrics` and the dashboard read them; nothing here knows either.
 """
 
@@ -95,7 +95,7 @@ def percentile(bounds: Sequence[float], counts: Sequence[int], share: float) -> 
 
 
 class Figures:
-    """All that one frontend counts.
+    """The statistics of one frontend.
 
     Attributes:
         first_token_s: arrival to first token, one value per request.
@@ -137,7 +137,7 @@ class Figures:
             self.first_token_s.add(timings.first_token_s - timings.arrived_s)
 
     def note_gaps(self, now_s: float) -> None:
-        """All tokens of a step are there, and `previous_s` is complete; empties it."""
+        """Count the gaps before the tokens of a step from `previous_s`, and empty it."""
         for then_s, count in Counter(self.previous_s).items():  # most had theirs in the same step: one value for all
             if then_s is not None:
                 self.gap_s.add(now_s - then_s, count)

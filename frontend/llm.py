@@ -1,13 +1,13 @@
-"""`LLM`: the whole engine inside a program. Starts the processes, talks to them, stops them.
+"""`LLM`: a whole engine inside a program. Starts the processes, talks to them, stops them.
 
     llm = LLM("path/to/model", max_model_len=4096)
     for output in llm.generate(["The sea", "The sky"], SamplingParams(max_tokens=32)):
         print(output.prompt, output.outputs[0].text)
 
-Calls and results have the shape that vLLM gave them. The engine is `launch.py serve` without HTTP, as a child process;
-it ends with this object, and with this program whatever way that ends. Its log goes to the logger `trireme`, line by
-line with its level, so that by default warnings and errors are seen. Errors are those of `client.Client`, and
-`StartupError` or `ConfigError` from the constructor, with the engine's own last line.
+Calls and results have the same shape as vLLM's. The engine is `launch.py serve` without HTTP, as a child process; it
+ends with this object, and with this program however that ends. Its log goes to the logger `trireme`, line by line with
+its level, so that by default warnings and errors are seen. Errors are those of `client.Client`, and from the
+constructor `StartupError` or `ConfigError` with the engine's own last line.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request.
+    """The times at which a request arrived, got tokens and ended.
 
     Attributes:
         arrived_at_s: wall clock time of arrival in the engine.
@@ -127,7 +127,7 @@ class EmbeddingRequestOutput:
 
 
 class LLM:
-    """An engine of one's own.
+    """An engine inside this program.
 
     Args:
         model: model folder, .gguf file, hub id, or `default`.
@@ -135,7 +135,7 @@ class LLM:
             `enforce_eager=True`, `device="cpu"`.
 
     Attributes:
-        client: the connection to the engine, for streams and all else that a `Client` can do.
+        client: the connection to the engine, for streams and everything else that a `Client` can do.
 
     Raises:
         ConfigError: an unknown option, or a model that cannot be served.
@@ -180,7 +180,7 @@ class LLM:
         Args:
             prompts: one or many: texts, lists of token ids, or maps with `prompt_token_ids`.
             sampling_params: one for all, one for each, or None for the model's defaults.
-            use_tqdm: taken for the sake of programs written for vLLM; there is no progress bar.
+            use_tqdm: accepted for programs written for vLLM; there is no progress bar.
             options: as `Client.submit` has them: `priority`, `timeout_s`, `cache_salt`, ...
 
         Returns:
@@ -212,8 +212,8 @@ class LLM:
             messages: a list of messages, or a list of such lists.
             sampling_params: one for all, one for each, or None for the model's defaults.
             tools: JSON descriptions of functions, for the chat template.
-            chat_template_kwargs: further variables of the chat template.
-            continue_final_message: go on with the last message instead of answering it.
+            chat_template_kwargs: further variables for the chat template.
+            continue_final_message: continue the last message instead of answering it.
             use_tqdm: as in `generate`.
             options: as `Client.submit` has them.
         """
@@ -284,7 +284,7 @@ class EngineLog:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the engine's end has been read."""
+        """Wait until the engine has ended and its log has been read."""
         self._thread.join(LOG_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -325,8 +325,10 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log:
 
 
 def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
-    """End the engine: the end of the pipe tells it to; signals, if it does not listen. (One at the same time would be
-    the second wish to stop, which ends it without closing recordings.)"""
+    """Stop the engine: closing the pipe tells it to; signals follow if it does not react.
+
+    A signal at the same time would count as the second order to stop, which ends it without closing recordings.
+    """
     with contextlib.suppress(OSError):
         os.close(parent_write_fd)
     for insist in (process.terminate, process.kill):
@@ -339,7 +341,7 @@ def _stop(process: "subprocess.Popen[bytes]", parent_write_fd: int) -> None:
 
 
 def _as_many(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    """One prompt is made a list of one: a text, a map, or a sequence of what has no length."""
+    """A list of prompts; a single prompt (a text, a map, or a sequence of ids) becomes a list of one."""
     if isinstance(prompts, str | bytes | Mapping) or (len(prompts) and not hasattr(prompts[0], "__len__")):
         return [prompts]
     return prompts

@@ -1,13 +1,13 @@
 """The frontend process: its sockets, its event loop, its start and its end.
 
 Sockets: connects `requests` (PUSH, to the scheduler), binds `outputs` (PULL, from the scheduler) and the client
-endpoint (ROUTER); the HTTP API, unless switched off, brings its own. Orders come over the supervisor link.
+endpoint (ROUTER); the HTTP API, unless switched off, has its own. Orders come over the supervisor link.
 
-Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is known at once; HTTP
-answers 503 meanwhile; ready once the scheduler says that the engine is. Stop: refuse new requests, let the running ones
-finish within the grace, end the rest with an error. A failed peer, or a message of the scheduler's that is lost because
-it cannot be read or for want of memory: every request ends with an error, then exit code 1. A peer that is started
-again (`--restart`): new sockets to the scheduler, those of the new session, and the requests wait until it is ready.
+Start: the tokenizer and the client socket first, so that a bad folder or an endpoint in use is noticed at once; HTTP
+answers 503 until the scheduler says that the engine is ready. Stop: refuse new requests, let the running ones finish
+within the grace period, end the rest with an error. If a peer has failed, or a message of the scheduler's is lost
+because it cannot be read or memory is short: every request ends with an error, then exit code 1. If a peer is started
+again (`--restart`): open the new session's sockets to the scheduler, and let the requests wait until it is ready.
 """
 
 import asyncio
@@ -43,6 +43,8 @@ DEAD_S = 0.6
 DEADLINE_LOOK_S = 0.1
 """How often to look for requests whose deadline has passed, while there is no scheduler to do it."""
 
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
 logger = logging.getLogger(__name__)
 
 
@@ -71,7 +73,7 @@ async def _run(config: EngineConfig, link: SupervisorLink) -> int:
 
 
 def _spare_the_collector() -> None:
-    """What is there by now stays: a full collection that looks at all of it stops every stream for 70 ms."""
+    """Exclude all objects that exist by now from garbage collection, which would stop every stream for 70 ms."""
     gc.freeze()
 
 
@@ -90,7 +92,7 @@ class Frontend:
         self._link = link
         self._context = new_context()
         self._http: HttpServer | None = None
-        self._started = False
+        self._started = self._failed = False
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
         self._connect_scheduler(config.session)
         self._access = ClientAccess(self._context, Path(folder)) if (folder := config.server.client_keys) else None
@@ -124,7 +126,7 @@ class Frontend:
         if code:
             await asyncio.sleep(DEAD_S)
         await self._finish(grace_s)
-        return code
+        return 1 if self._failed else code
 
     def _connect_scheduler(self, session: int) -> None:
         self._requests = connect_push(self._context, self._config.endpoint("requests", session))
@@ -139,8 +141,9 @@ class Frontend:
         keys = self._access.server_keys if self._access is not None else None
         return bind_client_router(self._context, endpoint, keys, local)
 
-    def _send_to_scheduler(self, data: bytes) -> None:
-        self._requests.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+    def _send_to_scheduler(self, data: bytes, more: bool = False) -> None:
+        flags = _MORE if more else _LAST  # frames of one message: the scheduler cannot see the first without the others
+        self._requests.send(data, flags)  # no high-water mark: it never waits
 
     def _on_output(self, frames: list[bytes]) -> None:
         self._link.progress += 1
@@ -189,7 +192,7 @@ class Frontend:
                     self._begin_session(order)
 
     def _begin_session(self, order: NewSession) -> None:
-        """Scheduler and worker start anew: what the old ones still say is not heard any more."""
+        """Scheduler and worker are restarted: stop listening to the old ones."""
         core = self._engine.core
         logger.warning("%s; requests that wait until it is back: %d", order.message, core.live_count)
         core.suspend(order.message, order.session)
@@ -201,7 +204,7 @@ class Frontend:
         self._outputs_reader = self._read_outputs()
 
     def _end_overdue(self) -> None:
-        """Now and again until there is a scheduler."""
+        """End overdue requests, again and again until there is a scheduler to do it."""
         if self._next_deadline_look is not None:
             self._next_deadline_look.cancel()
         waits = self._engine.core.end_overdue()
@@ -210,20 +213,21 @@ class Frontend:
         self._clients.flush()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What nobody has caught costs whoever it concerned. Where memory is short, or a library has broken down (a
-        panic is no Exception), that might be anybody."""
+        """An uncaught error affects only what it concerned. Without memory, or after a library's panic (which is no
+        Exception), that could be any request: then all end."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         if error is not None and (isinstance(error, MemoryError) or not isinstance(error, Exception)):
             self._fail_ourselves(first_line(error))
 
     def _fail_ourselves(self, why: str) -> None:
-        """Requests would wait for ever for what was lost here: none goes on."""
+        """End all requests: some would wait for ever for what was lost here."""
         self._link.failed(why)
         self._fail(why)
 
     def _fail(self, why: str) -> None:
-        """The engine cannot serve any more: every request ends with an error, then the process ends."""
+        """The engine cannot serve any more: end every request with an error, then the process."""
+        self._failed = True
         self._end(1, 0.0)  # first: what follows may fail too
         logger.error("%s", why)
         self._engine.core.fail_all(why)

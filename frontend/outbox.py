@@ -1,8 +1,7 @@
-"""What goes to the scheduler, and what does not while there is none.
+"""The messages to the scheduler, sent or held back: requests, aborts, the order to forget cached prefixes.
 
-Requests, gathered aborts, the order to forget prefixes. While scheduler and worker are being started again (`suspend`)
-requests are held and everything else is dropped: a new scheduler knows nothing that could be aborted or forgotten.
-Called by `core.Core` alone.
+While scheduler and worker are being started again (`suspended`), requests are held and everything else is dropped: a
+new scheduler has nothing that could be aborted or forgotten. Called by `core.Core` alone.
 """
 
 from array import array
@@ -13,41 +12,48 @@ from frontend.request import Request
 
 
 class Outbox:
-    """The way to the scheduler.
+    """Sends messages to the scheduler, or holds them back.
 
     Args:
-        send: takes a message's bytes; must not block.
+        send: takes a message's bytes, and True if it is to arrive with the next one at once; must not block.
         clock: monotonic seconds.
 
     Attributes:
-        suspended: nothing is sent.
+        suspended: there is no scheduler; nothing is sent.
+        gathers: requests wait for the next `flush`, so that the scheduler gets at once what came at once.
     """
 
-    def __init__(self, send: Callable[[bytes], object], clock: Callable[[], float]) -> None:
+    def __init__(self, send: Callable[..., object], clock: Callable[[], float]) -> None:
         self.suspended = False
+        self.gathers = False
         self._send = send
         self._clock = clock
         self._held: set[int] = set()
+        self._gathered: list[bytes] = []
         self._abort_ids = array("i")
         self._abort_samples: list[tuple[int, int]] = []
 
     @property
     def held_count(self) -> int:
-        """Requests that came while nothing is sent."""
+        """How many requests are held back."""
         return len(self._held)
 
     def request(self, request: Request) -> None:
-        """Send a request, or send it once more with what it has; or hold it."""
+        """Send a request, with the output that it already has; or hold it back while suspended."""
         if self.suspended:
             self._held.add(request.request_id)
             return
-        self._send(request.continued_message().to_wire())
+        data = request.continued_message().to_wire()
+        if self.gathers:
+            self._gathered.append(data)
+        else:
+            self._send(data)
         request.sent_count = request.output_count
         if request.timings.submitted_s is None:
             request.timings.submitted_s = self._clock()
 
     def resume(self, requests: Iterable[Request]) -> None:
-        """There is a scheduler again, which knows none of these."""
+        """There is a new scheduler, which knows none of these requests: send them all."""
         self.suspended = False
         self._held.clear()
         for request in requests:
@@ -58,14 +64,21 @@ class Outbox:
         self._held.discard(request_id)
 
     def abort(self, request_id: int, sample_index: int | None = None) -> None:
-        """A request, or one of its samples, is not wanted any more; said with the next `flush`."""
+        """Abort a request, or one of its samples, with the next `flush`."""
         if sample_index is None:
             self._abort_ids.append(request_id)
         else:
             self._abort_samples.append((request_id, sample_index))
 
     def flush(self) -> None:
-        """Send the aborts that have gathered."""
+        """Send the gathered requests, then the collected aborts, which may be theirs."""
+        self.gathers = False
+        if self._gathered:
+            *others, last = self._gathered
+            for data in others:
+                self._send(data, True)
+            self._send(last)
+            self._gathered.clear()
         ids, samples = self._abort_ids, self._abort_samples
         if not (ids or samples):
             return

@@ -1,4 +1,4 @@
-"""What a request may begin with, in the forms that the engine takes."""
+"""The forms of a prompt that the engine takes: text, token ids, or a chat."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,11 +1,11 @@
-"""The frontend's core with everything recorded that it is told and tells: requests as they enter, events as they leave.
+"""Records everything that the frontend's core is told and tells: requests as they enter, events as they leave.
 
     calls     [SUBMIT, prompt ids, params, options] [ABORT, id] [DRAIN] [FAIL_ALL, message, code, dead] [FLUSH]
     events    [DELTA, request, delta] [FINAL, request, samples, usage] [FAILED, request, code, message] [REFUSED, ...]
 
-What the scheduler sends and gets is recorded where it leaves and enters the process (`main`). The HTTP API and the
-client socket are outside: what they do is turn bytes into calls, and events into bytes. `replay` makes the same calls
-on the same class, with a comparison in the place of the recorder.
+The scheduler's messages are recorded where they enter and leave the process (`main`). The HTTP API and the client
+socket are not recorded: all they do is turn bytes into calls, and events into bytes. `replay` makes the same calls on
+the same class, with a comparison in place of the recorder.
 """
 
 from array import array
@@ -26,7 +26,7 @@ DELTA, FINAL, FAILED, REFUSED = range(4)
 
 
 class Log(Protocol):
-    """Takes what the core is told and tells; the first field is the kind."""
+    """Takes the core's calls and events, as lists whose first field is the kind."""
 
     def call(self, *fields: Any) -> None:
         """The core is called."""
@@ -36,7 +36,7 @@ class Log(Protocol):
 
 
 class RecorderLog:
-    """Has it recorded."""
+    """Records them."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -51,7 +51,7 @@ class RecorderLog:
 
 
 class RecordedSink:
-    """Records a request's events on their way to who asked.
+    """Records a request's events on their way to its sink.
 
     Args:
         log: takes what is to be recorded.
@@ -157,7 +157,7 @@ class RecordedCore(Core):
 
 
 class DroppedEvents:
-    """A sink for requests that nobody reads any more."""
+    """A sink that drops the events of requests that nobody reads."""
 
     def on_token(self, sample_index: int, text: str, token_id: int) -> None:
         """One more token."""
@@ -173,7 +173,7 @@ class DroppedEvents:
 
 
 def repeat_call(core: Core, data: bytes) -> None:
-    """Make a recorded call again; a request that is refused is refused in silence.
+    """Make a recorded call again; a refused request raises nothing here.
 
     Raises:
         WireError: not a record of a call.

@@ -1,4 +1,4 @@
-"""`python -m frontend.replay DIR`: the frontend's core alone, on what a recording says it was told.
+"""`python -m frontend.replay DIR`: runs the frontend's core alone, on what a recording says it was told.
 
 The requests' life cycle and the detokenizers run as they did: submissions, aborts and the scheduler's messages go in,
 and the messages to the scheduler and the events for clients must be equal to the recorded ones, to the byte. Left out

@@ -1,4 +1,4 @@
-"""One request and its samples, from submission to the end: what came so far, as tokens and as text.
+"""One request and its samples, from submission to the end: what has come so far, as tokens and as text.
 
 Knows nothing of sockets, clocks or other requests. `core.Core` feeds it tokens and passes its events on.
 """
@@ -51,7 +51,7 @@ class Sample:
         Args:
             token_id: the token.
             logprobs: what the worker reported for it.
-            silent: it ends the sample and is not part of the text.
+            silent: the token ends the sample and is not part of the text.
 
         Returns:
             The text that may be shown now. If a stop string completed, `finish_reason` is set.
@@ -68,7 +68,7 @@ class Sample:
         return text
 
     def end(self, reason: str, stop_reason: str | int | None = None) -> str:
-        """The sample is over: give what was held back."""
+        """End the sample; returns the text that was held back."""
         text = ""
         if self._request.params.detokenize and self.finish_reason is None:
             text = self._detokenizer.finish()
@@ -122,17 +122,17 @@ class Request:
         tokenizer: the model's.
         sink: who takes its events.
         stream: whether the sink wants deltas.
-        starts_text: the output starts a text of its own (a chat's answer) instead of going on from the prompt.
-        timings: holds the time of arrival.
-        pooling: what is wanted is an embedding of the prompt, by this one of POOLINGS.
-        name: what the asker calls it, for the log.
-        client_key: who the asker is.
+        starts_text: the output is a text of its own (a chat's answer) instead of continuing the prompt.
+        timings: has the time of arrival.
+        pooling: for a request for an embedding: which one of POOLINGS.
+        name: the client's name for it, for the log.
+        client_key: identifies the client.
 
     Attributes:
-        message: what the scheduler is told of it.
-        sent_count: output tokens that it had when it was sent last; -1 if no scheduler has it now.
+        message: the message that tells the scheduler of it.
+        sent_count: output tokens that it had when it was last sent; -1 if no scheduler has it now.
         waits: it is in the scheduler's queue; no worker has heard of it.
-        fruitless_count: how often it was lost since its last token, not while it waited.
+        fruitless_count: how often it was lost since its last token, not counting losses while it waited.
     """
 
     __slots__ = (
@@ -187,7 +187,7 @@ class Request:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def continued_message(self) -> AddRequest:
-        """What the scheduler is told: of a request that it, or one before it, was told before, where it stands."""
+        """The message for the scheduler; with the output so far, if the request was sent before."""
         assert self.message is not None, f"request {self.request_id} has no message"
         if self.timings.submitted_s is None:
             return self.message
@@ -207,9 +207,7 @@ class Request:
         if delta is None:
             delta = Delta(sample.index, text, array("i", token_ids), list(logprobs))
         else:
-            delta.text += text
-            delta.token_ids.extend(token_ids)
-            delta.logprobs.extend(logprobs)
+            delta.extend(text, token_ids, logprobs)
         first = len(delta.token_ids) == len(sample.token_ids)
         if sample.finish_reason is None and not first and len(delta.token_ids) < interval:
             sample.pending = delta
@@ -219,7 +217,7 @@ class Request:
         self.sink.on_delta(delta)
 
     def note_loss(self) -> int:
-        """Scheduler or worker are lost; how often that was so since the last token, while they worked on it."""
+        """Scheduler or worker were lost; returns how often while they worked on this request, since its last token."""
         if self.sent_count >= 0 and not self.waits:
             self.fruitless_count = self.fruitless_count + 1 if self.output_count == self.sent_count else 0
         self.sent_count, self.waits = -1, False
@@ -238,7 +236,7 @@ class Request:
                 self.prompt_logprobs[position] = self.describe(token_id, texts[position], entry)
 
     def describe(self, token_id: int, text: str, entry: TokenLogprobs) -> TokenLogprob:
-        """A reported log probability with texts instead of ids."""
+        """A reported log probability, with the tokens' texts."""
         tokenizer = self.tokenizer
         top = tuple(
             TopLogprob(top_id, tokenizer.token_text(top_id), tokenizer.token_bytes(top_id), logprob, rank)
@@ -248,7 +246,7 @@ class Request:
 
     @property
     def preemption_count(self) -> int:
-        """How often its samples lost their place and got it back."""
+        """How often its samples were preempted and resumed."""
         return sum(sample.preemption_count for sample in self.samples)
 
     def mean_gap_s(self) -> float | None:

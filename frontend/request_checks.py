@@ -1,4 +1,4 @@
-"""What a request must fulfil, and what is filled in, before it goes to the scheduler. Called by the core."""
+"""Checks a request, and fills in what it leaves open, before it goes to the scheduler. Called by the core."""
 
 import random
 from array import array
@@ -37,8 +37,7 @@ def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
         raise RequestError("the prompt is empty: wanted at least one token", param="prompt")
     if count >= limits.max_model_len:
         raise RequestError(
-            f"the prompt has {count} tokens; this engine holds {limits.max_model_len} tokens of prompt and output "
-            f"together (--max-model-len)",
+            f"the prompt has {count} tokens; {_context(limits)}: the prompt is too long",
             code="context_length_exceeded",
             param="prompt",
         )
@@ -49,6 +48,14 @@ def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
             f"{limits.vocab_size - 1}",
             param="prompt",
         )
+
+
+def _context(limits: EngineReady) -> str:
+    """How much fits, in the words by which client libraries recognise such an error."""
+    return (
+        f"this model's maximum context length is {limits.max_model_len} tokens of prompt and output together "
+        f"(--max-model-len)"
+    )
 
 
 def completed(
@@ -70,8 +77,7 @@ def completed(
     wanted = params.max_tokens
     if exact_max_tokens and wanted is not None and wanted > room:
         raise RequestError(
-            f"the prompt has {prompt_count} tokens and max_tokens is {wanted}; together that is more than the "
-            f"{limits.max_model_len} tokens this engine holds (--max-model-len)",
+            f"the prompt has {prompt_count} tokens and max_tokens is {wanted}; {_context(limits)}",
             code="context_length_exceeded",
             param="max_tokens",
         )

@@ -1,4 +1,4 @@
-"""One log line for each request that ends: whose, how, how large, how long. On with `--enable-log-requests`.
+"""Logs one line per request that ends: who asked, how it ended, its size and times. On with `--enable-log-requests`.
 
 With `--log-format json` the figures are fields of the line's object, under the same names and in the same units.
 """

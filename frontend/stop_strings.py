@@ -1,10 +1,10 @@
-"""Stop strings in a growing text: find the first one that completes, and hold back no more than might become one.
+"""Finds stop strings in a growing text: the first one that completes, holding back no more text than might become one.
 
 Knows nothing of tokens. One matcher per sample; `request.Sample` feeds it what the detokenizer emits.
 
-The text is read character by character with one Knuth-Morris-Pratt automaton per stop string, so what is found and what
-is emitted does not depend on how the text was cut into pieces: the stop string that completes first wins, and of those
-that complete at the same character, the longest.
+The text is read character by character with one Knuth-Morris-Pratt automaton per stop string, so the result does not
+depend on how the text was cut into pieces: the stop string that completes first wins, and of those that complete at the
+same character, the longest.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""What people do with a running engine from a terminal: look at it, talk to it, end it.
+"""The command-line verbs that talk to a running engine: `status`, `chat` and `stop` of `launch.py`.
 
-The verbs `status`, `chat` and `stop` of `launch.py`. What status prints is in `terminal_status`, the chat in
-`terminal_chat`; everything goes through the SDK's `Client`, and engines are found by their run directories.
+What status prints is in `terminal_status`, the chat in `terminal_chat`; everything goes through the SDK's `Client`, and
+engines are found by their run directories.
 """
 
 import os

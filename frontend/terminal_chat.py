@@ -1,4 +1,4 @@
-"""A talk with the model in the terminal: `launch.py chat`, and the one answer of `--once`.
+"""A chat with the model in the terminal: `launch.py chat`, and the one answer of `--once`.
 
 Answers go to stdout, everything else to stderr, so that a chat can be piped. Called by `frontend.terminal` and
 `launcher.serve`.

@@ -1,4 +1,4 @@
-"""What `launch.py status` prints: how an engine is, what it holds, how fast it goes. Called by `frontend.terminal`."""
+"""Prints `launch.py status`: an engine's state, what it holds, how fast it goes. Called by `frontend.terminal`."""
 
 import json
 import shutil

@@ -16,14 +16,13 @@ ParseJson, which may have megabytes, is a frame of its own behind the message, s
 """
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
 from common.errors import RequestError, WireError, shown
-from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack, unpack
+from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, decode, kinds_of, pack, unpack
 from frontend.large_json import LargeBody
 from frontend.prompt import ChatPrompt
 
@@ -295,30 +294,26 @@ ForTextProcess = EncodeText | EncodeChat | DecodeIds | ParseJson
 FromTextProcess = TextReady | TokenIds | Text | TextRefused | Json
 TextResult = TokenIds | Text | TextRefused | Json
 
-_FOR_TEXT_PROCESS: dict[int, Any] = {kind.CODE: kind for kind in ForTextProcess.__args__}
-_FROM_TEXT_PROCESS: dict[int, Any] = {kind.CODE: kind for kind in FromTextProcess.__args__}
+_FOR_TEXT_PROCESS, _FROM_TEXT_PROCESS = kinds_of(ForTextProcess), kinds_of(FromTextProcess)
 
 
-def decode_for_text_process(data: bytes, *long: bytes) -> ForTextProcess:
-    """A message from the frontend, with its last field where that came as a frame of its own; raises WireError."""
-    return _decode(data, _FOR_TEXT_PROCESS, "frontend -> text process", long)  # type: ignore[no-any-return]
+def decode_for_text_process(data: bytes, *further_fields: bytes) -> ForTextProcess:
+    """A message from the frontend, with its last field if that came in a frame of its own; raises WireError."""
+    return decode(  # type: ignore[no-any-return]
+        data, _FOR_TEXT_PROCESS, "frontend -> text process", limit_bytes=4 * LIMIT, further_fields=further_fields
+    )
 
 
 def decode_from_text_process(data: bytes) -> FromTextProcess:
     """A message from a text process; raises WireError."""
-    return _decode(data, _FROM_TEXT_PROCESS, "text process -> frontend")  # type: ignore[no-any-return]
+    return decode(  # type: ignore[no-any-return]
+        data, _FROM_TEXT_PROCESS, "text process -> frontend", limit_bytes=4 * LIMIT
+    )
 
 
 def job_id_of(data: bytes) -> int:
-    """The number of a job that cannot be read otherwise; raises WireError if that cannot be read either."""
+    """The number of a job whose message cannot be decoded; raises WireError if not even the number can be read."""
     return FieldReader("a job", unpack(data, limit_bytes=4 * LIMIT)[1]).integer("job_id")
-
-
-def _decode(data: bytes, kinds: dict[int, Any], link: str, long: Sequence[bytes] = ()) -> Any:
-    code, fields = unpack(data, limit_bytes=4 * LIMIT)
-    if code not in kinds:
-        raise WireError(f"type code {code} is not carried by the link {link}")
-    return kinds[code].from_fields([*fields, *long])
 
 
 def _text(data: bytes) -> str:

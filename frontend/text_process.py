@@ -2,8 +2,8 @@
 
     python -m frontend.text_process --number 0 --jobs ENDPOINT --results ENDPOINT --tokenizer DIR [--chat-template FILE]
 
-Binds the jobs' PULL, connects to the frontend's PULL for results; takes one job after another. Started by
-`text_work.TextProcesses`, and ends with it, whatever way that ends. Runs at a lower priority than the frontend, whose
+Binds a PULL for jobs, connects to the frontend's PULL for results, and does one job after another. Started by
+`text_work.TextPool`, and ends with it, however that ends. Runs at a lower priority than the frontend, whose
 clients wait for every token.
 """
 

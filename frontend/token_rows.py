@@ -1,6 +1,6 @@
-"""The rows of TokensOut one by one, and what a row's end means for the text.
+"""The rows of a TokensOut message, one by one, and what the end of a row means for the text.
 
-Pure functions; `core.Core` calls them for every step that is not the plain one-token-each.
+Pure functions; `core.Core` calls them for every step that is not simply one token for each row.
 """
 
 import math

@@ -3,8 +3,8 @@
 Knows nothing of requests or sockets. The frontend's main loads one at start; nothing here changes afterwards, so
 threads may share it.
 
-It stands on the raw `tokenizers.Tokenizer` (tokenizer.json), which loads in a fraction of a second. `transformers` is
-imported only where a chat is rendered, or where a folder has no tokenizer.json and one must be converted.
+It uses the raw `tokenizers.Tokenizer` (tokenizer.json), which loads in a fraction of a second. `transformers` is
+imported only to render a chat, or if a folder has no tokenizer.json and one must be converted.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Messages from a ZeroMQ socket on an asyncio loop, through the socket's file descriptor.
+"""Reads messages from a ZeroMQ socket on an asyncio loop, through the socket's file descriptor.
 
 One message costs about a microsecond this way, and about eighteen through `zmq.asyncio`. The descriptor is
 edge-triggered: after it has woken us, or after anything was sent on the same socket, messages may wait without another

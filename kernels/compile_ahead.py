@@ -1,10 +1,10 @@
-"""Compiles kernels side by side before they are needed: what a first start on a machine spends most of its time on.
+"""Compiles kernels in parallel before they are needed, which is most of the time of a first start on a machine.
 
-Triton compiles a kernel when a launch first needs it, one after another. Here the launches are gone through without
-being made, which tells what they need (`launches_left_out`), and all of it is compiled at once (`compile_all`). Half of
-the compiler is Python, so threads are held up by the interpreter's lock; the work is given to processes, started as
-`python -m kernels.compile_ahead`, which leave what they compile in Triton's folder on disk, and end with their input,
-also when the process that started them dies. They never touch the GPU. Where the kernels are on disk already, no
+Triton compiles a kernel when a launch first needs it, one after another. Here the launches are rehearsed without being
+made, which tells which kernels they need (`launches_left_out`), and all of them are compiled at once (`compile_all`).
+Half of the compiler is Python, so threads would wait for the interpreter's lock. The work goes to processes instead,
+started as `python -m kernels.compile_ahead`. They leave the compiled kernels in Triton's folder on disk, end when their
+input ends, also if that is because their parent died, and never touch the GPU. If the kernels are on disk already, no
 process is started.
 
 Uses Triton's hook for launches that are about to compile (`triton.knobs.runtime.jit_cache_hook`) and

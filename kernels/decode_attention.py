@@ -1,19 +1,21 @@
-"""Paged decode attention: one query token a row against its cached keys and values, split over the whole card.
+"""Paged decode attention: one query token per row against its cached keys and values, split over the whole card.
 
 For each row r and query head h, with g = h // group, n = context_lengths[r] and position n - 1 for the query:
 
     s_p   = cap(scale * q . K[g, p])            for p in 0 .. n - 1 (the last `sliding_window` of them, if > 0)
     out   = sum_p softmax(s)_p * V[g, p]        cap(x) = soft_cap * tanh(x / soft_cap), or x
 
-computed in tiles with a running maximum and normaliser [1], the query heads of a group as the rows of one tile so that
-each K/V tile is read once and both products run on tensor cores, and the keys of a row split between programs [2].
+It is computed in tiles with a running maximum and normaliser [1]. The query heads of a group are the rows of one tile,
+so that each K/V tile is read once and both products run on tensor cores. The keys of a row are split between programs
+[2].
 
-How the work is split, all of it on the device: a row of n tokens is `ceil(n / tile)` tiles for each K/V head, and
-`start_tiles` more for what beginning one costs. All tiles of all rows form one line, row by row and head by head; every
-program takes an equal piece of that line [3]. A piece that covers a whole (row, head) writes the output; any other
-writes maximum, normaliser and a float32 accumulator, and the program that comes last at that (row, head), by an atomic
-counter, merges the parts by log-sum-exp. A program's piece can be cut only at its two ends, so two partial places a
-program are enough whatever the lengths are, and one captured graph is right, and balanced, for every mix of lengths.
+How the work is split, which is decided on the device: a row of n tokens has `ceil(n / tile)` tiles for each K/V head,
+plus `start_tiles` for what starting it costs. All tiles of all rows form one line, row by row and head by head; every
+program takes an equal piece of that line [3]. A program whose piece covers a whole (row, head) writes its output. A
+program that has only a part of one writes maximum, normaliser and a float32 accumulator; whichever program finishes
+last with that (row, head), as an atomic counter tells, merges the parts by log-sum-exp. A piece can be cut only at its
+two ends, so two places for partial results per program are enough whatever the lengths are, and one captured graph is
+correct, and balanced, for every mix of lengths. docs/how-it-works.md has an example.
 
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|
@@ -115,6 +117,7 @@ class DecodePlan:
     rows_tile: int
     min_tiles: int
     start_tiles: int
+    late_sum: bool
     num_warps: int
     num_stages: int
     max_registers: int | None
@@ -157,11 +160,13 @@ def launch_plan(
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
     start_tiles: int = 1,
+    late_sum: bool = False,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
     `specialised` takes the Hopper kernel: pass it only where `can_specialise(...)`. The other keyword arguments are for
-    tests.
+    tests and benchmarks. `late_sum`: weights are added up column by column and over the columns only at the end, which
+    spares the plain kernel three barriers a tile; exact, but its speed is not measured yet.
     """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
@@ -180,6 +185,7 @@ def launch_plan(
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
         start_tiles=start_tiles,
+        late_sum=late_sum,
         # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
         num_warps=1 if specialised else 8 if is_wide else 4,
         num_stages=3,
@@ -208,8 +214,8 @@ def _decode_kernel(
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_ROW_COUNT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
+    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr, LATE_SUM: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -268,7 +274,7 @@ def _decode_kernel(
         positions = first_position + first_tile * TILE + tile_places
 
         maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
-        normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
+        normaliser = tl.zeros([GROUP_ROWS, TILE] if LATE_SUM else [GROUP_ROWS], dtype=tl.float32)
         query_places = query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places
         query = tl.load(query_places, mask=is_query, other=0.0)
         even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
@@ -318,7 +324,10 @@ def _decode_kernel(
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
-            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
+            if LATE_SUM:
+                normaliser = normaliser * shrink[:, None] + weights
+            else:
+                normaliser = normaliser * shrink + tl.sum(weights, axis=1)
             maximum = new_maximum
             even_sums, odd_sums = add_weighted(
                 even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
@@ -327,6 +336,8 @@ def _decode_kernel(
                 value_scale = tl.load(value_scales_ptr + scale_places, mask=is_next, other=0.0)
             positions = next_positions
         accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
+        if LATE_SUM:
+            normaliser = tl.sum(normaliser, axis=1)
 
         # 4. Store: a whole (row, head) at once, or this piece's part of it.
         output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
@@ -375,6 +386,15 @@ def _check_workspace(
     wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
 
 
+def _common_constants(shape: HeadShape, plan: DecodePlan) -> dict[str, int]:
+    """What both kernels are compiled for."""
+    return {
+        "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "BLOCK_SIZE": shape.block_size,
+        "TILE": plan.tile_tokens, "ROWS_TILE": plan.rows_tile, "MIN_TILES": plan.min_tiles,
+        "START_TILES": plan.start_tiles,
+    }  # fmt: skip
+
+
 def decode_attention(
     output: torch.Tensor,
     query: torch.Tensor,
@@ -417,7 +437,9 @@ def decode_attention(
         wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
         from kernels import decode_attention_hopper
 
-        decode_attention_hopper.launch(*inputs, *workspace, shape, plan, scale_log2, options["PDL"])
+        decode_attention_hopper.launch(
+            *inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"]
+        )
         return
     merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
     _decode_kernel[(plan.program_count,)](
@@ -425,23 +447,17 @@ def decode_attention(
         FORMAT=cache_format(key_cache.dtype),
         NATIVE=is_native(query, key_cache),
         SINGLE=has_single_keys(query, key_cache),
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=shape.block_size,
         WINDOW=sliding_window,
         HAS_SOFT_CAP=soft_cap > 0,
         HAS_ROW_COUNT=decode_row_count is not None,
-        TILE=plan.tile_tokens,
         GROUP_ROWS=plan.group_rows,
         DIM_TILE=plan.dim_tile,
-        ROWS_TILE=plan.rows_tile,
-        MIN_TILES=plan.min_tiles,
-        START_TILES=plan.start_tiles,
+        LATE_SUM=plan.late_sum,
         MERGE_PARTS=merge_parts,
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **_common_constants(shape, plan),
         **options,
         **compile_options(plan.max_registers),
     )  # fmt: skip

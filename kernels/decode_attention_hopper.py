@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
 from kernels.kv_format import cache_format
-from kernels.paged_kv import HeadShape, compile_options
+from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
@@ -419,12 +419,12 @@ def launch(
     counters: torch.Tensor,
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
-    shape: HeadShape,
     plan: DecodePlan,
     scale_log2: float,
+    constants: dict[str, int],
     pdl: bool,
 ) -> None:
-    """Launch on arguments that `decode_attention` has checked."""
+    """Launch on arguments that `decode_attention` has checked; `constants`: what both kernels are compiled for."""
     _hopper_decode_kernel[(plan.program_count,)](
         output,
         query,
@@ -445,17 +445,10 @@ def launch(
         scale_log2,
         FORMAT=cache_format(key_cache.dtype),
         DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=shape.block_size,
         HAS_ROW_COUNT=decode_row_count is not None,
-        TILE=plan.tile_tokens,
         STAGES=plan.num_stages,
-        ROWS_TILE=plan.rows_tile,
-        MIN_TILES=plan.min_tiles,
-        START_TILES=plan.start_tiles,
         PDL=pdl,
+        **constants,
         num_warps=plan.num_warps,
         **compile_options(plan.max_registers, pdl),
     )

@@ -1,4 +1,4 @@
-"""Products of a few query rows with a tile of the cache, plain or in 8 bits: what the decode kernels' loops consist of.
+"""Products of a few query rows with a tile of the cache, plain or 8-bit: the inner loops of the decode kernels.
 
 An 8-bit tile is loaded as pairs: two neighbouring elements of a vector as one int16. So the products' operands have two
 bytes, which the hardware moves and transposes between shared memory and tensor cores; single bytes it does not. Even

@@ -1,4 +1,4 @@
-"""The formats of a quantised KV cache: which element types there are, and quantising and dequantising in plain torch.
+"""The formats of a quantised KV cache: its element types, and quantising and dequantising in plain torch.
 
 For the vector x of one token and one K/V head, in float32:
 
@@ -7,14 +7,15 @@ For the vector x of one token and one K/V head, in float32:
     fp8     q = e4m3(clamp(x / scale, -448, 448)),  to the nearest, ties to even
     x'      = q * scale,  zeros where the scale is 0
 
-The scale is rounded to float16 before it divides, so what is read back errs by half a step of the stored scale. A scale
-below float16's range becomes its smallest number, 2^-24, and one above becomes its largest: vectors whose largest
-element is under 1e-5 lose precision, and elements over 8e6 (int8) or 2.9e7 (fp8) are cut off there. x holds no NaN.
+The scale is rounded to float16 before it divides, so the error of an element is at most half a step of the stored
+scale. A scale below float16's range becomes its smallest number, 2^-24, and one above becomes its largest: vectors
+whose largest element is under 1e-5 lose precision, and elements over 8e6 (int8) or 2.9e7 (fp8) are clipped. x must not
+contain NaN.
 
-Scales lie beside the blocks: `[block, kv_head, position]` float16, for K and for V. At head_dim d a vector takes d + 2
-bytes instead of 2 d: 130/256 of bfloat16 at d = 128.
+Scales are stored beside the blocks: `[block, kv_head, position]` float16, for K and for V. At head_dim d a vector takes
+d + 2 bytes instead of 2 d: 130/256 of bfloat16 at d = 128.
 
-Imports no Triton: a CPU worker reads and writes its cache with this. The same on a GPU: `kv_quant.py`.
+Imports no Triton, so that a CPU worker can read and write its cache with it. `kv_quant.py` is the same on a GPU.
 """
 
 import torch

@@ -1,17 +1,16 @@
-"""How the kernels of this package are launched: on a GPU or in Triton's interpreter, and early where the card allows
-it.
+"""Launching kernels: on a GPU or in Triton's interpreter, and on Hopper before the previous kernel has ended.
 
-Programmatic dependent launch (Hopper and later) lets a kernel's programs start while the kernel before it still runs.
-Three rules make that safe, and every kernel here keeps them:
+*Programmatic dependent launch* (PDL; Hopper and later) lets a kernel's programs start while the kernel before it still
+runs. Three rules make that safe, and every kernel here keeps them:
 
 1. `let_next_start` comes first: it only permits the next kernel to be placed on the card.
 2. Before `wait_for_inputs` a program reads nothing but what no kernel ever writes: weights, norm weights, rope tables.
 3. All other reads, and every write, come after `wait_for_inputs`. It returns when the kernel before has completed, and
    since that one waited too, everything before it has completed as well.
 
-A launch without the attribute, on another card or in the interpreter, is an ordinary ordered launch of the same code.
-While it waits, a program can also bring into the level-2 cache what a later kernel will read first (`prefetch`): memory
-then works through the gaps between dependent kernels, in which it would be idle.
+On another card or in the interpreter, the same code is launched in order, without PDL. While it waits, a program can
+also bring into the level-2 cache what a later kernel will read first (`prefetch`): memory is then busy in the gaps
+between dependent kernels, in which it would otherwise be idle.
 
 Called by every module of `kernels`.
 """

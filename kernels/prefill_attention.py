@@ -8,12 +8,12 @@ of m, at position q = n - m + i, and query head h, with g = h // group:
     out   = sum_p softmax(s)_p * V[g, p]         cap(x) = soft_cap * tanh(x / soft_cap), or x
 
 A tile is `query_tile` = tile_rows // group tokens times the query heads of one group, so that a K/V tile serves the
-whole group; tiles of keys are taken with a running maximum and normaliser [1]. Only tiles that meet the diagonal, the
-row's end or the window's edge are masked.
+whole group. It goes through its tiles of keys with a running maximum and normaliser [1]. Only tiles on the diagonal, at
+the row's end or at the window's edge are masked.
 
-How the work is split, all of it on the device: the tiles of a row are ordered from its last tokens (most keys) to its
-first, heads next to one another; the grid is as large as the card holds at once, and a program takes its first tile by
-its number and each later one from a ticket counter, so a program that drew short tiles draws more of them.
+How the work is split, which is decided on the device: the tiles of a row are ordered from its last tokens (most keys)
+to its first, heads next to one another. The grid is as large as the card holds at once; a program takes its first tile
+by its own number and each later one from a ticket counter, so a program that got short tiles takes more of them.
 
 | tensor   | axes                                 | dtype        | padding                                             |
 |----------|--------------------------------------|--------------|-----------------------------------------------------|

@@ -1,4 +1,4 @@
-"""The verbs of the command line, and what a failure becomes: one line on stderr and an exit code.
+"""The verbs of the command line. A failure becomes one line on stderr and an exit code.
 
 Exit codes are those of `common.errors`. Called by `launch.py`.
 """
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _is_verb(word: str) -> bool:
-    """Whether the first word is a verb, or a mistyped one, and not an option or the model."""
+    """Whether the first word is a verb (or a mistyped one), rather than an option or the model."""
     names_model = word == DEFAULT_MODEL or "/" in word or word.endswith(".gguf") or os.path.exists(word)
     return word in VERBS or not (word.startswith("-") or names_model)
 

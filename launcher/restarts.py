@@ -1,4 +1,4 @@
-"""How often lost processes may be started again (`--restart`): counts, and nothing else.
+"""Counts restarts of lost processes, and says whether another one is allowed (`--restart-limit`).
 
 Called by the `Supervisor`; the clock is passed in.
 """
@@ -12,10 +12,10 @@ WINDOW_S = 300.0
 
 
 class Restarts:
-    """Restarts so far.
+    """Counts restarts.
 
     Args:
-        limit: how many there may be within WINDOW_S; 0 for none at all.
+        limit: how many are allowed within WINDOW_S; 0 for none at all.
         clock: monotonic seconds.
 
     Attributes:
@@ -29,7 +29,7 @@ class Restarts:
         self._recent_s: deque[float] = deque()
 
     def take(self) -> bool:
-        """Count one more, if there may be one."""
+        """Count one more restart; False if it is not allowed."""
         now_s = self._clock()
         while self._recent_s and self._recent_s[0] <= now_s - WINDOW_S:
             self._recent_s.popleft()

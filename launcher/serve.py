@@ -1,4 +1,4 @@
-"""The verb `serve`: run one engine until it is told to stop, or for the one answer of `--once`.
+"""The verb `serve`: runs one engine until it is told to stop, or for the one answer of `--once`.
 
 Makes the run directory, reports where the engine serves (a line for people, `ready.json` for programs), and leaves the
 processes to the `Supervisor`. Called by `launcher.command`, by `launcher.check` for the same options. Loads no torch.
@@ -18,9 +18,8 @@ from pathlib import Path
 
 from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from, is_given, program_name
-from common.config import EngineConfig, ServerOptions, with_changes
+from common.config import EngineConfig, ServerOptions, is_loopback, with_changes
 from common.errors import ConfigError, TriremeError
-from common.http_socket import is_private
 from common.processes import Wakeup, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.version import own_version
@@ -39,7 +38,7 @@ logger = logging.getLogger("launch")
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run an engine until it is told to stop, or for one answer."""
+    """Run an engine until it is told to stop, or for one answer; returns the exit code."""
     if arguments.version:
         print(f"trireme {own_version()}")
         return 0
@@ -75,7 +74,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
-    """Say that the engine serves, and where: one line for people, a file for programs."""
+    """Report that the engine serves, and where: one line for people, a file for programs."""
     seconds = seconds_since_start()
     config = supervisor.config
     keyed = " (with keys)" if config.server.client_keys else ""
@@ -170,6 +169,6 @@ def configuration(arguments: argparse.Namespace) -> EngineConfig:
 
 def open_door(server: ServerOptions) -> str:
     """What to say of an HTTP API that other machines reach without a key; empty where there is nothing to say."""
-    if not server.http or is_private(server.host) or server.uds or server.api_key:
+    if not server.http or is_loopback(server.host) or server.uds or server.api_key:
         return ""
     return f"whoever reaches {server.host} can use this engine; --api-key protects it"

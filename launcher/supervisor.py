@@ -1,21 +1,22 @@
 """Starts the processes of one engine, watches them and stops them.
 
-Order of start: HTTP socket (bound here, so that a port in use is known at once), control socket, model folder, then
-frontend, scheduler and worker side by side. Everything that happens is dealt with in `Supervisor._turn`: messages on
-the control socket, ended children, missing heartbeats, signals. Order of stop: the frontend, which ends its requests
-first, then the others. A child that ends or stops responding ends the run: the frontend is told, so that requests in
-flight get their error, and one line on stderr names the process and its error.
+Order of start: HTTP socket (bound here, so that a port in use is noticed at once), control socket, model folder, then
+frontend, scheduler and worker side by side. `Supervisor._turn` handles everything that happens: messages on the control
+socket, ended children, missing heartbeats, signals. Order of stop: the frontend, which ends its requests first, then
+the others. If a child ends or stops responding, the run ends: the frontend is told, so that requests in flight get
+their error, and one line on stderr names the process and its error.
 
-With `--restart` it is started again instead, in a new *session*, whose sockets nothing of an earlier one can reach:
+With `--restart` the child is started again instead, in a new *session* with sockets of its own, which nothing of an
+earlier session can reach:
 
     lost                   started again            the others are told (NewSession)
-    scheduler or worker    scheduler and workers    the frontend: its requests wait, and go on
-    frontend               frontend                 the scheduler: it drops the old one's requests
+    scheduler or worker    scheduler and workers    the frontend: its requests wait, then go on
+    frontend               frontend                 the scheduler: it drops the old frontend's requests
     anything, while another process is not ready    those and that one
 
 One loss more than `--restart-limit` allows ends the run as above, as does any loss before the engine was ready.
 
-Knows nothing of models or requests; torch is never loaded here. Called by `launcher.serve`.
+Knows nothing of models or requests; never loads torch. Called by `launcher.serve`.
 """
 
 import logging
@@ -56,7 +57,7 @@ logger = logging.getLogger("supervisor")
 
 
 class StopRequested(Exception):
-    """Someone wants the run to end; requests in flight get `grace_s` seconds."""
+    """The run is to end; requests in flight have `grace_s` seconds to finish."""
 
     def __init__(self, why: str, grace_s: float) -> None:
         super().__init__(why)
@@ -64,11 +65,11 @@ class StopRequested(Exception):
 
 
 class AlreadyReported(ConfigError):
-    """A child has said on stderr why it cannot go on; there is nothing to add."""
+    """A child has already reported its error on stderr; there is nothing to add."""
 
 
 class ProcessLost(EngineDeadError):
-    """A child ended, or hangs, while it was wanted."""
+    """A child ended or hangs, although it was not told to stop."""
 
     def __init__(self, process: str, message: str, exit_code: int | None) -> None:
         super().__init__(message)
@@ -78,7 +79,7 @@ class ProcessLost(EngineDeadError):
 
 @dataclass
 class Peer:
-    """A child with its side of the control link, where it is known by its identity."""
+    """A child, with its state as its side of the control link reports it."""
 
     child: Child
     identity: str
@@ -100,9 +101,9 @@ class Supervisor:
 
     Args:
         config: complete but for `model_dir` and `tokenizer_dir`.
-        run_dir: this instance's.
+        run_dir: this engine's.
         wakeup: where signals arrive.
-        parent_fd: a pipe that ends when the process that wants this engine is gone; -1 for none.
+        parent_fd: a pipe that is closed when the process that started this engine is gone; -1 for none.
         rooms: name and Python arguments of each child; None takes the engine's own.
     """
 
@@ -139,10 +140,10 @@ class Supervisor:
             self._poller.register(waited_for, zmq.POLLIN)
 
     def start(self) -> None:
-        """Bring all processes up; returns when every one of them is ready.
+        """Start all processes; returns when every one of them is ready.
 
         Raises:
-            ConfigError, StartupError: the model cannot be had, or the processes were not ready in time.
+            ConfigError, StartupError: the model cannot be loaded, or the processes were not ready in time.
             ProcessLost: one of them ended.
             StopRequested: a signal came.
         """
@@ -166,7 +167,7 @@ class Supervisor:
             self._turn()
 
     def stop(self, grace_s: float) -> None:
-        """End the processes in order, the frontend first; a second signal cuts it short.
+        """Stop the processes in order, the frontend first; a second signal ends them at once.
 
         An engine that has not come up has nothing to finish: `close` ends it. What is just being started again may come
         up within the grace and finish its requests.
@@ -194,7 +195,7 @@ class Supervisor:
             self._wait_ended(["frontend"], FAILURE_NOTICE_S)
 
     def close(self) -> None:
-        """End whatever still runs, at once, and give everything back."""
+        """End at once whatever is still running, and release all resources."""
         for peer in self._peers.values():
             peer.child.kill()
         for peer in self._peers.values():
@@ -272,7 +273,7 @@ class Supervisor:
             child.close()
 
     def _turn(self) -> None:
-        """Wait until something happens, a quarter of a second at most, and deal with all that has."""
+        """Wait until something happens, for a quarter of a second at most, and handle everything that has."""
         self._wait()
         self._take_messages()
         self._check_orders()
@@ -323,7 +324,7 @@ class Supervisor:
             raise StopRequested(signal.Signals(self._wakeup.signals[-1]).name, grace_s)
 
     def _check_losses(self, leaving: Sequence[str] = ()) -> None:
-        """Start again what is lost; raises ProcessLost if it is not. Those that are `leaving` may end."""
+        """Restart what is lost, or raise ProcessLost. Processes that are `leaving` may end."""
         try:
             self._check_ended(leaving)
             self._check_heartbeats(leaving)
@@ -341,7 +342,7 @@ class Supervisor:
                 raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 
     def _await_last_words(self, peer: Peer) -> None:
-        """A failed child has sent its last message before it ended, but it may still be on its way through zmq."""
+        """Wait for the last message of a failed child, which may still be on its way through zmq."""
         deadline = time.monotonic() + LAST_WORDS_TIMEOUT_S
         while peer.child.exit_code in (1, 2, 3) and not peer.last_words and time.monotonic() < deadline:
             self._router.poll(50)
@@ -362,12 +363,12 @@ class Supervisor:
     # -- restarts ------------------------------------------------------------------------------------------------------
 
     def _check_restart(self) -> None:
-        """Processes that were started again have a deadline too."""
+        """Check the deadline of processes that are being restarted."""
         if self._was_ready and self._unready() and time.monotonic() > self._restart_deadline_s:
             raise ProcessLost(self._unready()[0], self._not_in_time(), None)
 
     def _restart(self, lost: ProcessLost) -> None:
-        """Start the lost process again, and those that cannot go on without what it knew; or raise its loss."""
+        """Restart the lost process, and those that cannot go on without what it knew; or raise its loss."""
         if not self._was_ready or not self.config.server.restart:
             raise lost
         if not self._restarts.take():
@@ -387,7 +388,7 @@ class Supervisor:
             raise ProcessLost(lost.process, f"{lost}; {error}", lost.exit_code) from None
 
     def _to_restart(self, lost: str) -> list[str]:
-        """All that start again together: orders reach only processes that are ready."""
+        """All processes that restart together, with those that are not ready: no order could reach them."""
         unready = {lost, *self._unready()}
         back = any(name != "frontend" for name in unready)
         return [name for name in self._rooms if (name in unready if name == "frontend" else back)]
@@ -399,7 +400,7 @@ class Supervisor:
         child.close()
 
     def _remove_sockets(self, names: Sequence[str]) -> None:
-        """Those of the sessions so far, of which nobody makes use any more: closing a socket leaves its file behind."""
+        """Remove the socket files of earlier sessions: closing a socket leaves its file behind."""
         links = ["requests", "outputs"]
         if names != ["frontend"]:
             links += ["plans", "results"]

@@ -1,1 +1,1 @@
-"""The scheduler process: who runs in the next step, and where its KV lives. CPU only; imports no torch."""
+"""The scheduler process: decides who runs in the next step and where its KV lives. CPU only; imports no torch."""

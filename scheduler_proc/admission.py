@@ -1,11 +1,12 @@
-"""Gives out slots: to preempted sequences first, then to waiting ones in the policy's order.
+"""Gives slots to sequences that want to run: preempted ones first, then waiting ones in the policy's order.
 
-A sequence enters when all its known tokens find blocks beside what is promised to the prompts under way. What need not
-be computed is taken from the prefix cache, from another sample of the same request, or from the host. A sequence whose
-next block another prompt is about to compute waits for it: it could only compute the same again.
+A sequence is admitted when there are blocks for all its known tokens, besides those promised to the prompts already
+under way. Tokens that need not be computed come from the prefix cache, from another sample of the same request, or from
+host memory. If another prompt is about to compute the sequence's next block, the sequence waits for that prompt, since
+it could only compute the same block again.
 
-At most two prompts stay unfinished after a step; new ones beyond them enter only if they finish in it. Nobody overtakes
-a preempted sequence. No clock, no sockets. Called by the planner.
+At most two prompts stay unfinished after a step; beyond them, new ones are admitted only if they finish in it. Nobody
+overtakes a preempted sequence. No clock, no sockets. Called by the planner.
 """
 
 from array import array
@@ -13,55 +14,55 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from scheduler_proc.draft import ChunkRow, Draft, share_of
+from scheduler_proc.draft import ChunkRow, Draft, chunk_share
 from scheduler_proc.prefix_cache import NO_MATCH, Match
-from scheduler_proc.sequence import Sequence, Status
+from scheduler_proc.sequence import Leader, Sequence, Status
 from scheduler_proc.state import State
 
 UNFINISHED_LIMIT = 2
 """Prompts that may stay unfinished after a step."""
 LOOKAHEAD = 64
-"""Waiting sequences that are passed over at most in a step, because they cannot enter now but others behind can."""
+"""At most so many waiting sequences that cannot enter now are passed over in a step, to let those behind them enter."""
 LOOKUP_LIMIT = 1 << 18
-"""Tokens looked up in a step, about: finding prefixes takes some 30 ns a token, and the step waits for it."""
+"""Tokens looked up in a step, about: finding prefixes takes some 30 ns per token, and the step waits for it."""
 RETRY_STEPS = 32
-"""Steps after which a sequence that found no room, or too little of itself in the cache, is looked up again."""
+"""Steps until a sequence that found too few blocks, or too little of its prompt in the cache, is looked up again."""
 WATERMARK_DIVISOR = 100
-"""One block in this many stays available to running sequences when another is let in."""
+"""Admission leaves one block in this many free, for running sequences to grow into."""
 
 
 class Outcome(Enum):
-    """What came of trying to give a sequence its slot."""
+    """The result of trying to admit a sequence."""
 
     PLACED = auto()
     LATER = auto()  # not in this step, for its own reasons; those behind it may go ahead
-    NO_ROOM = auto()  # the blocks do not suffice; those behind it wait too
+    NO_ROOM = auto()  # there are too few blocks; those behind it wait too
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Who found too few blocks: not looked up again until there are more, or for a while.
+class NoRoom:
+    """The sequence that last found too few blocks: looking it up again in each step would be costly.
 
     Attributes:
         sequence: None for nobody.
-        needed: blocks that it wants.
-        until_step: when it is worth another look, since others may have computed its start meanwhile.
+        needed: blocks that it needs.
+        until_step: when to look it up again, since others may have computed its start meanwhile.
     """
 
     sequence: Sequence | None
     needed: int
     until_step: int
 
-    def holds(self, sequence: Sequence, room: int, step_id: int) -> bool:
-        """Whether looking up the sequence again would find the same."""
+    def still_holds(self, sequence: Sequence, room: int, step_id: int) -> bool:
+        """Whether the sequence would find too few blocks again."""
         return sequence is self.sequence and room < self.needed and step_id < self.until_step
 
 
 class Admission:
-    """Fills the rest of a step with sequences that get a slot.
+    """Admits sequences to a step: gives them slots while there are tokens, slots and blocks for them.
 
     Args:
-        state: the books.
+        state: the scheduler's.
     """
 
     def __init__(self, state: State) -> None:
@@ -70,7 +71,7 @@ class Admission:
         self._block_size = state.limits.block_size
         self._watermark = state.limits.block_count // WATERMARK_DIVISOR
         self._looked_up = 0  # tokens looked up in this step
-        self._refused = Refusal(None, 0, 0)
+        self._no_room = NoRoom(None, 0, 0)
 
     def admit(self, draft: Draft) -> None:
         """Give out slots: to preempted sequences first, then in the policy's order."""
@@ -108,43 +109,50 @@ class Admission:
         return -(-sequence.planned_len // self._block_size) - len(sequence.blocks)
 
     def _try_admit(self, sequence: Sequence, draft: Draft, promised: int, unfinished: int) -> Outcome:
+        """Place the sequence in the step, or say why not. What is cheap to know is asked before the prefix cache is."""
         most = sequence.max_len  # tokens that may remain to be computed
         if sequence.status is Status.WAITING and unfinished >= UNFINISHED_LIMIT:
-            most = draft.budget
+            most = draft.budget  # it has to finish in this step
         if _is_ahead(sequence.leader) or (sequence.uncached_count > most and draft.step_id < sequence.retry_step):
             return Outcome.LATER
+        # With nothing else running there is nobody to keep blocks for, and nothing whose end is worth waiting for.
         alone = not (self._state.running_count or self._state.in_flight or draft.chunks)
         room = self._pool.available_count - promised - (0 if alone else self._watermark)
-        if self._refused.holds(sequence, room, draft.step_id) and not alone:
+        if self._no_room.still_holds(sequence, room, draft.step_id) and not alone:
             return Outcome.NO_ROOM
+        # Tokens that another sequence has, or is about to have, need not be computed.
         holder = self._holder(sequence, draft)
         if holder is not None and not _has_prompt(holder, draft):
-            sequence.leader = holder, holder.prompt_count
+            sequence.leader = Leader(holder, holder.prompt_count)
             return Outcome.LATER
         match = self._lookup(sequence, holder)
         sequence.leader = self._leader(draft, sequence, match.token_count)
         if sequence.leader is not None or self._exceeds(sequence, match, most, draft):
             return Outcome.LATER
+        # The rest has to fit; giving up the match's last block, which would be copied, can make it fit.
         fitting = self._fitting(sequence, match, room)
         if fitting is None:
             needed = self._needed(sequence, match) - self._copies(match)
-            self._refused = Refusal(sequence, needed, draft.step_id + RETRY_STEPS)
+            self._no_room = NoRoom(sequence, needed, draft.step_id + RETRY_STEPS)
             return Outcome.NO_ROOM
         if self._exceeds(sequence, fitting, most, draft):
             return Outcome.LATER
-        self._take_prefix(sequence, fitting, draft)
+        self._place(sequence, fitting, draft)
+        return Outcome.PLACED
+
+    def _place(self, sequence: Sequence, match: Match, draft: Draft) -> None:
+        """Give the sequence its slot, the matched blocks, and a first chunk of what is left."""
+        self._take_prefix(sequence, match, draft)
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         row = ChunkRow(sequence, sequence.computed_count, 0, is_new=True)
         draft.place(row)
-        draft.extend(
-            row, share_of(len(sequence.tokens) - sequence.computed_count, draft.budget, others=True), self._pool
-        )
+        count = chunk_share(len(sequence.tokens) - sequence.computed_count, draft.budget, others=True)
+        draft.extend(row, count, self._pool)
         sequence.slot = self._state.free_slots.popleft()
-        return Outcome.PLACED
 
     def _exceeds(self, sequence: Sequence, match: Match, most: int, draft: Draft) -> bool:
-        """Whether more than `most` tokens remain to be computed; if so, it is not looked up again for a while."""
+        """Whether more than `most` tokens remain to be computed; if so, the sequence is not looked up for a while."""
         sequence.uncached_count = len(sequence.tokens) - match.token_count
         sequence.retry_step = draft.step_id + RETRY_STEPS
         return sequence.uncached_count > most
@@ -154,14 +162,14 @@ class Admission:
         return started + sum(row.is_new and not row.samples for row in draft.chunks)
 
     def _holder(self, sequence: Sequence, draft: Draft) -> Sequence | None:
-        """Another sample of the request that has blocks, one that has computed the prompt if there is one."""
+        """Another sample of the request that has blocks; preferably one that has computed the prompt."""
         if sequence.status is Status.SWAPPED or sequence.needs_all_computed:
             return None
         holders = [s for s in sequence.request.sequences if s.blocks and s is not sequence]
         return next((s for s in holders if _has_prompt(s, draft)), holders[0] if holders else None)
 
     def _lookup(self, sequence: Sequence, holder: Sequence | None) -> Match:
-        """What need not be computed: found in the cache, or with another sample that has computed the prompt."""
+        """The tokens that need not be computed: from the cache, or from another sample that has computed the prompt."""
         self._looked_up += len(sequence.tokens)
         if sequence.status is Status.SWAPPED:
             return self._whole_blocks(sequence)
@@ -175,7 +183,7 @@ class Admission:
         return Match(holder.blocks[: -(-shared_count // self._block_size)], shared_count)
 
     def _whole_blocks(self, sequence: Sequence) -> Match:
-        """What a swapped sequence still finds on the device, in whole blocks; the rest comes from the host."""
+        """The whole blocks of a swapped sequence that are still on the device; the rest comes from the host."""
         limit = len(sequence.tokens) - 1
         if sequence.prompt_logprobs is not None:  # what others have computed gave it no logits
             limit = min(limit, sequence.swapped_count)
@@ -183,10 +191,10 @@ class Admission:
         count = match.token_count // self._block_size
         return Match(match.blocks[:count], count * self._block_size)
 
-    def _leader(self, draft: Draft, sequence: Sequence, matched: int) -> tuple[Sequence, int] | None:
-        """Another prompt that computes the block after the match in this step or later, and how many tokens they share.
+    def _leader(self, draft: Draft, sequence: Sequence, matched: int) -> Leader | None:
+        """Another prompt that computes the block after the match in this step or later.
 
-        When it has, the block can be had from there.
+        Once it has, the sequence finds that block in the prefix cache.
         """
         start = matched - matched % self._block_size
         end = start + self._block_size
@@ -204,11 +212,11 @@ class Admission:
             if first < end <= len(other.tokens) and other.chain.root == sequence.chain.root:
                 shared = _common_length(other.tokens, sequence.tokens, start, end)
                 if shared >= end:
-                    return other, shared
+                    return Leader(other, shared)
         return None
 
     def _needed(self, sequence: Sequence, match: Match) -> int:
-        """Blocks that the sequence takes from the available ones: new ones, and matched ones that nobody holds."""
+        """How many of the available blocks the sequence would take: new ones, and matched ones that nobody holds."""
         held_by_others = sum(1 for block in match.blocks if self._pool.refs(block))
         return -(-len(sequence.tokens) // self._block_size) - held_by_others + self._copies(match)
 
@@ -216,14 +224,14 @@ class Admission:
         return 1 if match.token_count % self._block_size else 0
 
     def _fitting(self, sequence: Sequence, match: Match, room: int) -> Match | None:
-        """The match if it fits into `room` blocks, or the match without the block that would be copied."""
+        """The match, without the block that would be copied if it does not fit with it; None if nothing fits."""
         if self._needed(sequence, match) > room and self._copies(match):
             blocks = match.blocks[:-1]
             match = Match(blocks, len(blocks) * self._block_size)
         return match if self._needed(sequence, match) <= room else None
 
     def _take_prefix(self, sequence: Sequence, match: Match, draft: Draft) -> None:
-        """Share the matched blocks; a block that is only partly matched is copied, since it will be written."""
+        """Share the matched blocks; one that is matched only partly is copied, since the sequence will write to it."""
         for block in match.blocks:
             self._pool.share(block)
         blocks = match.blocks.copy()
@@ -234,7 +242,7 @@ class Admission:
         sequence.computed_count = match.token_count
 
     def _swap_in(self, sequence: Sequence, draft: Draft) -> None:
-        """Bring back from the host what is not on the device any more."""
+        """Bring the blocks back from the host that are not on the device any more."""
         host_blocks, present_count = sequence.host_blocks, len(sequence.blocks)
         missing = host_blocks[present_count:]
         new = self._pool.allocate_many(len(missing))
@@ -245,7 +253,7 @@ class Admission:
         sequence.host_blocks = []
 
     def _enter(self, row: ChunkRow) -> None:
-        """Move a sequence that got its slot from its queue to the running ones."""
+        """Move a sequence that was placed from its queue to the running ones."""
         state, sequence = self._state, row.sequence
         if sequence.status is Status.WAITING:
             state.waiting.start(sequence)
@@ -269,9 +277,11 @@ def _has_prompt(sequence: Sequence, draft: Draft) -> bool:
     )
 
 
-def _is_ahead(leader: tuple[Sequence, int] | None) -> bool:
-    """Whether the leader still computes what is shared with it."""
-    return leader is not None and leader[0].status is Status.RUNNING and leader[0].computed_count < leader[1]
+def _is_ahead(leader: Leader | None) -> bool:
+    """Whether the leader is still computing the tokens that are shared with it."""
+    if leader is None:
+        return False
+    return leader.sequence.status is Status.RUNNING and leader.sequence.computed_count < leader.shared_count
 
 
 def _common_length(first: "array[int]", second: "array[int]", start: int, end: int) -> int:

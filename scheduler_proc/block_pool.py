@@ -1,7 +1,7 @@
-"""Which KV block belongs to whom: a free list, reference counts, and the order in which cached blocks are given up.
+"""The owners of the KV blocks: a free list, reference counts, and the order in which cached blocks are evicted.
 
 Plain integers: knows nothing of tokens, requests or steps. Called by the planner (allocate, share), by whatever ends a
-sequence (release), and by the prefix cache (mark and unmark what it can find again). Every operation is O(1).
+sequence (release), and by the prefix cache (mark and unmark the blocks it can find again). Every operation is O(1).
 """
 
 from array import array

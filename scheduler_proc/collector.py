@@ -1,7 +1,7 @@
-"""Applies a step's result to the books and writes what the frontend hears of it.
+"""Applies a step's result to the scheduler's state and writes the message that tells the frontend of it.
 
-Tokens of sequences that are over by now, and tokens past an end token, are dropped here and counted nowhere. Called by
-the core.
+Drops the tokens of sequences that have ended meanwhile, and tokens past an end token; they are counted nowhere. Called
+by the core.
 """
 
 from array import array
@@ -45,7 +45,7 @@ class Collector:
     """Turns results into messages.
 
     Args:
-        state: the books.
+        state: the scheduler's.
     """
 
     def __init__(self, state: State) -> None:
@@ -104,9 +104,9 @@ class Collector:
                 self._after_token(rows, sequence, token)
 
     def _apply_any(self, rows: Rows, flight: Flight, result: StepResult) -> None:
-        """Any number of tokens for each sequence, some of which may be missing.
+        """Any number of tokens for each sequence, some of which may be NOT_A_TOKEN.
 
-        A token that is not a number says that the sequence's K/V may hold none either: nobody may find it.
+        If a sequence's logits were not numbers, its K/V may not be either, so nobody may find it in the prefix cache.
         """
         counts = result.token_counts or array("B", b"\1") * len(flight.sampled)
         start = 0
@@ -119,7 +119,7 @@ class Collector:
                 rows.token_counts.append(self._apply_tokens(rows, sequence, result.token_ids, start, count))
             start += count
         if broken:
-            self._state.distrust(broken)
+            self._state.uncache(broken)
 
     def _apply_tokens(self, rows: Rows, sequence: Sequence, token_ids: SequenceABC[int], start: int, count: int) -> int:
         """The row's tokens, up to its end; the number taken."""
@@ -127,7 +127,7 @@ class Collector:
             token = token_ids[start + taken]
             if token == NOT_A_TOKEN:
                 detail = "the model's output for this sample was not a number"
-                self._finish(rows, sequence, "error", detail, is_sound=False)
+                self._finish(rows, sequence, "error", detail, reusable=False)
                 return taken
             sequence.tokens.append(token)
             rows.token_ids.append(token)
@@ -139,7 +139,7 @@ class Collector:
         return count
 
     def _after_token(self, rows: Rows, sequence: Sequence, token: int) -> None:
-        """The token ends the sample, or completes a block."""
+        """Handle a token that ends the sample, completes a block or advances a grammar."""
         length = len(sequence.tokens)
         if token in sequence.end_token_ids:
             self._finish(rows, sequence, "stop")
@@ -153,7 +153,7 @@ class Collector:
             sequence.expect_block(self._block_size)
 
     def _follow(self, rows: Rows, sequence: Sequence, grammar: Grammar, token: int) -> bool:
-        """Lead the grammar on by the token; False if the sample ends with it."""
+        """Advance the grammar by the token; False if the sample ends with it."""
         try:
             goes_on = grammar.advance(token)
         except GrammarError as error:
@@ -163,9 +163,9 @@ class Collector:
             self._finish(rows, sequence, "stop")
         return goes_on
 
-    def _finish(self, rows: Rows, sequence: Sequence, reason: str, detail: str = "", *, is_sound: bool = True) -> None:
+    def _finish(self, rows: Rows, sequence: Sequence, reason: str, detail: str = "", *, reusable: bool = True) -> None:
         rows.finishes.append(SampleFinish(len(rows.sequences) - 1, reason, detail))
-        self._state.end(sequence, is_sound=is_sound)
+        self._state.end(sequence, reusable=reusable)
 
     # ---- the message
 
@@ -216,7 +216,7 @@ def _first_prompt_logprobs(sequences: list[Sequence]) -> tuple[tuple[int, tuple[
 
 
 def _new_sequences(flight: Flight, sequences: list[Sequence]) -> list[Sequence]:
-    """Those with their first token since they got a slot: the last rows, since decode rows come before chunks."""
+    """The sequences with their first token since they got a slot: the last rows, since decode rows come first."""
     sampled = set(flight.sampled[flight.decode_count :])
     count = 0
     while count < len(sequences) and sequences[-1 - count] in sampled:
@@ -225,7 +225,7 @@ def _new_sequences(flight: Flight, sequences: list[Sequence]) -> list[Sequence]:
 
 
 def _first_prefill_us(new: list[Sequence], row_count: int, now_s: float) -> "array[int]":
-    """How long the prompts took whose first token this is, as `cached_count` still tells."""
+    """How long prefill took, for rows with a sample's very first token (`cached_count` is not reported yet)."""
     if all(sequence.cached_count < 0 for sequence in new):
         return array("i")
     times = [-1 if s.cached_count < 0 else max(0, min(int((now_s - s.started_at_s) * 1e6), INT32_MAX)) for s in new]
@@ -233,7 +233,7 @@ def _first_prefill_us(new: list[Sequence], row_count: int, now_s: float) -> "arr
 
 
 def _preemption_counts(new: list[Sequence], row_count: int) -> "array[int]":
-    """Those of the samples that run again after a preemption."""
+    """How often the samples that run again had been preempted."""
     if not any(sequence.preemption_count for sequence in new):
         return array("B")
     return array("B", bytes(row_count - len(new))) + array("B", [min(s.preemption_count, 255) for s in new])

@@ -1,14 +1,14 @@
 """The scheduler's core: messages in, plans and messages out. Deterministic; no sockets, and the clocks are passed in.
 
     core.handle(message)       a request, an abort, a flush       -> messages for the frontend
-    core.tick()                the time has moved on              -> messages for the frontend
+    core.tick()                time has passed                    -> messages for the frontend
     core.plan_step()           the next step, to be sent at once  -> StepPlan or None
     core.queue_news(arrived)   who waits, who does no more        -> messages for the frontend
     core.handle_result(result) the oldest step's result           -> messages for the frontend
     core.check()               recount everything
 
-Called by the process main with real sockets, and by the simulator and the tests without. The same messages and times
-in the same order give the same plans.
+The process main calls it with real sockets around it; the simulator and the tests call it without any. The same
+messages and times in the same order give the same plans.
 """
 
 import heapq

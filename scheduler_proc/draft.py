@@ -1,4 +1,4 @@
-"""A step plan under construction: rows as they are placed, and their translation into the message.
+"""A step plan under construction: collects the rows as they are placed, then turns them into a `StepPlan`.
 
 Called by the planner and by admission. Decides nothing.
 """
@@ -11,7 +11,7 @@ from scheduler_proc.sequence import Sequence, slot_sampling
 
 
 class ChunkRow:
-    """A prompt's (or resumed sequence's) chunk in this step.
+    """The chunk of a prompt, or of a resumed sequence, in this step.
 
     Attributes:
         sequence: whose.
@@ -37,12 +37,12 @@ class ChunkRow:
 
     @property
     def samples(self) -> bool:
-        """Whether its tokens are the last known ones."""
+        """Whether it ends with the last known token, after which the next one is sampled."""
         return self.first + self.count == self.sequence.planned_len
 
 
-def share_of(wanted: int, budget: int, others: bool) -> int:
-    """Tokens for a chunk: all that are wanted if the budget allows, else half of the budget if others want some."""
+def chunk_share(wanted: int, budget: int, others: bool) -> int:
+    """Tokens for a chunk: all that are wanted if they fit, else half of the budget if others want some of it."""
     if wanted <= budget:
         return wanted
     return (budget + 1) // 2 if others else budget
@@ -99,11 +99,11 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do: a step may also swap only, when nobody can run before it has."""
+        """Whether there is nothing to do; a step may also only swap blocks, if nobody can run before."""
         return not (self.decode_rows or self.chunks or self.swap_outs)
 
     def place(self, row: ChunkRow) -> None:
-        """Add a chunk row; its sequence is no victim in this step any more."""
+        """Add a chunk row; from now on its sequence cannot be preempted in this step."""
         row.sequence.last_step = self.step_id
         self.chunks.append(row)
 

@@ -1,8 +1,8 @@
-"""Grammars: which tokens a request with structured outputs may sample next, as a bit per token id.
+"""Grammars of structured outputs: which tokens a sequence may sample next, as one bit per token id.
 
     Grammars     the model's vocabulary and the grammars compiled so far; made at the start, loads nothing until needed
-    Grammar      where one sequence stands in its grammar, and the mask for its next token
-    Compilation  requests whose grammar is being compiled, in a thread, on their way to the core
+    Grammar      where one sequence is in its grammar, and the mask for its next token
+    Compilation  requests on their way to the core whose grammar is being compiled in a thread
 
 llguidance does the work. It is imported, and the vocabulary read, when the first such request comes. Called by the
 core, the collector and the process main.
@@ -117,11 +117,6 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: dict[tuple[str, str], LLMatcher | GrammarError] = {}
-
-    @property
-    def compiled_count(self) -> int:
-        """Grammars that are kept."""
-        return len(self._compiled)
 
     def compile(self, wanted: StructuredOutputs) -> "LLMatcher":
         """The grammar's matcher, to be copied; compiled if it is not kept from before.

@@ -1,12 +1,13 @@
-"""The scheduler process: sockets, time and orders around the core.
+"""The scheduler process: sockets, clocks and the supervisor's orders around the core.
 
-Sockets are in `transport`. Start: bind, wait for the worker's WorkerReady, build the core, send EngineReady, tell the
-supervisor. Run: drain what has come, plan while fewer than run_ahead + 1 plans are in flight, and block when there is
-nothing to plan. Stop: refuse new requests, finish those in flight within the grace period, end the rest with an error,
-exit 0. When another process is gone the supervisor says so, and every request ends with that error; with `--restart` a
-frontend that is lost is started again, and this process drops the requests of the old one and goes on with the new one
-(a worker that is lost takes the scheduler along: both start anew). When the supervisor is gone this process ends at
-once (`common.child`).
+Start: bind the sockets (`transport`), wait for the worker's WorkerReady, build the core, send EngineReady, report ready
+to the supervisor. Run: take in what has come, plan while fewer than run_ahead + 1 plans are in flight, and block when
+there is nothing to plan. Stop: refuse new requests, finish those in flight within the grace period, end the rest with
+an error, exit 0.
+
+When another process is lost, the supervisor says so, and every request ends with that error. With `--restart` a lost
+frontend is started again: this process drops the old one's requests and goes on with the new one. (A lost worker takes
+the scheduler with it: both are started again.) When the supervisor is gone, this process ends at once (`common.child`).
 """
 
 import gc
@@ -53,7 +54,7 @@ SIZE_CLASSES = 20
 logger = logging.getLogger(__name__)
 
 
-class Link(Protocol):
+class StatusLink(Protocol):
     """What the loop tells the supervisor: a `SupervisorLink`, or what stands for it in a replay."""
 
     progress: int
@@ -104,7 +105,7 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
             recorder.close()
 
 
-def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks) -> None:
+def serve(config: EngineConfig, transport: Transport, link: StatusLink, clocks: Clocks) -> None:
     """Wait for the worker, then plan until an order ends it."""
     ready = wait_for_worker(transport, link)
     if ready is None:
@@ -125,7 +126,7 @@ def serve(config: EngineConfig, transport: Transport, link: Link, clocks: Clocks
     traces.stop()
 
 
-def wait_for_worker(transport: Transport, link: Link) -> WorkerReady | None:
+def wait_for_worker(transport: Transport, link: StatusLink) -> WorkerReady | None:
     """The worker's first message; None if the supervisor ends the run before."""
     link.state = "waiting for the worker"
     while True:
@@ -222,7 +223,7 @@ class Loop:
         core: SchedulerCore,
         compilation: Compilation,
         transport: Transport,
-        link: Link,
+        link: StatusLink,
         clocks: Clocks,
         traces: StepTraces,
         announcement: EngineReady,
@@ -352,7 +353,7 @@ class Loop:
         try:
             self._core.check_idle()
         except AssertionError as error:
-            logger.error("the books do not balance: %s", error)
+            logger.error("the scheduler leaks: %s", error)
 
     def _end_rest(self) -> None:
         """A terminal message for whoever is still waiting for one."""

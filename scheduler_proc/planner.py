@@ -1,40 +1,40 @@
 """Decides who runs in the next step.
 
-    1. decode rows, in the order in which they were served last, one each while the budget lasts
-    2. the next chunk of each running prompt, the largest that fits
+    1. decode rows, one token each while the budget lasts; whoever has waited longest since its last step comes first
+    2. the next chunk of each running prompt, as large as fits
     3. sequences that get a slot: preempted ones, then waiting ones in the policy's order
     4. what is left of the budget, to the chunks again
 
-When blocks run out, the highest rank among the running sequences not yet placed in this step is preempted. Its blocks
-come back once the plans in flight that use them have; until then whoever needs them sits out. New sequences preempt
-nobody. So the lowest rank at hand always makes progress.
+When blocks run out, the running sequence with the highest rank that is not placed in this step yet is preempted. Its
+blocks can be reused once all plans in flight that use them have come back; until then, a sequence that needs a block
+skips the step. New sequences preempt nobody. So the lowest rank that is running always makes progress.
 
-A prompt that is longer than the budget leaves half of it to those behind it, so that a long prompt at the head holds up
-nobody. Who gets a slot is decided in `admission`.
+A prompt that is longer than the budget leaves half of it to those behind it, so a long prompt at the head of the queue
+does not hold up the others. `admission` decides who gets a slot.
 
 No clock, no sockets. Called by the core.
 """
 
 from common.messages import EARLY_POOLINGS, StepPlan
 from scheduler_proc.admission import Admission
-from scheduler_proc.draft import ChunkRow, Draft, share_of
+from scheduler_proc.draft import ChunkRow, Draft, chunk_share
 from scheduler_proc.queues import rank_of
 from scheduler_proc.sequence import Sequence, Status
 from scheduler_proc.state import Flight, State
 
 
 class Planner:
-    """Plans steps over the books.
+    """Plans one step after another.
 
     Args:
-        state: the books.
+        state: the scheduler's.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._pool = state.pool
         self._block_size = state.limits.block_size
-        self._decode_bound = 1  # tokens that a decode row computes at most; results correct the lengths downwards
+        self._decode_bound = 1  # tokens that a decode row computes at most; more with speculative decoding
         self._admission = Admission(state)
 
     def plan_step(self) -> StepPlan | None:
@@ -52,7 +52,7 @@ class Planner:
     # ---- decode rows
 
     def _place_decodes(self, draft: Draft) -> None:
-        """One row for each decoding sequence, longest unserved first, while budget and blocks last."""
+        """One row for each decoding sequence, those that waited longest first, while budget and blocks last."""
         order, step_id, bound = self._state.decoding.copy(), draft.step_id, self._decode_bound
         if self._state.grammar_count:
             order = [sequence for sequence in order if sequence.is_plannable]
@@ -92,14 +92,14 @@ class Planner:
     # ---- blocks
 
     def _make_room(self, sequence: Sequence, needed: int, draft: Draft) -> bool:
-        """Preempt until `needed` blocks are available; False if the sequence must sit out this step."""
+        """Preempt until `needed` blocks are available; False if the sequence must skip this step."""
         state, pool = self._state, self._pool
         while pool.available_count < needed:
             if pool.available_count + state.pending_count >= needed:
-                return False  # they come back with plans in flight
+                return False  # enough blocks will be free when the plans in flight have come back
             unplaced = [s for s in state.decoding + state.prefilling if s.last_step != draft.step_id]
             if len(unplaced) < 2:
-                return False  # it comes first in the next step, and finds the others unplaced
+                return False  # all others are placed; in the next step this sequence comes first, and can preempt them
             victim = max(unplaced, key=rank_of)
             self._preempt(victim, draft)
             if victim is sequence:
@@ -115,9 +115,9 @@ class Planner:
             self._state.preempt(victim)
 
     def _swaps(self, victim: Sequence) -> bool:
-        """Whether the victim's K/V goes to the host: as told, or where moving it twice is faster than computing it.
+        """Whether the victim's K/V is swapped to the host: as configured, or (auto) if moving it twice is faster.
 
-        What an embedding needs of earlier tokens is lost with the slot, so for one everything is computed again.
+        Not for an embedding: what it needs of earlier tokens is lost with the slot, so all of them are computed again.
         """
         if victim.request.message.pooling in EARLY_POOLINGS:
             return False
@@ -131,13 +131,13 @@ class Planner:
         return swap_s < victim.computed_count * token_s
 
     def _room(self, sequence: Sequence) -> int:
-        """Tokens for which the sequence has blocks or can get them."""
+        """How many more tokens the sequence has blocks for, or can get blocks for."""
         return sequence.capacity - sequence.computed_count + self._pool.available_count * self._block_size
 
     # ---- prompts that run already
 
     def _place_chunks(self, draft: Draft) -> None:
-        """The next chunk of each prompt that is under way."""
+        """Place the next chunk of each prompt that is under way."""
         order = self._state.prefilling.copy()
         for index, sequence in enumerate(order):
             if not draft.budget:
@@ -145,7 +145,7 @@ class Planner:
             if sequence.slot < 0 or (self._room(sequence) < 1 and not self._make_room(sequence, 1, draft)):
                 continue
             others = index + 1 < len(order) or self._others_wait()
-            count = min(share_of(sequence.unplanned_count, draft.budget, others), self._room(sequence))
+            count = min(chunk_share(sequence.unplanned_count, draft.budget, others), self._room(sequence))
             row = ChunkRow(sequence, sequence.computed_count, 0, is_new=False)
             draft.place(row)
             draft.extend(row, count, self._pool)
@@ -154,7 +154,7 @@ class Planner:
         return bool(self._state.free_slots) and (len(self._state.waiting) + len(self._state.preempted) > 0)
 
     def _top_up(self, draft: Draft) -> None:
-        """What nobody else could use goes to the unfinished chunks."""
+        """Give the budget that nobody else could use to the unfinished chunks."""
         for row in draft.chunks:
             extra = min(row.sequence.unplanned_count, draft.budget, self._room(row.sequence))
             if extra > 0:
@@ -163,7 +163,7 @@ class Planner:
     # ---- the plan
 
     def _commit(self, draft: Draft) -> StepPlan:
-        """Write the step into the books: what it computes is findable, what it ends leaves its slot."""
+        """Record the step in the state: index the blocks it computes, free the slots of sequences it ends."""
         state = self._state
         plan = draft.to_plan(state.cleared_slots, has_grammars=state.grammar_count > 0)
         state.cleared_slots = []
@@ -204,7 +204,7 @@ class Planner:
         state.prefilling = sorted((s for s in state.prefilling if s not in complete), key=rank_of)
 
     def _drain(self, sequence: Sequence) -> None:
-        """Its last token is planned: the slot is free for the next step, the blocks once the result is here."""
+        """Its last token is planned: its slot is free for the next step, its blocks are when the result has come."""
         self._state.decoding.remove(sequence)
         self._state.free_slot(sequence)
         sequence.status = Status.DRAINING

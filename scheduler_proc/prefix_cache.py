@@ -1,10 +1,10 @@
-"""Which cached KV blocks hold the start of a prompt: the interface, and its implementation by chained hashes.
+"""Finds the cached KV blocks that hold the start of a prompt: the interface, and a cache by chained hashes.
 
-Knows tokens and block numbers, but neither requests nor steps: the caller indexes a block only once the plan that
-computes it has been sent. The pool tells when a cached block is given up.
+Knows tokens and block numbers, but neither requests nor steps: the caller indexes a block only after it has sent the
+plan that computes it. The block pool calls back when a cached block is evicted.
 
-A *chain* is what one sequence carries along: the keys of its full blocks, computed once, and how many of its blocks
-have been indexed.
+A *chain* belongs to one sequence: the keys of its full blocks, each computed once, and how many of its blocks have been
+indexed.
 """
 
 import hashlib

@@ -1,15 +1,15 @@
-"""The order in which waiting sequences run, and who gives way first.
+"""The order in which waiting sequences run, and in which running ones are preempted.
 
-A *rank* is set once, when a sequence is queued; the lower runs first, and the highest rank among those at hand is the
-victim when blocks run out. Knows nothing of blocks or steps. Called by the core, the planner and whatever ends a
+A *rank* is set once, when a sequence is queued. The lowest rank runs first; when blocks run out, the highest rank among
+the candidates is preempted. Knows nothing of blocks or steps. Called by the core, the planner and whatever ends a
 sequence.
 
     fcfs       by arrival
-    priority   by priority, where each AGEING_S of waiting lifts a request past one level: nobody starves. Comparing
-               two requests gives the same at any time, so the rank can be fixed on arrival.
-    fair       by client, in turns of tokens: start-time fair queueing (Goyal, Vin, Cheng 1996). A request starts, in
-               virtual time, when its client's last one would end, or now; whoever starts first runs first. So a client
-               with a thousand requests delays another's first one by no more than what runs already.
+    priority   by priority, where each AGEING_S of waiting lifts a request by one level, so that nobody starves. Two
+               requests compare the same at any time, so the rank can be fixed on arrival.
+    fair       by client, in turns of tokens: start-time fair queueing (Goyal, Vin, Cheng 1996). In virtual time, a
+               request starts when its client's previous one would end, or now; the earliest start runs first. So a
+               client with a thousand requests delays another client's first one by no more than what already runs.
 """
 
 from bisect import bisect_left, insort

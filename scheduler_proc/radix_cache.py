@@ -1,12 +1,13 @@
-"""The prefix cache as a radix tree: prefixes are found to the token.
+"""The prefix cache as a radix tree, which finds prefixes token by token.
 
-A node holds a run of blocks and their tokens; its children go on at a block's end. Siblings may share the start of
-their first block, and the last block of a run may be partly filled, so the longest match can end inside a block: that
-block is then copied by whoever matched it. Siblings are sorted by their first block's tokens; the longest common start
-with a prompt is always at one of the two neighbours of the place where the prompt would stand.
+A node holds a run of blocks and their tokens; its children continue at the end of its last block. Siblings may share
+the start of their first block, and the last block of a run may be only partly filled, so the longest match can end
+inside a block; whoever matched it then gets a copy of that block. Siblings are sorted by their first block's tokens, so
+the one that shares the longest start with a prompt is always next to the place where the prompt itself would be
+inserted.
 
-Eviction is leaf-first, because sequences release their blocks from the last to the first. A block can still be given up
-before what follows it (when those who computed what follows held a copy of their own); then all that follows is
+Eviction goes from the leaves up, because sequences release their last blocks first. A block can still be evicted before
+those that follow it (when the sequences that computed those held a copy of their own); then all that follows is
 forgotten with it. Every block is forgotten once for each time it is indexed, so the cost is O(1) amortised.
 """
 

@@ -1,8 +1,8 @@
-"""`python -m scheduler_proc.replay DIR`: the scheduler alone, on what a recording says it received.
+"""`python -m scheduler_proc.replay DIR`: runs the scheduler alone, on what a recording says it received.
 
-Runs `main.serve`, with its loop, decoding, core and encoding; only the sockets and the clocks are taken from the
-recording. Both are handed out turn by turn as they were, so that every plan and message must come out the same, to the
-byte; in EngineStats the times that steps took are left out of the comparison.
+Runs `main.serve` with its loop, decoding, core and encoding; only the sockets and the clocks are replaced by the
+recording. Messages and clock readings are handed out turn by turn as they were, so every plan and message must come out
+the same, to the byte. Only the times of steps in EngineStats are left out of the comparison.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""What the scheduler knows of a request and of each of its samples. Data only; called by everything in this room."""
+"""What the scheduler knows of a request and of each of its samples. Data only; used by everything in this room."""
 
 from array import array
+from dataclasses import dataclass
 from enum import IntEnum
 
 from common.messages import EARLY_POOLINGS, AddRequest, SlotSampling, TokenLogprobs
@@ -56,6 +57,14 @@ class Request:
         self.told_waiting = False
 
 
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """A sequence that is about to compute tokens which another one shares, and how many: that one waits for it."""
+
+    sequence: "Sequence"
+    shared_count: int
+
+
 class Sequence:
     """One sample of a request.
 
@@ -76,10 +85,9 @@ class Sequence:
         slot: on the worker; -1 for none.
         last_step: the last step planned for it.
         chain: its place in the prefix cache.
-        leader: a prompt that computes tokens which this one shares, and how many: it waits for them to be computed.
-        uncached_count: tokens that were not in the cache when they were last looked up; retry_step: from when on that
-            is worth another look.
-        cached_count: prompt tokens found in the cache when it first ran, until reported; then -1.
+        leader: another sequence that it waits for, since that one is computing tokens that both share.
+        uncached_count: tokens that were not in the cache at the last lookup; retry_step: when to look again.
+        cached_count: prompt tokens found in the cache when it first ran; -1 once that has been reported.
         rank: place in the policy's order; lower goes first.
         next_event_len: the known length at which a block of output can be indexed, or the sequence ends; with a grammar
             the next length.
@@ -89,7 +97,7 @@ class Sequence:
         prompt_logprobs: by position, collected until the first token is reported; None when not wanted (any more).
 
     Args:
-        output: int32, what it has already, from before the scheduler or the worker was started again.
+        output: int32, the output that it had before scheduler and worker were started again.
     """
 
     __slots__ = (
@@ -121,7 +129,7 @@ class Sequence:
         self.slot = -1
         self.last_step = 0
         self.chain = chain
-        self.leader: tuple[Sequence, int] | None = None
+        self.leader: Leader | None = None
         self.uncached_count = 0
         self.retry_step = 0
         self.cached_count = 0
@@ -135,13 +143,12 @@ class Sequence:
 
     @property
     def needs_all_computed(self) -> bool:
-        """Whether every prompt token has to be computed for it, whatever the cache holds: each one's logits or hidden
-        state is reported, or is part of an embedding."""
+        """Whether every prompt token has to be computed, even if cached: for log probabilities or an embedding."""
         return self.prompt_logprobs is not None or self.request.message.pooling in EARLY_POOLINGS
 
     @property
     def is_plannable(self) -> bool:
-        """Whether its next step can be planned: with a grammar not before the last token is known."""
+        """Whether its next step can be planned now. With a grammar, that is once its last token is known."""
         return self.grammar is None or self.planned_len == len(self.tokens)
 
     @property
@@ -150,7 +157,7 @@ class Sequence:
         return self.planned_len - self.computed_count
 
     def note_start(self, now_s: float) -> None:
-        """A plan computes some of its prompt; only the first one counts."""
+        """Note when the first plan was made that computes some of its prompt."""
         if self.started_at_s < 0:
             self.started_at_s = now_s
 
@@ -160,7 +167,7 @@ class Sequence:
         self.capacity = len(self.blocks) * block_size
 
     def expect_block(self, block_size: int) -> None:
-        """Set `next_event_len`: a block is indexed when the token after it is known, for then it is computed."""
+        """Set `next_event_len`. A block can be indexed when the token after it is known, since then it is computed."""
         if self.grammar is not None:
             self.next_event_len = len(self.tokens) + 1
             return

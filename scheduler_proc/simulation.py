@@ -1,9 +1,10 @@
-"""The scheduler's core against a simulated worker, in one thread: for tests and for benchmarks.
+"""The scheduler's core with a simulated worker, in one thread: for tests and for benchmarks.
 
-`SimulatedWorker` carries out plans to the letter. It stores (token, position) where a real worker stores K/V, and draws
-each token from a hash of the whole prefix *as it reads it back through the slot's block table*: a wrong table, a block
-reused too early, a skipped copy or a stale prefix hit changes the output, which `expected_tokens` computes without any
-of it. `SimulatedEngine` joins core and worker through encoded messages and keeps what the frontend would see.
+`SimulatedWorker` carries out plans to the letter. Where a real worker stores K/V it stores (token, position), and it
+draws each token from a hash of the whole prefix *as it reads it back through the slot's block table*. So a wrong table,
+a block reused too early, a skipped copy or a stale prefix hit changes the output, and `expected_tokens` says what it
+should have been. `SimulatedEngine` connects core and worker through encoded messages and keeps what the frontend would
+see.
 """
 
 from array import array

@@ -1,8 +1,8 @@
-"""The scheduler's books: every sequence, slot and block, and the plans in flight.
+"""The scheduler's state: every sequence, slot and block, and the plans in flight.
 
-Holds the transitions that several parts need (take out, preempt, give back blocks) and recounts itself in `check`.
-Decides nothing: the planner decides who runs, the collector applies results, the core takes messages. No clock, no
-sockets.
+Has the transitions that several parts need (end a sequence, preempt it, give back blocks) and recounts itself in
+`check`. Decides nothing: the planner decides who runs, the collector applies results, the core takes messages. No
+clock, no sockets.
 """
 
 from collections import Counter, deque
@@ -66,7 +66,7 @@ class Flight:
         chunk_sequences: slot -> sequence of the chunk rows.
         chunk_tokens: tokens of the chunk rows.
         planned_at_s: when it was planned.
-        released, released_host: block tables given up while this was the last plan to use them.
+        released, released_host: block tables given up while this was the last plan that uses them.
     """
 
     step_id: int
@@ -96,7 +96,7 @@ class Counters:
 
 
 class State:
-    """The books.
+    """The scheduler's state.
 
     Attributes:
         requests: live requests by id.
@@ -146,7 +146,7 @@ class State:
         return not self.requests and not self.in_flight
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's slot and blocks; what it has computed stays findable until reused."""
+        """Take a running sequence's slot and blocks; what it has computed stays in the prefix cache until evicted."""
         self._leave_running(sequence)
         self._index_computed(sequence)
         self.give_back_blocks(sequence)
@@ -178,11 +178,11 @@ class State:
         self.counters.preemptions += 1
         sequence.preemption_count += 1
 
-    def end(self, sequence: Sequence, *, is_sound: bool = True) -> None:
-        """The sequence is over, wherever it stands; its request goes with its last one.
+    def end(self, sequence: Sequence, *, reusable: bool = True) -> None:
+        """End a sequence, whatever its status; its request ends with its last sequence.
 
         Args:
-            is_sound: whether others may use what it has computed.
+            reusable: whether the prefix cache may keep what it has computed.
         """
         if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
@@ -190,7 +190,7 @@ class State:
             self._leave_running(sequence)
         elif sequence.status in (Status.PREEMPTED, Status.SWAPPED):
             self.preempted.remove(sequence)
-        if is_sound:
+        if reusable:
             self._index_computed(sequence)
         self.give_back_blocks(sequence)
         sequence.status = Status.DONE
@@ -203,20 +203,20 @@ class State:
             request.sequences = []  # no cycle is left: prompts and outputs are freed at once
 
     def end_request(self, request: Request) -> None:
-        """All of the request's sequences are over."""
+        """End all of the request's sequences."""
         for sequence in request.sequences:
             if sequence.status is not Status.DONE:
                 self.end(sequence)
 
-    def distrust(self, sequences: list[Sequence]) -> None:
-        """Forget what these, which are over, have computed, but for the blocks that others read."""
+    def uncache(self, sequences: list[Sequence]) -> None:
+        """Remove what these sequences have computed from the prefix cache, except for blocks that others read."""
         read = {block for request in self.requests.values() for s in request.sequences for block in s.blocks}
         for sequence in sequences:
             match = self.cache.lookup(sequence.chain, sequence.tokens, len(sequence.tokens))
             self.cache.drop([block for block in match.blocks if block not in read])
 
     def free_slot(self, sequence: Sequence) -> None:
-        """The next plan clears the sequence's slot, and may give it out again."""
+        """Give the sequence's slot back: the next plan clears it, and may give it to another sequence."""
         self.cleared_slots.append(sequence.slot)
         self.free_slots.append(sequence.slot)
         sequence.slot = -1
@@ -236,7 +236,7 @@ class State:
         self.pending_count += len(blocks)
 
     def land(self, flight: Flight) -> None:
-        """The oldest plan's result has come: blocks that only it kept are free."""
+        """The oldest plan's result has come: free the blocks that were given up while it used them."""
         self.completed_step = flight.step_id
         for blocks in flight.released:
             self.pool.release_chain(blocks)

@@ -1,13 +1,13 @@
-"""How long steps take, learnt as they come back, and how much of a prompt one may hold for it.
+"""Predicts step times from the steps so far: how many prompt tokens may a step hold?
 
     step time = decode time + chunk tokens * token time
 
-Both are running means: the decode time from steps without chunks, the token time from what is left of the others, where
-each token counts the same, since a short chunk takes longer for each of its own. A step that has been sent cannot be
-taken back: whoever aborts waits for it, and so does everybody else. Where steps would take a good part of a second, as
-on a CPU, they are kept short, and not planned ahead. Knows no clock. Called by the core (what a step took, and whether
-the next one may be planned) and the planner (what it may hold, and whether computing a victim's tokens again beats
-swapping).
+Both are running means. The decode time is measured on steps without chunks. The token time is what remains of the other
+steps, divided by their chunk tokens; a step counts in proportion to its tokens, because a short chunk takes longer per
+token. A step that has been sent cannot be taken back, so an abort waits for it, and so does everybody else: where steps
+would take a good part of a second, as on a CPU, they are kept short and are not planned ahead. Knows no clock. Called
+by the core (what a step took, and whether the next one may be planned) and by the planner (how much the next step may
+hold, and whether recomputing a victim's tokens is faster than swapping them).
 """
 
 from collections.abc import Iterable

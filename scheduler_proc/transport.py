@@ -1,14 +1,14 @@
-"""What the scheduler's loop talks through, and its sockets: what comes in decoded, what goes out encoded.
+"""The scheduler's sockets, as its loop sees them: decoded messages come in, encoded ones go out.
 
     requests   PULL, bound here        from the frontend: add, abort, flush
     results    PULL, bound here        from the workers: ready, step results
     outputs    PUSH, the frontend binds
     plans-N    PUSH, worker N binds
 
-No message is lost without a word. A request that cannot be read is refused if at least its number can be; what is not
-even that is logged, the first in full. A result that cannot be read ends the process: whoever waits for it would wait
-for ever. With a recorder, everything that the loop acts upon is recorded: messages, orders, turns. `SocketTransport` is
-made by the process main, `replay` has one of its own.
+No message is lost silently. A request that cannot be read is refused if at least its number can be read; otherwise it
+is logged, the first one as an error. A result that cannot be read ends the process, because its requests would wait for
+ever. With a recorder, everything that the loop acts upon is recorded: messages, orders, turns. The process main makes a
+`SocketTransport`; `replay` has a transport of its own.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache: the one function that every attention layer calls.
 
-`attention` stores this step's K and V, then attends. Here are the dispatch and the plain torch reference, which is
-right on every device, reads no device scalar and has static shapes, so that it can be captured in a CUDA Graph. The
-fast CPU path is in `cpu_attention.py`.
+`attention` stores this step's K and V, then attends. This file has the dispatch and the plain torch reference, which is
+correct on every device, reads nothing back from the device and has static shapes, so that a CUDA Graph can capture it.
+The fast CPU path is in `cpu_attention.py`.
 """
 
 import torch

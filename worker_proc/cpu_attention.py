@@ -1,16 +1,16 @@
 """The CPU path of attention: decode rows batched over sequences, chunks in tiles. Called by `attention.attention` only.
 
-The query heads that share a KV head are attended as query positions of one head, so each key is read once for all of
-them. In bfloat16 two batched matrix products with a float32 softmax between them beat PyTorch's fused attention except
-on small inputs (measured: benchmarks/cpu_forward.py); scores are then rounded to bfloat16, which adds a tenth to the
-error that bfloat16 makes anyway. In float32 it is always the fused one.
+The query heads that share a KV head are treated as query positions of one head, so that each key is read once for all
+of them. In bfloat16, two batched matrix products with a float32 softmax between them are faster than PyTorch's fused
+attention except on small inputs (measured: benchmarks/cpu_forward.py). Scores are then rounded to bfloat16, which adds
+a tenth to the error that bfloat16 makes anyway. In float32 the fused attention is always used.
 """
 
 import torch
 import torch.nn.functional as F
 
 from worker_proc.cpu_cache import read_blocks, store
-from worker_proc.cpu_plan import ChunkRow, DecodeGroup, GatherPlan, Planner
+from worker_proc.cpu_plan import AttentionPlanner, ChunkRow, DecodeGroup, GatherPlan
 from worker_proc.forward_context import ForwardContext
 
 MATMUL_SCORES = 12_000
@@ -31,7 +31,7 @@ def cpu_attention(
     keys_at, values_at = context.layer_keys(layer_index), context.layer_values(layer_index)
     plan = context.plans.get(sliding_window)
     if plan is None:
-        plan = context.plans[sliding_window] = Planner(context, keys_at[0], query.dtype, sliding_window).plan()
+        plan = context.plans[sliding_window] = AttentionPlanner(context, keys_at[0], query.dtype, sliding_window).plan()
     key = store(key, *keys_at, plan)
     value = store(value, *values_at, plan)
     padded = plan.stored_tokens is not None
@@ -53,7 +53,7 @@ def _gather(
     values_at: tuple[torch.Tensor, torch.Tensor | None],
     plan: GatherPlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the planned rows in the plan's workspace, [rows, kv_head, keys, head_dim]; zeros where unwritten."""
+    """Gather the planned rows' K and V into the workspace: [rows, kv_head, keys, head_dim], 0 where unwritten."""
     _, kv_head_count, _, head_dim = keys_at[0].shape
     workspace = plan.workspace
     read_blocks(*keys_at, plan.indices, out=workspace[0])
@@ -67,7 +67,7 @@ def _gather(
 def _attend_decode(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
-    """query: [rows, head, head_dim]; the same shape comes back."""
+    """Attention of decode rows; query: [rows, head, head_dim], and so is the result."""
     kv_head_count, head_dim = keys.shape[1], keys.shape[3]
     grouped = query.reshape(query.shape[0], kv_head_count, 1, -1, head_dim)
     return _attend(grouped, keys, values, group.mask, scale).view(query.shape)

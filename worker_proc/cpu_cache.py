@@ -1,18 +1,18 @@
 """Writing and reading the paged cache on the CPU, 8-bit formats included. Used by `cpu_attention` only.
 
-An 8-bit cache (`kernels/kv_format.py`) is dequantised as its blocks are gathered, into the workspace that plain blocks
-are gathered into: float32 products of element and scale, whatever type the model computes in. Measured, 1,536 blocks of
-16 x 64 on one core, milliseconds: bfloat16 0.07, float32 0.13, int8 0.18 (0.30 to bfloat16), fp8 0.35; torch's own
-conversion of FP8 takes 16.
+Blocks of an 8-bit cache (`kernels/kv_format.py`) are dequantised while they are gathered, into the same workspace that
+plain blocks are gathered into: as float32 products of element and scale, whatever type the model computes in. Measured
+with 1,536 blocks of 16 x 64 on one core, in milliseconds: bfloat16 0.07, float32 0.13, int8 0.18 (0.30 to bfloat16),
+fp8 0.35; torch's own conversion of FP8 takes 16.
 """
 
 import torch
 
 from kernels.kv_format import dequantise, quantise
-from worker_proc.cpu_plan import StepPlan
+from worker_proc.cpu_plan import AttentionPlan
 
 
-def store(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, plan: StepPlan) -> torch.Tensor:
+def store(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, plan: AttentionPlan) -> torch.Tensor:
     """Write the step's K or V [T, kv_head, head_dim] where the plan says; returns it as it will be read back."""
     head_dim = cache.shape[-1]
     if scales is None:
@@ -24,7 +24,7 @@ def store(source: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
     return dequantise(stored, vector_scales, source.dtype) if plan.reads_fresh_tokens else source
 
 
-def _write(source: torch.Tensor, flat_cache: torch.Tensor, plan: StepPlan) -> None:
+def _write(source: torch.Tensor, flat_cache: torch.Tensor, plan: AttentionPlan) -> None:
     if plan.stored_tokens is not None:
         source = source[plan.stored_tokens]
     flat_cache.index_copy_(0, plan.store_indices, source.reshape(-1, *flat_cache.shape[1:]))

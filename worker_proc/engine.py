@@ -1,4 +1,4 @@
-"""Puts a worker's parts together: device, model, cache, runner. What the process does with them is in `worker.py`."""
+"""Assembles a worker's parts: device, model, cache, runner. `worker.py` is the process around them."""
 
 import logging
 import os
@@ -16,11 +16,11 @@ from common.errors import ConfigError
 from common.messages import StepPlan
 from worker_proc.fixed_order_model import aligned_threads
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
-from worker_proc.link import Swap, measured_link_bytes_per_s
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import ModelConfig, read_model_config
 from worker_proc.pending import PendingStep
 from worker_proc.runner import CpuRunner
+from worker_proc.swap_speed import Swap, measured_link_bytes_per_s
 from worker_proc.vocabulary import tokenizer_vocab_size
 
 KERNEL_MAX_BLOCK_SIZE = 128
@@ -33,18 +33,18 @@ logger = logging.getLogger(__name__)
 
 
 class StepRunner(Protocol):
-    """What the worker runs plans with: `CpuRunner`, or the GPU's `cuda.runner.CudaRunner`."""
+    """Runs step plans: `CpuRunner`, or on a GPU `cuda.runner.CudaRunner`."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
-        """Carry out a plan, on a GPU as far as issuing it."""
+        """Carry out a plan; on a GPU, only issue it."""
 
     def prepare_next(self) -> bool:
-        """Make something ready that steps may need later; whether there is more."""
+        """Prepare something that steps may need later; True if there is more to prepare."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A worker that can run steps; `link_bytes_per_s` is how fast it swaps blocks, 0 where it has nowhere to."""
+    """A worker that can run steps; `link_bytes_per_s` is how fast it swaps blocks, 0 without host blocks."""
 
     runner: StepRunner
     size: CacheSize
@@ -58,7 +58,7 @@ def load_engine(config: EngineConfig) -> Engine:
     """Load the model, size the cache, run once.
 
     Raises:
-        ConfigError: the device, the model or the sizes asked for are not to be had; one line says which.
+        ConfigError: the device, the model or the requested sizes are not available; one line says which.
     """
     device = choose_device(config.model.device)
     check_options(config, device)
@@ -114,10 +114,10 @@ def _read_configuration(config: EngineConfig, device: torch.device) -> tuple[Mod
 
 
 def check_options(config: EngineConfig, device: torch.device) -> None:
-    """Refuse what no model can be served with, before one is loaded.
+    """Refuse options that cannot work with any model, before one is loaded.
 
     Raises:
-        ConfigError: on a GPU blocks or batches larger than the kernels take.
+        ConfigError: blocks or batches are larger than the GPU's kernels support.
     """
     if device.type == "cpu":
         return
@@ -132,7 +132,7 @@ def choose_device(name: str) -> torch.device:
     """`auto` is the first GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: `cuda` was asked for and is not there.
+        ConfigError: `cuda` was requested but is not available.
     """
     available = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not available:

@@ -1,8 +1,8 @@
 """Resolves a `--model` value to a local folder, downloading and converting what is not there yet.
 
-The supervisor runs it as a child before anything else starts (`common.model_cache.ready_model_dir` says whether that is
-needed at all): `python -m worker_proc.fetch_model --model default`. Progress goes to stderr; the last line of stdout is
-the folder. On failure one line on stderr says what to do, and the exit code is 2. Needs no torch.
+The supervisor runs it as a child before anything else starts, if `common.model_cache.ready_model_dir` says that it is
+needed: `python -m worker_proc.fetch_model --model default`. Progress goes to stderr; the last line of stdout is the
+folder. On failure, one line on stderr says what to do, and the exit code is 2. Needs no torch.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def fetch_model(model: str, *, revision: str = "", tokenizer_only: bool = False)
 
         convert_gguf(path, gguf_model_dir(path), copy_weights=False)
         return gguf_model_dir(path)
-    _check_hub_id(model)
+    _check_hub_id(model, tokenizer_only)
     return _fetch_from_hub(model, revision, tokenizer_only)
 
 
@@ -96,7 +96,7 @@ def _find_default_model() -> Path | None:
 
 
 def _find_in_hub_cache(model: str, revision: str, tokenizer_only: bool) -> Path | None:
-    _check_hub_id(model)
+    _check_hub_id(model, tokenizer_only)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -107,9 +107,15 @@ def _find_in_hub_cache(model: str, revision: str, tokenizer_only: bool) -> Path 
         return None
 
 
-def _check_hub_id(model: str) -> None:
+def _option(tokenizer_only: bool) -> str:
+    return "--tokenizer" if tokenizer_only else "--model"
+
+
+def _check_hub_id(model: str, tokenizer_only: bool) -> None:
     if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
-        raise ConfigError(f"--model {model} is neither a model folder, a .gguf file nor a hub id such as org/name")
+        raise ConfigError(
+            f"{_option(tokenizer_only)} {model} is neither a model folder, a .gguf file nor a hub id such as org/name"
+        )
 
 
 def _fetch_from_hub(model: str, revision: str, tokenizer_only: bool) -> Path:
@@ -121,7 +127,8 @@ def _fetch_from_hub(model: str, revision: str, tokenizer_only: bool) -> Path:
     except Exception as error:  # the hub's client lets errors of several HTTP libraries through
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cannot fetch --model {model}: {reason}; check the name and the network, or give a local folder"
+            f"cannot fetch {_option(tokenizer_only)} {model}: {reason}; check the name and the network, or give a "
+            "local folder"
         ) from error
 
 

@@ -1,14 +1,14 @@
-"""Attention of `--deterministic` on the CPU: what a query gets depends on its position and its own context alone.
+"""Attention of `--deterministic` on the CPU: a query's result depends on its position and its own context only.
 
-Queries are taken in tiles of TILE positions that lie at multiples of TILE in their request, and with each tile the keys
-up to its end, padded with zeros. So the products of a query have shapes that follow from its position, and it stands in
-the same place of its tile, however its prompt was cut into chunks. Called by `attention.attention` only.
+Queries are taken in tiles of TILE positions, aligned to multiples of TILE within their request, and with each tile the
+keys up to its end, padded with zeros. So the shapes of a query's products follow from its position, and it always has
+the same place in its tile, however its prompt was cut into chunks. Called by `attention.attention` only.
 """
 
 import torch
 
 from worker_proc.cpu_cache import read_blocks, store
-from worker_proc.cpu_plan import Planner, Row
+from worker_proc.cpu_plan import AttentionPlanner, Row
 from worker_proc.forward_context import ForwardContext
 
 TILE = 16
@@ -29,7 +29,7 @@ def fixed_order_attention(
     keys_at, values_at = context.layer_keys(layer_index), context.layer_values(layer_index)
     planner = context.plans.get(sliding_window)
     if planner is None:
-        planner = context.plans[sliding_window] = Planner(context, keys_at[0], query.dtype, sliding_window)
+        planner = context.plans[sliding_window] = AttentionPlanner(context, keys_at[0], query.dtype, sliding_window)
     plan = planner.store_plan()
     store(key, *keys_at, plan)
     store(value, *values_at, plan)

@@ -1,9 +1,9 @@
-"""`--deterministic` on the CPU: a model whose bits for a token depend on that token's own request alone.
+"""`--deterministic` on the CPU: a model that gives a token the same bits whatever else is in the step.
 
-Torch and the libraries below it choose kernels, and with them the order of sums, by the shapes of a step. So here every
-step is computed as groups of GROUP_TOKENS tokens, the last one padded: each operation has the same shape each time, and
-a row of a product does not depend on the other rows. Attention, whose keys differ in number, is
-`fixed_order_attention`. The price is the padding and that the weights are read once for each group.
+Torch and the libraries below it choose kernels, and with them the order of sums, by the shapes in a step. So here every
+step is computed in groups of GROUP_TOKENS tokens, the last one padded: each operation always has the same shape, and a
+row of a product does not depend on the other rows. Attention, whose number of keys varies, is `fixed_order_attention`.
+The price: padding is computed too, and the weights are read once per group.
 
 Takes the place of the model in the CPU's runner.
 """

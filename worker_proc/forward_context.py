@@ -1,10 +1,10 @@
-"""What one forward pass needs to know beside token ids and positions: where K and V live, and which row is which.
+"""What a forward pass needs besides token ids and positions: where K and V are, and which tokens belong to which row.
 
 The worker's step preparation builds a `ForwardContext`, the model passes it through, `attention` reads it. It is passed
 explicitly: no module keeps the current one. It knows nothing of requests, sampling or messages.
 
 A step packs the query tokens of R rows into T tokens. Rows with one query token (decode) come first, chunk rows after.
-For a CUDA Graph T and R are the sizes of the bucket: padding tokens have slot -1, padding rows have row slot -1.
+For a CUDA Graph, T and R are the sizes of the bucket: padding tokens have slot -1, padding rows have row slot -1.
 """
 
 from dataclasses import dataclass, field

@@ -1,9 +1,10 @@
-"""The paged KV cache: how many blocks there are, their tensors, and moving whole blocks about.
+"""The paged KV cache: how many blocks there are, their tensors, and copying whole blocks.
 
-What a layer keeps is a small spec that turns into bytes per block; nothing else in the engine knows more of it than a
-count of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each layer.
-They start as zeros, since unwritten positions take part in products whose weight is zero. Of an 8-bit cache
-(`kernels/kv_format.py`) the scales lie beside, `[block, kv_head, position in block]`, and go wherever their blocks go.
+What a layer keeps is described by a small spec, which turns into bytes per block; the rest of the engine knows only a
+number of blocks. The tensors are `[block, kv_head, position in block, head_dim]`, one for K and one for V of each
+layer. They start as zeros, since unwritten positions take part in products with weight zero (and zero times NaN would
+be NaN). An 8-bit cache (`kernels/kv_format.py`) has its scales beside it, `[block, kv_head, position in block]`, and
+they are copied along with their blocks.
 """
 
 import logging
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LayerCacheSpec:
-    """What one layer keeps of a token.
+    """What one layer stores per token.
 
     Attributes:
         kind: `full`, `sliding` (a window of tokens) or `latent` (one compressed vector, no separate V).
@@ -234,12 +235,12 @@ def block_pairs(ids: "array[int]") -> list[tuple[int, int]]:
 
 
 def _movable(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that every operation which moves blocks knows: FP8 as bytes."""
+    """The same memory in a type that all operations for moving blocks support: FP8 as bytes."""
     return cache.view(torch.int8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Zeros; on the CPU the system's own pages of them, which cost neither time nor memory until they are written."""
+    """Zeros; on the CPU as untouched pages of the system, which cost no time or memory until they are written."""
     if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     byte_count = math.prod(shape) * dtype.itemsize

@@ -1,8 +1,8 @@
-"""What a request changes in its logits before a token is chosen: allowed and banned ids, biases, penalties.
+"""The rules by which a request changes its logits before sampling: allowed and banned ids, biases, penalties.
 
 Order and formulas are vLLM's and those of `kernels/sampling.py`: allowed ids, bad words and the end ids that min_tokens
-bans, then biases, then repetition, frequency and presence penalty. A rule holds numbers only; the tokens so far come
-from the slot's memory when it is applied.
+bans, then biases, then repetition, frequency and presence penalty. A rule holds only numbers; the tokens so far are
+read from the slot's memory when it is applied.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class LogitRules:
 
     @classmethod
     def of(cls, sampling: SlotSampling) -> "LogitRules | None":
-        """The rules that a slot's sampling parameters make; None if they make none."""
+        """The rules that follow from a slot's sampling parameters; None if there are none."""
         penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
         lists = sampling.bias_token_ids or sampling.allowed_token_ids or sampling.bad_token_ids
         if not (penalised or lists or (sampling.min_output_count and sampling.end_token_ids)):

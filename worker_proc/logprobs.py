@@ -1,7 +1,8 @@
-"""Log probabilities of the model's own distribution: of a given token, its rank, and the likeliest ones.
+"""Log probabilities of the model's own distribution: of a given token, its rank, and the likeliest tokens.
 
-"Own" means before temperature, penalties, biases and filters, as vLLM reports by default. On the CPU one row at a time
-in NumPy; on a GPU many rows in torch, without a read by the host, to be copied with what the step sampled.
+"Own" means before temperature, penalties, biases and filters, as vLLM reports by default. On the CPU they are computed
+in NumPy, row by row; on a GPU in torch, for many rows, without reading anything back: they are copied to the host with
+the sampled tokens.
 """
 
 from array import array
@@ -24,7 +25,7 @@ class LogprobTable:
         logprobs: float32 [n], of the given tokens; ranks: int32 [n], 1 for the likeliest token.
         top_ids, top_logprobs: int32 and float32 [n, k], likeliest first, ties by id.
 
-    What is not finite in it travels as LEAST_LOGPROB.
+    Values that are not finite are sent as LEAST_LOGPROB.
     """
 
     logprobs: np.ndarray
@@ -33,7 +34,7 @@ class LogprobTable:
     top_logprobs: np.ndarray
 
     def entry(self, index: int, row_index: int, top_count: int) -> TokenLogprobs:
-        """One position as it travels, with the first `top_count` of the likeliest tokens."""
+        """One position as a message entry, with the first `top_count` of the likeliest tokens."""
         return TokenLogprobs(
             row_index,
             float(_finite(self.logprobs[index])),

@@ -1,4 +1,4 @@
-"""The worker's entry: light, so that process title, death watch and heartbeat stand before torch is imported."""
+"""The worker's entry: kept light, so that process title, death watch and heartbeat are up before torch is imported."""
 
 import logging
 import os

@@ -1,7 +1,7 @@
 """A model's architecture and sizes, read from the Hugging Face `config.json` beside its weights.
 
-`read_model_config` gives a frozen, validated `ModelConfig`; nothing behind it looks at the JSON again. What this engine
-does not support is refused here with one line that names what it does support. Knows no torch.
+`read_model_config` gives a frozen, validated `ModelConfig`; nothing later looks at the JSON again. What this engine
+does not support is refused here, with one line that names what it does support. Knows no torch.
 """
 
 import json
@@ -12,6 +12,8 @@ from typing import Any
 from common.errors import ConfigError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+BASE_ARCHITECTURES = {name.replace("ForCausalLM", "Model"): name for name in SUPPORTED_ARCHITECTURES}
+"""The same without the head, as embedding models are often saved; it is the embedding table, where the two are tied."""
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -153,6 +155,8 @@ class _Fields:
 def _architecture(raw: dict[str, Any], source: str) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
+    if raw.get("tie_word_embeddings"):
+        name = BASE_ARCHITECTURES.get(str(name), name)
     if name not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise ConfigError(f"{source}: architecture {name!r} is not supported; supported: {supported}")

@@ -1,8 +1,8 @@
-"""Random numbers for sampling on the CPU, which depend on seed, position and token id alone.
+"""Random numbers for sampling on the CPU that depend only on seed, position and token id.
 
-A request's noise at a position is a hash of these three: no generator has a state, so neither neighbours, nor chunking,
-nor preemption, nor run-ahead can change what a seed gives. The hash and the formula are those of `kernels/noise.py`,
-whose docstring has the sources; a test holds the two to the same bits.
+A request's noise at a position is a hash of these three. There is no generator with a state, so the same seed gives the
+same numbers whatever the neighbours, the chunks, a preemption or run-ahead do. The hash and the formula are those of
+`kernels/noise.py`, whose docstring has the sources; a test compares the two bit by bit.
 """
 
 import numpy as np

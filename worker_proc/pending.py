@@ -1,7 +1,7 @@
-"""A step that has been issued: everything that its result is made of, on its way to the host.
+"""A step that has been issued: everything its result is made of, still on its way to the host.
 
-On the CPU it is there already. On a GPU the copies are in flight, and `result` waits for them: whoever calls it then
-should not be the thread that issues steps. Made by both runners, read by the worker's reporter.
+On the CPU everything is there already. On a GPU the copies are in flight, and `result` waits for them, so the thread
+that issues steps should not be the one that calls it. Made by both runners, read by the worker's reporter.
 """
 
 from array import array
@@ -27,14 +27,13 @@ class PromptPiece:
     table: LogprobTable
 
     def entries(self) -> list[TokenLogprobs]:
-        """As they travel."""
+        """As message entries."""
         count = len(self.table.logprobs)
         return [self.table.entry(index, self.first_position + index, self.top_count) for index in range(count)]
 
 
 def prompt_parts(rows: PromptRows) -> Iterator[tuple[int, int, int]]:
-    """A chunk's rows in parts of PROMPT_LOGPROB_ROWS: first token in the step, count, position of the first token
-    that is predicted."""
+    """A chunk's rows in parts of PROMPT_LOGPROB_ROWS: first token in the step, count, first predicted position."""
     for start in range(0, rows.count, PROMPT_LOGPROB_ROWS):
         count = min(PROMPT_LOGPROB_ROWS, rows.count - start)
         yield rows.first_token + start, count, rows.first_position + 1 + start
@@ -57,13 +56,13 @@ def vectors_by_slot(embeddings: Embeddings | None) -> "tuple[tuple[int, array[fl
 
 
 def sampled_entries(table: LogprobTable | None, rows: Sequence[tuple[int, int, int]]) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of sampled tokens as they travel; the arguments are as in `PendingStep`."""
+    """Log probabilities of sampled tokens as message entries; the arguments are as in `PendingStep`."""
     return () if table is None else tuple(table.entry(row, index, top_count) for row, index, top_count in rows)
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """What is known once a step is done: the sampled ids, and microseconds of three of the worker's parts."""
+    """The outcome of a finished step: the sampled ids, and the microseconds that three of its parts took."""
 
     token_ids: "array[int]"
     input_us: int

@@ -1,8 +1,8 @@
 """Embeddings of prompts: their tokens' mean hidden state, the last one or the first, after the model's last norm.
 
-A prompt may come in several chunks; the sum of the earlier ones, or the first state, stays on the device, slot by slot,
-until the chunk that samples. Sums and lengths are float32 whatever the model's type; exact sums are float64 and made of
-whole numbers, which come out the same in any order and in any chunks (up to 2^53, which is 16,384 times 32,768 tokens).
+A prompt may come in several chunks. The sum over the earlier ones, or the first state, stays on the device, per slot,
+until the chunk that samples. Sums and lengths are float32 whatever the model's type. Exact sums are float64 over whole
+numbers, which give the same result in any order and in any chunks (up to 2^53, which is 16,384 times 32,768 tokens).
 All of it is torch operations in stream order, none of which reads the device, so a GPU's runner issues them behind its
 step like any others. Called by both runners.
 """

@@ -185,18 +185,16 @@ class Preflight:
         found.ok("weights", text, file_bytes=size)
 
     def _look_at_memory(self, weight_bytes: int, dtype: torch.dtype) -> None:
-        where, room = "free on the GPU", self._card.free_bytes if self._card else 0
-        if not self._card:
-            where, room = "available on this machine", available_host_bytes()
+        """The weights against what is free: too little is the end on a GPU, and paging on a CPU."""
+        room = self._card.free_bytes if self._card else available_host_bytes() or weight_bytes
         need = f"the weights take {size_text(weight_bytes)} in {str(dtype).removeprefix('torch.')}"
-        if weight_bytes <= room or not room:
+        if weight_bytes <= room:
             self.found.ok("memory", need, weight_bytes=weight_bytes)
             return
-        text = f"{need}, and {size_text(room)} are {where}; take a smaller model or --dtype bfloat16"
-        if self._card:
-            self.found.problem("memory", text)
-        else:
-            self.found.warn("memory", text, weight_bytes=weight_bytes)
+        where = "free on the GPU" if self._card else "available on this machine"
+        advice = "take a smaller model" + (" or --dtype bfloat16" if dtype == torch.float32 else "")
+        report = self.found.problem if self._card else self.found.warn
+        report("memory", f"{need}, and {size_text(room)} are {where}; {advice}")
 
     def _look_at_forward_pass(self, model: LlamaForCausalLM) -> None:
         if not self._card:

@@ -1,7 +1,7 @@
-"""`python -m worker_proc.replay DIR`: the worker alone, on the plans that a recording says it received.
+"""`python -m worker_proc.replay DIR`: runs the worker alone, on the plans that a recording says it received.
 
 Loads the model as the recorded worker did, with a cache of the same size, and runs the plans in order, as far ahead of
-their results as they were. Results must be equal but for the times they report: the same machine computes the same
+their results as they were. Results must be equal except for the times they report: the same machine computes the same
 tokens.
 """
 

@@ -1,7 +1,7 @@
-"""Sends step results to the scheduler: in line where they are there at once, in a thread where that means waiting.
+"""Sends step results to the scheduler: directly if they are there at once (CPU), else from a thread (GPU).
 
-A thread of its own waits for the GPU's copies, so that the thread that issues steps never does. The results socket is
-its own from then on. If a step fails there, `report` raises the error in the issuing thread, which `wake` has woken.
+The thread waits for the GPU's copies, so that the thread that issues steps never has to. From then on it alone uses the
+results socket. If a step fails in the thread, `wake` wakes the issuing thread, and `report` raises the error there.
 """
 
 import queue
@@ -25,7 +25,7 @@ class InlineReporter:
         self._report_us = 0
 
     def report(self, step: PendingStep) -> None:
-        """Send the step's result; what that took goes with the next one."""
+        """Send the step's result; the time that takes is reported with the next one."""
         result = step.result(self._report_us)
         start = time.perf_counter_ns()
         with span("report"):
@@ -38,7 +38,7 @@ class InlineReporter:
         return True
 
     def check(self) -> None:
-        """Nothing fails behind the caller's back."""
+        """Nothing to check: errors are raised at once."""
 
     def close(self) -> None:
         """Nothing is left to send."""
@@ -62,7 +62,7 @@ class ThreadReporter:
         self._thread.start()
 
     def report(self, step: PendingStep) -> None:
-        """Hand a step over; raises what an earlier one failed with."""
+        """Hand over a step; raises the error of an earlier one, if it failed."""
         self.check()
         self._handed_count += 1
         self._steps.put(step)
@@ -73,12 +73,12 @@ class ThreadReporter:
         return self._sent_count == self._handed_count
 
     def check(self) -> None:
-        """Raise what a step failed with, if one did."""
+        """Raise the error of a step that failed, if one did."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End the thread after the steps it has; wait for that, but not for a GPU that hangs."""
+        """End the thread once it has reported its steps; do not wait for a GPU that hangs."""
         self._steps.put(None)
         self._thread.join(timeout=5.0)
 

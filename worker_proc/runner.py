@@ -1,8 +1,7 @@
-"""Runs step plans on the CPU: slots, cache and model, from a `StepPlan` to what it sampled.
+"""Runs step plans on the CPU: takes a `StepPlan`, updates slots and cache, runs the model and samples.
 
-A step prepares the inputs of its rows, runs the model over them, and samples; when `execute` returns, all of it is
-done. The GPU's runner, where each of these only is issued, is `cuda/runner.py`. Sockets, and when a plan comes, are
-`worker.py`'s business.
+When `execute` returns, the whole step is done. The GPU's runner, which only issues the same work and does not wait for
+it, is `cuda/runner.py`. Sockets, and when a plan comes, are the business of `worker.py`.
 """
 
 import itertools
@@ -38,7 +37,7 @@ class CpuRunner:
         model: in its final form.
         max_model_len: tokens that a slot has room for.
         tokenizer_vocab_size: ids from here on are never sampled.
-        deterministic: a request's bits may not depend on the others; slower.
+        deterministic: a request's results must not depend on the others, to the bit; slower.
     """
 
     def __init__(
@@ -82,11 +81,11 @@ class CpuRunner:
         return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces, embeddings)
 
     def prepare_next(self) -> bool:
-        """Nothing is prepared ahead on a CPU."""
+        """A CPU prepares nothing ahead."""
         return False
 
     def warm_up(self) -> None:
-        """One prompt and one decode step in slot 0 and block 0, so that nothing is done for the first time later."""
+        """Run one prompt and one decode step in slot 0 and block 0, so that the first request finds everything warm."""
         room = min(self._cache.block_size - 1, self.memory.token_capacity - 2, self._limits.max_num_batched_tokens)
         count = max(1, room)
         init = SlotInit(
@@ -103,7 +102,7 @@ class CpuRunner:
         self.mirror.clear(0)
 
     def _prepare(self, plan: StepPlan) -> tuple[StepInputs, StagedStep]:
-        """Everything that changes before the rows run, and the rows' inputs."""
+        """Make all changes that come before the rows run, and work out the rows' inputs."""
         for slot in plan.cleared_slots:
             self.mirror.clear(slot)
         self._cache.move_blocks(plan)

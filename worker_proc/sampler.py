@@ -1,11 +1,12 @@
 """The CPU sampler: from the logits of the rows that sample to one token id each.
 
-Each row is handled by itself, in the same way whatever stands beside it, so a request's tokens do not depend on its
-neighbours. NumPy rather than torch: on one row of logits it is several times as fast. A greedy row costs one argmax.
+Each row is handled by itself, in the same way whatever is beside it, so a request's tokens do not depend on its
+neighbours. It uses NumPy rather than torch, which is several times slower on one row of logits. A greedy row costs one
+argmax.
 
-What is kept before a draw, in this order, each by a threshold on the logits, so ties stay together: `min_p` (relative
-to the likeliest), `top_k`, `top_p` (of what the others left). Then the token with the greatest logit / temperature +
-Gumbel noise is taken, which draws from their softmax (Gumbel 1954; Maddison et al. 2014).
+Before the draw, tokens are left out in this order, each time by a threshold on the logits, so that ties stay together:
+`min_p` (relative to the likeliest), `top_k`, `top_p` (of what the others left). Then the token with the largest logit /
+temperature + Gumbel noise is taken, which is a draw from their softmax (Gumbel 1954; Maddison et al. 2014).
 """
 
 import functools
@@ -22,7 +23,7 @@ from worker_proc.noise import gumbel_noise
 from worker_proc.slots import IntArray, SlotMemory, SlotMirror, known_ids
 
 TOP_P_FIRST_LOOK = 4096
-"""Of so many of the likeliest tokens top_p looks at the mass first; mostly it suffices, and all need not be sorted."""
+"""top_p first sorts only so many of the likeliest tokens, which is usually enough, so that not all need be sorted."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Sampler:
         self._logprob_counts = np.full(memory.slot_count, -1, dtype=np.int32)
 
     def start(self, init: SlotInit) -> None:
-        """A slot gets a request."""
+        """Set up a slot for a new request."""
         sampling = known_ids(init.sampling, self._vocab_size)
         self._rules[init.slot] = LogitRules.of(sampling)
         greedy = sampling.temperature < TEMPERATURE_FLOOR

@@ -1,11 +1,11 @@
-"""The worker's state of every slot: what the device holds, and the host's mirror of its lengths.
+"""The worker's state of every slot: what is in device memory, and the host's copy of its lengths (the mirror).
 
-A slot is the place of one running request. Everything that a step reads of it lies in one flat int32 tensor, carved
-into tables, so that whatever a step plan changes (tokens and parameters of new slots, appended blocks) is one list of
-addresses and values, copied once and scattered once. Sampled ids are written by the device and never come back through
-here: the host knows lengths, because the plan says how they grow, but never values.
+A slot is the place of one running request. Everything that a step reads of it is in one flat int32 tensor, divided into
+tables. So all that a step plan changes (tokens and parameters of new slots, appended blocks) is one list of addresses
+and values, copied once and scattered once. Sampled ids are written by the device and are never read back here: the host
+knows lengths, because the plan says how they grow, but not values.
 
-Row `slot_count` of every table is scratch: index -1, which stands for padding, wraps to it.
+Row `slot_count` of every table is scratch: index -1, which stands for padding, wraps around to it.
 """
 
 from collections.abc import Mapping
@@ -92,7 +92,7 @@ class SlotMemory:
 
 
 class StateWrites:
-    """What the host changes in a `SlotMemory` before a step: int32 values with the addresses they go to."""
+    """The host's writes to a `SlotMemory` before a step: int32 values and the addresses they go to."""
 
     def __init__(self, memory: SlotMemory) -> None:
         self._memory = memory
@@ -100,14 +100,14 @@ class StateWrites:
         self._values: list[IntArray] = []
 
     def add(self, table: str, slot: int, values: Any) -> None:
-        """Put int32 values at the start of the slot's row of a table."""
+        """Write int32 values to the start of the slot's row of a table."""
         first = self._memory.offsets[table] + slot * self._memory.columns[table]
         assert len(values) <= self._memory.columns[table], f"{len(values)} values for a row of {table}"
         self._addresses.append(np.arange(first, first + len(values), dtype=np.int32))
         self._values.append(np.asarray(values, dtype=np.int32))
 
     def add_slot(self, init: SlotInit) -> None:
-        """What every new slot starts with."""
+        """Write what every new slot starts with."""
         self.add("token_ids", init.slot, init.token_ids)
         self.add("block_tables", init.slot, init.block_ids)
         for name, length in zip(_LENGTHS, (len(init.token_ids), init.computed_count, init.prompt_count), strict=True):
@@ -146,7 +146,7 @@ class SlotMirror:
         return cls(*lengths, sampling=[None] * slot_count)
 
     def clear(self, slot: int) -> None:
-        """The slot's request is gone."""
+        """Free the slot: its request is gone."""
         assert self.sampling[slot] is not None, f"slot {slot} is cleared, but it is free"
         self.sampling[slot] = None
         self.known_lengths[slot] = self.computed_lengths[slot] = self.block_counts[slot] = 0
@@ -163,7 +163,7 @@ class SlotMirror:
 
 
 def known_ids(sampling: SlotSampling, vocab_size: int) -> SlotSampling:
-    """A slot's parameters without end ids and bad words that the model lacks: they are never sampled anyway."""
+    """A slot's parameters without end ids and bad words outside the vocabulary, which are never sampled anyway."""
     ends, words = sampling.end_token_ids, sampling.bad_token_ids
     if max(ends, default=0) < vocab_size and all(max(word, default=0) < vocab_size for word in words):
         return sampling

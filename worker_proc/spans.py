@@ -1,6 +1,6 @@
 """Named ranges in the worker's traces: the parts of a step, for torch's profiler and (on a GPU) for Nsight Systems.
 
-`span` costs a function call while nothing is traced. Switched on by `tracing` alone.
+While nothing is traced, `span` costs one function call. Only `tracing` switches it on.
 """
 
 import contextlib

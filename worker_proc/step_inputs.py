@@ -1,9 +1,9 @@
-"""From a step plan to the model's inputs: what the host works out, and the CPU's way of doing the device's part.
+"""From a step plan to the model's inputs: the host's part, and the CPU's version of the device's part.
 
 The host checks a plan against its mirror of the slots and packs it into one int32 buffer (`StepStager.stage`): the plan
-as `kernels/step_inputs.py` lays it out, the rows that sample, and what new slots start with. From that buffer and the
-slots' memory come token ids, positions, slot mapping and the rest: on a GPU by one kernel, on the CPU by `fill_inputs`.
-Nothing here knows the model or reads a sampled token.
+in the layout of `kernels/step_inputs.py`, the rows that sample, and what new slots start with. Token ids, positions,
+slot mapping and the rest are then made from that buffer and the slots' memory: on a GPU by one kernel, on the CPU by
+`fill_inputs`. Nothing here knows the model or reads a sampled token.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Traces of the worker with torch's profiler: operators, kernels, and the parts of each step as named ranges.
 
-Opens in Perfetto. Used by the worker's main loop and by its replay.
+They open in Perfetto. Used by the worker's main loop and by its replay.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Copies between host and device that nobody waits for.
 
-On a GPU they go through page-locked memory, whose allocator keeps it until the copy is done; on the CPU nothing is
-copied on the way to the device.
+On a GPU they go through page-locked memory, which its allocator keeps until the copy is done. On the CPU, "to the
+device" copies nothing.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""How many token ids the tokenizer has: models often have more, as padding, and those must not be sampled.
+"""How many token ids the tokenizer has. Models often have more ids, as padding, and those must not be sampled.
 
-Reads the vocabulary of `tokenizer.json` alone, so that the worker needs no tokenizer library and skips the merges.
+Reads only the vocabulary of `tokenizer.json`, so that the worker needs no tokenizer library and skips the merges.
 """
 
 from pathlib import Path

@@ -2,11 +2,11 @@
 
 Sockets: binds `plans-<rank>` (PULL, from the scheduler), connects `results` (PUSH, to the scheduler).
 In: StepPlan. Out: one WorkerReady when the model has run once, then one StepResult per plan, in order.
-Start: sockets, device, weights, cache, a first forward pass, WorkerReady, ready to the supervisor.
-Stop: an order of the supervisor ends the loop between two steps, with code 0; plans still queued are dropped, because
-whoever waits for them is being stopped too. If the scheduler dies, the supervisor says so, which is the same.
-An exception, such as bytes that are no plan or an error of the device, ends the process; `run_child` logs it and tells
-the supervisor.
+Start: sockets, device, weights, cache, a first forward pass, WorkerReady to the scheduler, Ready to the supervisor.
+Stop: an order of the supervisor ends the loop between two steps, with exit code 0. Plans that are still queued are
+dropped, because the processes that wait for their results are being stopped too. If the scheduler dies, the supervisor
+says so, with the same effect. An exception, such as bytes that are not a plan or an error of the device, ends the
+process; `run_child` logs it and tells the supervisor.
 """
 
 import logging

@@ -82,6 +82,7 @@ class _PagedTrial:
         sizes = (workload.query_heads, workload.kv_heads, workload.head_dim, workload.block_size, workload.cache)
         self.shape = AttentionShape(len(workload.lengths), self.query_tokens, max(workload.lengths), *sizes)
         self.scale = workload.head_dim**-0.5
+        self._workspace: tuple[torch.Tensor, torch.Tensor] | None = None
         self.heads = (workload.query_heads, workload.kv_heads, workload.head_dim)
 
     def new_tokens(self, length: int) -> int:
@@ -100,6 +101,14 @@ class _PagedTrial:
     def moved(self) -> dict[str, int]:
         """What a call must move or compute, as `Report.add` takes it."""
         raise NotImplementedError
+
+    def workspace(self, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """NaN, and zeros: shared by the calls of a graph, as by an engine's layers, and made anew for each way."""
+        device = device_and_dtype()[0]
+        if self._workspace is None or len(self._workspace[0]) != floats:
+            zeros = torch.zeros(counters, dtype=torch.int32, device=device)
+            self._workspace = torch.full((floats,), float("nan"), device=device), zeros
+        return self._workspace
 
     def rows(self) -> list[tuple[int, int]]:
         """The workload's: new tokens and context of each."""
@@ -137,6 +146,7 @@ class _PagedTrial:
             self._check_output(options, inputs, exact, allowed)
 
     def _check_output(self, options: Options, inputs: PagedInputs, exact: torch.Tensor, allowed: float) -> None:
+        self._workspace = None
         call, output, counters = self.call(options, inputs)
         call()
         require(worst_error(output, exact), allowed, f"contexts {inputs.context_lengths[:4].tolist()} and so on")
@@ -191,8 +201,7 @@ class DecodeTrial(_PagedTrial):
         sizes = (row_class(self.shape.batch), *self.heads, multiprocessor_count())
         plan = plan_with(launch_plan, sizes, {"quantised": self.quantised}, options)
         output = torch.full_like(inputs.query, float("nan"))
-        partials = torch.full((plan.workspace_floats,), float("nan"), device=output.device)
-        counters = torch.zeros(plan.counter_count, dtype=torch.int32, device=output.device)
+        partials, counters = self.workspace(plan.workspace_floats, plan.counter_count)
         rows = torch.tensor([self.shape.batch], dtype=torch.int32, device=output.device)
         call = partial(
             decode_attention, output, *inputs.decode_inputs, partials, counters, plan, scale=self.scale,
@@ -236,7 +245,7 @@ class PrefillTrial(_PagedTrial):
         sizes = (len(inputs.query), row_class(self.shape.batch), *self.heads, multiprocessor_count())
         plan = plan_with(launch_plan, sizes, usual, options)
         output = torch.full_like(inputs.query, float("nan"))
-        counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=output.device)
+        _, counters = self.workspace(1, COUNTER_COUNT)
         call = partial(
             prefill_attention, output, *inputs.prefill_inputs, counters, plan, scale=self.scale, **inputs.scales
         )
@@ -294,8 +303,7 @@ class FewRowsTrial(_PagedTrial):
         plan = self._plan(options)
         qkv, new = self._row
         output = torch.full_like(inputs.query, float("nan"))
-        partials = torch.full((plan.workspace_floats,), float("nan"), device=output.device)
-        counters = torch.zeros(self.shape.batch * self.shape.kv_heads, dtype=torch.int32, device=output.device)
+        partials, counters = self.workspace(plan.workspace_floats, self.shape.batch * self.shape.kv_heads)
         call = partial(
             fused_decode_attention, output, qkv, *inputs.decode_inputs[1:], partials, counters, plan, new,
             scale=self.scale, k_scales=inputs.key_scales, v_scales=inputs.value_scales,

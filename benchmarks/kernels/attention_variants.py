@@ -91,9 +91,11 @@ def smoke_workloads() -> list[Workload]:
 
 
 def aspects(workload: Workload, *, hopper: bool) -> Aspects:
-    """What can be chosen for a workload; `hopper`: whether the card has the Hopper prefill kernel."""
+    """What can be chosen for a workload; `hopper`: whether the card has the Hopper kernels."""
     if workload.operation == "decode":
-        return _decode_aspects(workload.cache != "auto")
+        quantised = workload.cache != "auto"
+        single_warps = {"kernel": _single_warps(quantised)} if hopper else {}
+        return single_warps | _decode_aspects(quantised)
     if workload.operation == "few_rows":
         return {
             "new token": [{"is_apart": True}, {"is_apart": False}],
@@ -107,14 +109,23 @@ def _tile(tokens: int, warps: int, registers: int | None) -> Options:
     return {"tile_tokens": tokens, "num_warps": warps, "max_registers": registers}
 
 
+def _single_warps(quantised: bool) -> list[Options]:
+    """The Hopper decode kernel: tile, programs a multiprocessor and stages, which together fill its shared memory."""
+    sizes = [(32, 8, 3), (32, 6, 4), (64, 4, 3), (16, 12, 4)] if quantised else [(32, 4, 3), (32, 3, 4), (16, 6, 4)]
+    names = ("tile_tokens", "programs_per_multiprocessor", "num_stages")
+    kernel = {"specialised": True, "late_sum": False}
+    return [kernel | dict(zip(names, size, strict=True)) for size in sizes]
+
+
 def _decode_aspects(quantised: bool) -> Aspects:
-    plain = [(64, 4, 128), (64, 8, None), (128, 4, None), (128, 8, None), (32, 4, None), (32, 4, 128)]
-    pairs = [(64, 4, None), (64, 4, 128), (64, 8, 128), (128, 4, None), (128, 4, 168), (128, 8, None), (32, 4, 128)]
+    plain = [(64, 4, 128), (64, 8, None), (128, 4, None), (128, 8, None), (32, 4, None), (32, 2, None)]
+    pairs = [(64, 4, None), (64, 4, 128), (64, 8, 128), (128, 4, None), (128, 4, 168), (64, 2, None), (32, 2, None)]
     return {
         "tile": [_tile(*sizes) for sizes in (pairs if quantised else plain)],
         "stages": [{"num_stages": count} for count in (2, 4, 5)],
-        "programs": [{"programs_per_multiprocessor": count} for count in (1, 3, 4)],
+        "programs": [{"programs_per_multiprocessor": count} for count in (3, 4, 8)],
         "beginnings": [{"start_tiles": 2}],
+        "sums": [{"late_sum": True}],
     }
 
 

@@ -22,6 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kernels.compile_ahead import NoDevice
+from kernels.launch import HOPPER_SHARED_BYTES, shared_memory_bytes
+
+CARD = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,14 @@ class Card:
     name: str = "NVIDIA H200"
     capability: int = 90
     multi_processor_count: int = 132
-    shared_memory_per_block_optin: int = 227 * 1024
+    shared_memory_per_block_optin: int = HOPPER_SHARED_BYTES
 
     @staticmethod
     def at_hand() -> Card:
         """The first card of this machine."""
         found = torch.cuda.get_device_properties(0)
         capability = 10 * found.major + found.minor
-        return Card(found.name, capability, found.multi_processor_count, found.shared_memory_per_block_optin)
+        return Card(found.name, capability, found.multi_processor_count, shared_memory_bytes(CARD))
 
 
 class PretendedDriver(NoDevice):
@@ -52,9 +55,6 @@ class PretendedDriver(NoDevice):
 def pretend_gpu(architecture: int) -> None:
     """From here on kernels of this process are for a card of that compute capability, 90 for 9.0."""
     driver.set_active(PretendedDriver(GPUTarget("cuda", architecture, 32)))
-
-
-CARD = torch.device("cuda", 0)
 
 
 class CardTensor(torch.Tensor):

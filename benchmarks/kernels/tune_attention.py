@@ -52,6 +52,9 @@ FINALISTS = 3
 FINALS_SHARE = 0.2
 """Of the time, kept for the last round."""
 
+USUAL_PROGRAMS = {"_decode_kernel": 2}
+"""That a multiprocessor must hold at once, of kernels whose programs share the work equally."""
+
 MOST_STACK_BYTES = 512
 """A thread that spills more has no chance."""
 
@@ -176,7 +179,7 @@ def why_not(kernel: dict[str, Any], options: Options, card: Card) -> str | None:
     if kernel["stack_bytes"] > MOST_STACK_BYTES:
         return f"{kernel['stack_bytes']} bytes of stack a thread"
     room = resident_programs(kernel, card.shared_memory_per_block_optin)
-    wanted = options.get("programs_per_multiprocessor", 2 if kernel["name"] == "_decode_kernel" else 1)
+    wanted = options.get("programs_per_multiprocessor", USUAL_PROGRAMS.get(kernel["name"], 1))
     return None if wanted <= room else f"a multiprocessor has room for {room} programs, wanted {wanted}"
 
 

@@ -27,9 +27,6 @@ Request ids are the client's own strings; they need to be unique among its own l
 message cost that one message and are answered by an ErrorReply.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgpack
 
 from common.client_messages.output import Delta, SampleResult, TokenLogprob, TopLogprob
@@ -58,8 +55,7 @@ from common.client_messages.requests import (
     Prompt,
     Tokenize,
 )
-from common.errors import WireError
-from common.wire import unpack
+from common.wire import decode, kinds_of
 
 __all__ = [
     "CLIENT_PROTOCOL_VERSION",
@@ -95,24 +91,22 @@ __all__ = [
 FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping | Embed
 ToClient = Welcome | Deltas | Final | ErrorReply | TokenizeReply | DetokenizeReply | StatusReply | Pong | EmbedReply
 
-_FROM_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in FromClient.__args__}
-_TO_CLIENT: dict[int, Any] = {kind.CODE: kind for kind in ToClient.__args__}
-
+_FROM_CLIENT, _TO_CLIENT = kinds_of(FromClient), kinds_of(ToClient)
 
 ITEM_LIMIT = 1 << 17
-"""Items in all arrays and maps of a client's message at most."""
+"""Most items in all arrays and maps of a client's message together."""
 _START_BYTES = 4 * ID_LIMIT + 64
-"""Of a message, as many bytes as hold its type code and request id."""
+"""So many bytes at the start of a message contain its type code and request id."""
 
 
 def decode_from_client(data: bytes) -> FromClient:
     """A message from a client; raises WireError."""
-    return _decode(data, _FROM_CLIENT, "client -> engine", ITEM_LIMIT)  # type: ignore[no-any-return]
+    return decode(data, _FROM_CLIENT, "client -> engine", item_limit=ITEM_LIMIT)  # type: ignore[no-any-return]
 
 
 def decode_to_client(data: bytes) -> ToClient:
     """A message from the engine; raises WireError."""
-    return _decode(data, _TO_CLIENT, "engine -> client")  # type: ignore[no-any-return]
+    return decode(data, _TO_CLIENT, "engine -> client")  # type: ignore[no-any-return]
 
 
 def request_id_of(data: bytes) -> str:
@@ -130,10 +124,3 @@ def request_id_of(data: bytes) -> str:
         return ""
     readable = type(code) is int and isinstance(request_id, str) and len(request_id) <= ID_LIMIT
     return request_id if readable else ""
-
-
-def _decode(data: bytes, kinds: Mapping[int, Any], link: str, item_limit: int | None = None) -> Any:
-    code, fields = unpack(data, item_limit=item_limit)
-    if code not in kinds:
-        raise WireError(f"type code {code} is not carried by the link {link}")
-    return kinds[code].from_fields(fields)

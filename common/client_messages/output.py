@@ -1,6 +1,7 @@
-"""What a request gives back, as both the frontend's core and the client socket know it: samples, deltas, logprobs."""
+"""The parts of an output that the frontend's core and the client socket have in common: samples, deltas, logprobs."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,12 @@ class Delta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+    def extend(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Add what came after it."""
+        self.text += text
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
 
     def to_list(self) -> list[Any]:
         """The nested array that stands in a message."""

@@ -1,9 +1,10 @@
-"""Every message between frontend, scheduler, workers and supervisor, with its layout on the wire.
+"""All messages between frontend, scheduler, workers and supervisor, with their layout on the wire.
 
-Each class is frozen, carries a type code, and knows `to_wire` (the msgpack bytes) and `from_fields` (the checked way
-back). One union per direction of each link, one decoder per socket: `decode_for_scheduler`, `decode_for_frontend`,
-`decode_for_worker`, `decode_from_worker`, `decode_for_supervisor`, `decode_for_child`. A code that a socket does not
-carry raises `WireError`. The messages between clients and the frontend are in `client_messages`.
+Each class is frozen, has a type code, and has `to_wire` (gives msgpack bytes) and `from_fields` (builds the message
+from checked fields). There is one union per direction of each link and one decoder per socket: `decode_for_scheduler`,
+`decode_for_frontend`, `decode_for_worker`, `decode_from_worker`, `decode_for_supervisor`, `decode_for_child`. A code
+that a socket does not carry raises `WireError`. The messages between clients and the frontend are in
+`client_messages`.
 
     code  message          from -> to               one per
     1     AddRequest       frontend -> scheduler    request
@@ -22,15 +23,14 @@ carry raises `WireError`. The messages between clients and the frontend are in `
     41    Ready            child -> supervisor      start
     42    Failed           child -> supervisor      failure, as the last message
     50    Stop             supervisor -> child      end of the run
-    51    PeerFailed       supervisor -> child      death of another process
+    51    PeerFailed       supervisor -> child      loss of another process
     52    Profile          frontend -> supervisor -> child    trace that is asked for
     53    NewSession       supervisor -> child      restart of the process at the other end
 
-Request ids are int32 numbers that the frontend allots; none is given out again while it is live. A request with n
-samples is one AddRequest; what comes back is addressed by request id and sample index.
+Request ids are int32 numbers chosen by the frontend; none is reused while it is live. A request with n samples is one
+AddRequest; what comes back names request id and sample index.
 """
 
-from common.errors import WireError
 from common.messages.control import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop
 from common.messages.fields import EARLY_POOLINGS, POOLINGS, STEP_PARTS, WORKER_PARTS, TokenLogprobs
 from common.messages.requests import (
@@ -55,7 +55,7 @@ from common.messages.steps import (
     StepResult,
     WorkerReady,
 )
-from common.wire import unpack
+from common.wire import decode, kinds_of
 
 __all__ = [
     "EARLY_POOLINGS",
@@ -106,86 +106,39 @@ ForSupervisor = Heartbeat | Ready | Failed | Profile
 ForChild = Stop | PeerFailed | Profile | NewSession
 
 
+_FOR_SCHEDULER = kinds_of(ForScheduler)
+_FOR_FRONTEND = kinds_of(ForFrontend)
+_FOR_WORKER = kinds_of(StepPlan)
+_FROM_WORKER = kinds_of(FromWorker)
+_FOR_SUPERVISOR = kinds_of(ForSupervisor)
+_FOR_CHILD = kinds_of(ForChild)
+
+
 def decode_for_scheduler(data: bytes) -> ForScheduler:
     """A message from the frontend; raises WireError."""
-    code, fields = unpack(data)
-    match code:
-        case AddRequest.CODE:
-            return AddRequest.from_fields(fields)
-        case AbortRequests.CODE:
-            return AbortRequests.from_fields(fields)
-        case AbortSamples.CODE:
-            return AbortSamples.from_fields(fields)
-        case FlushCache.CODE:
-            return FlushCache.from_fields(fields)
-    raise _unknown(code, "frontend -> scheduler")
+    return decode(data, _FOR_SCHEDULER, "frontend -> scheduler")  # type: ignore[no-any-return]
 
 
 def decode_for_frontend(data: bytes) -> ForFrontend:
     """A message from the scheduler; raises WireError."""
-    code, fields = unpack(data)
-    match code:
-        case TokensOut.CODE:
-            return TokensOut.from_fields(fields)
-        case EngineStats.CODE:
-            return EngineStats.from_fields(fields)
-        case RequestFailed.CODE:
-            return RequestFailed.from_fields(fields)
-        case QueueNews.CODE:
-            return QueueNews.from_fields(fields)
-        case EngineReady.CODE:
-            return EngineReady.from_fields(fields)
-    raise _unknown(code, "scheduler -> frontend")
+    return decode(data, _FOR_FRONTEND, "scheduler -> frontend")  # type: ignore[no-any-return]
 
 
 def decode_for_worker(data: bytes) -> StepPlan:
     """A message from the scheduler; raises WireError."""
-    code, fields = unpack(data)
-    if code == StepPlan.CODE:
-        return StepPlan.from_fields(fields)
-    raise _unknown(code, "scheduler -> worker")
+    return decode(data, _FOR_WORKER, "scheduler -> worker")  # type: ignore[no-any-return]
 
 
 def decode_from_worker(data: bytes) -> FromWorker:
     """A message from a worker; raises WireError."""
-    code, fields = unpack(data)
-    match code:
-        case StepResult.CODE:
-            return StepResult.from_fields(fields)
-        case WorkerReady.CODE:
-            return WorkerReady.from_fields(fields)
-    raise _unknown(code, "worker -> scheduler")
+    return decode(data, _FROM_WORKER, "worker -> scheduler")  # type: ignore[no-any-return]
 
 
 def decode_for_supervisor(data: bytes) -> ForSupervisor:
     """A message from a child; raises WireError."""
-    code, fields = unpack(data)
-    match code:
-        case Heartbeat.CODE:
-            return Heartbeat.from_fields(fields)
-        case Ready.CODE:
-            return Ready.from_fields(fields)
-        case Failed.CODE:
-            return Failed.from_fields(fields)
-        case Profile.CODE:
-            return Profile.from_fields(fields)
-    raise _unknown(code, "child -> supervisor")
+    return decode(data, _FOR_SUPERVISOR, "child -> supervisor")  # type: ignore[no-any-return]
 
 
 def decode_for_child(data: bytes) -> ForChild:
     """A message from the supervisor; raises WireError."""
-    code, fields = unpack(data)
-    match code:
-        case Stop.CODE:
-            return Stop.from_fields(fields)
-        case PeerFailed.CODE:
-            return PeerFailed.from_fields(fields)
-        case Profile.CODE:
-            return Profile.from_fields(fields)
-        case NewSession.CODE:
-            return NewSession.from_fields(fields)
-    raise _unknown(code, "supervisor -> child")
-
-
-def _unknown(code: int, link: str) -> WireError:
-    return WireError(f"type code {code} is not carried by the link {link}")
+    return decode(data, _FOR_CHILD, "supervisor -> child")  # type: ignore[no-any-return]

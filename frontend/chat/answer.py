@@ -1,4 +1,4 @@
-"""How one request's answer is to be read: what is reasoning, what is a call, what is content."""
+"""Splits one request's answer into reasoning, content and tool calls, as its chat format says."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from frontend.chat.tool_parser import ToolParser
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerForm:
-    """What an answer may hold beside content.
+    """What an answer may contain besides content.
 
     Attributes:
         reasons: a `<think>` block at its start is reasoning.
@@ -39,7 +39,7 @@ class AnswerForm:
         return AnswerParser(self)
 
     def message(self, text: str) -> Message:
-        """A whole text, read."""
+        """The message that a whole text contains."""
         parser = self.parser()
         return Message.of([*parser.feed(text), *parser.finish()])
 
@@ -58,14 +58,14 @@ class AnswerParser:
         self.has_calls = False
 
     def feed(self, text: str) -> list[Part]:
-        """More text; the pieces that are certain."""
+        """Take more text; returns the pieces that are certain."""
         parts: list[Part] = [Content(text)] if text else []
         if self._reasoning is not None:
             parts = self._reasoning.feed(text)
         return self._read_calls(parts)
 
     def finish(self) -> list[Part]:
-        """The text is over: the last pieces."""
+        """The text has ended; returns the last pieces."""
         parts = self._read_calls(self._reasoning.finish() if self._reasoning is not None else [])
         return parts + self._kept(self._tools.finish()) if self._tools is not None else parts
 
@@ -88,5 +88,5 @@ class AnswerParser:
 
 
 def opens_reasoning(prompt_tail: str) -> bool:
-    """Whether a prompt that ends so leaves the model in its reasoning."""
+    """Whether a prompt with this end leaves the model in its reasoning."""
     return prompt_tail.rstrip().endswith(OPEN)

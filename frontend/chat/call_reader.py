@@ -1,7 +1,7 @@
-"""One tool call as a JSON object, read character by character: `{"name": "f", "arguments": {...}}`.
+"""Reads one tool call as a JSON object, character by character: `{"name": "f", "arguments": {...}}`.
 
-The arguments are passed on as they come, once the name is known, so that they can be streamed; from then on the call
-stands, even if the model never ends it. Until then it may turn out to be no call at all. Other keys are skipped.
+Once the name is known, the arguments are passed on as they come, so that they can be streamed. From then on the call
+counts, even if the model never finishes it; until then it may turn out not to be a call. Other keys are skipped.
 """
 
 import json
@@ -16,7 +16,7 @@ _SPACE = " \t\r\n"
 
 
 class Outcome(Enum):
-    """Where a reader stands."""
+    """The state of a reader."""
 
     OPEN = auto()
     DONE = auto()
@@ -33,7 +33,7 @@ class _Expect(Enum):
 
 
 class _Value:
-    """A JSON value under way: a string, a container or a scalar. Brackets must match; the rest is not checked."""
+    """An incomplete JSON value: a string, a container or a scalar. Brackets must match; the rest is not checked."""
 
     def __init__(self, first: str) -> None:
         self.text = first
@@ -42,7 +42,7 @@ class _Value:
         self.is_scalar = first not in '"{['
 
     def add(self, character: str) -> Outcome:
-        """One more character. A scalar is done with the character behind it, which is not part of it."""
+        """Take one more character. A scalar ends at the character after it, which is not part of it."""
         if self.is_scalar:
             if character in ",}]" or character in _SPACE:
                 return Outcome.DONE

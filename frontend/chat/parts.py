@@ -1,4 +1,4 @@
-"""The pieces of an answer, and the whole message put together from them. Plain values."""
+"""The parts of an answer (reasoning, content, tool calls), and the whole message made of them. Plain values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer: the text between `<think>` and `</think>` at the start of an output.
+"""Separates reasoning from the answer: the text between `<think>` and `</think>` at the start of an output.
 
 White space around either is left out. A block that is never closed is reasoning to the end.
 """
@@ -30,7 +30,7 @@ class ReasoningSplitter:
         self._begun = False  # the reasoning has text
 
     def feed(self, text: str) -> list[Part]:
-        """More of the output; the pieces that are certain."""
+        """Take more of the output; returns the pieces that are certain."""
         if self._place is _Place.ANSWER:
             return [Content(text)] if text else []
         self._held += text
@@ -49,7 +49,7 @@ class ReasoningSplitter:
         return parts
 
     def finish(self) -> list[Part]:
-        """The output is over: what was held back."""
+        """The output has ended; returns what was held back."""
         held, self._held = self._held, ""
         if self._place is _Place.THINKING:
             held = (held if self._begun else held.lstrip()).rstrip()

@@ -1,10 +1,10 @@
-"""How models write tool calls, which of it a model's template speaks, and the same as a grammar.
+r"""The formats in which models write tool calls: which one a model's template uses, and each one as a grammar.
 
     hermes    <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>      Hermes, Qwen and others
     llama     {"name": ..., "parameters": {...}}, also behind <|python_tag|>    Llama 3
     mistral   [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]              Mistral
 
-A template that knows no tools gets the Hermes form, described in the system message (`tools.py`).
+For a template that does not support tools, the Hermes format is described in the system message (`tools.py`).
 """
 
 import json
@@ -20,12 +20,12 @@ class ToolFormat:
     """One way to write tool calls.
 
     Attributes:
-        opening: what announces a call.
-        closing: what stands behind it; empty for nothing.
+        opening: the text before a call.
+        closing: the text after it; may be empty.
         arguments_key: the name of the arguments.
-        is_bare: a call may also stand at the start of an answer without `opening`, if it names a function on offer.
-        is_array: the calls stand in a JSON array.
-        template_mark: what a template that speaks this format contains.
+        is_bare: a call at the start of an answer may also come without `opening`, if it names a function on offer.
+        is_array: the calls are in a JSON array.
+        template_mark: a text that templates with this format contain.
     """
 
     name: str
@@ -63,13 +63,13 @@ def format_of(template: str) -> ToolFormat:
 def call_grammar(
     form: ToolFormat, functions: Sequence[Mapping[str, Any]], *, parallel: bool, opening_id: int | None
 ) -> str:
-    """A Lark grammar for an answer that is nothing but calls of these functions.
+    """A Lark grammar for an answer that consists of calls of these functions.
 
     Args:
         functions: those that may be called, with `name` and perhaps `parameters`, a JSON schema.
-            What of a schema cannot be enforced is ignored, since descriptions of tools are rarely written for that.
-        parallel: any number of calls, else one.
-        opening_id: the token that the format's opening is, if it is a special one.
+            Parts of a schema that cannot be enforced are ignored, since tools are rarely described for that purpose.
+        parallel: allow any number of calls, else one.
+        opening_id: the special token that is the format's opening, if there is one.
     """
     definitions: dict[str, Any] = {}
     choices = [_call_schema(form, function, f"{i}_", definitions) for i, function in enumerate(functions)]

@@ -1,7 +1,7 @@
-"""Tool calls apart from the text around them, as the text grows.
+"""Separates tool calls from the text around them, as the text grows.
 
-What might become a call is held back until it is certain; what turns out to be none comes out as content, tags and
-all. White space between calls, and between a call and the text beside it, is left out.
+Text that may become a call is held back until this is certain; if it turns out not to be one, it comes out as content,
+tags included. White space between calls, and between a call and the text beside it, is left out.
 """
 
 import secrets
@@ -43,7 +43,7 @@ class ToolParser:
         self._call_count = 0
 
     def feed(self, text: str) -> list[Part]:
-        """More of the output; the pieces that are certain."""
+        """Take more of the output; returns the pieces that are certain."""
         self._buffer += text
         parts: list[Part] = []
         steps = {
@@ -55,7 +55,7 @@ class ToolParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """The output is over: what was held back."""
+        """The output has ended; returns what was held back."""
         held, self._buffer = self._buffer, ""
         if self._place in (_Place.LEAD, _Place.CALL):
             held = "" if self._place is _Place.CALL and self._reader.started else self._raw + held

@@ -1,7 +1,7 @@
-"""What a request says of tools: checked, and brought into the form that templates take.
+"""Checks a request's tools and converts them to the form that chat templates take.
 
-A template that knows no tools gets them in the system message, and earlier calls and their results as text, in the
-Hermes form.
+For a template that does not support tools, they go into the system message, and earlier calls and their results become
+text in the Hermes format.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        tools: as the client sent them; empty if the model is to know of none.
+        tools: as the client sent them; empty if the model must not see any.
         choice: `none`, `auto`, `required`, or the name of the function that must be called.
         is_named: `choice` is a name.
     """
@@ -114,16 +114,24 @@ def for_template(
 
     Args:
         knows_tools: whether the template does; if not, there are none left, and everything about them is text.
+
+    Raises:
+        RequestError: calls that are none, or values that JSON cannot hold.
     """
+    for index, message in enumerate(messages):
+        check_calls(message, f"messages[{index}]")
     chat = [_with_decoded_arguments(message) for message in messages]
-    return (chat, tools) if knows_tools else (as_text(chat, tools), ())
+    try:
+        return (chat, tools) if knows_tools else (as_text(chat, tools), ())
+    except (TypeError, ValueError, RecursionError) as error:  # the client socket carries more than JSON
+        raise RequestError(f"messages: their calls or the tools are no JSON: {error}", param="messages") from None
 
 
 def _with_decoded_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**message, "tool_calls": [_decoded(call) if _is_call(call) else call for call in calls]}
+    return {**message, "tool_calls": [_decoded(call) for call in calls]}
 
 
 def _is_call(call: Any) -> bool:
@@ -141,25 +149,33 @@ def _decoded(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat with tools for a template that knows none."""
+    """A chat with tools, for a template that does not support them."""
     plain = [_plain_message(message) for message in messages]
     if not tools:
         return plain
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     instructions = _INSTRUCTIONS.format(tools=described)
     if plain and plain[0].get("role") == "system":
-        first = {**plain[0], "content": f"{plain[0].get('content') or ''}\n\n{instructions}"}
+        first = {**plain[0], "content": f"{_text_of(plain[0])}\n\n{instructions}"}
         return [first, *plain[1:]]
     return [{"role": "system", "content": instructions}, *plain]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content") or ""
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    written = [call["function"] for call in message.get("tool_calls") or () if _is_call(call)]
-    if not written:
+        return {"role": "user", "content": f"<tool_response>\n{_text_of(message)}\n</tool_response>"}
+    if not message.get("tool_calls"):
         return dict(message)
+    written = [call["function"] for call in message["tool_calls"]]
     calls = [{"name": function["name"], "arguments": function.get("arguments", {})} for function in written]
     texts = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+    content = _text_of(message)
     return {"role": message.get("role"), "content": "\n".join([content, *texts] if content else texts)}
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """A message's content as text, whichever form a client of the socket gave it."""
+    content = message.get("content") or ""
+    if not isinstance(content, list):
+        return str(content)
+    return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

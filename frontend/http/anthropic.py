@@ -1,4 +1,4 @@
-"""`/v1/messages` and its `count_tokens`: Anthropic's form of a chat, over the same start and the same parsers."""
+"""`/v1/messages` and its `count_tokens`: Anthropic's form of a chat, with the same start and parsers as the others."""
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -25,15 +25,15 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     Attributes:
         messages: the chat so far; contents are texts or blocks (`text`, `tool_use`, `tool_result`, `thinking`).
         model: the name of a model that is served here.
-        max_tokens: tokens to generate at most; `/v1/messages` wants it.
+        max_tokens: most tokens to generate; required by `/v1/messages`.
         system: a system message to begin with.
         stop_sequences: strings that end the output.
         stream: answer with server-sent events.
         tools: functions that the model may call, each with an `input_schema`.
         tool_choice: a map whose `type` is `auto`, `any`, `tool` or `none`.
-        thinking: a map; its type `disabled` asks for no reasoning.
-        metadata: a map; its `user_id` is who asks, for fair sharing.
-        service_tier: taken, and without effect.
+        thinking: a map; the type `disabled` turns reasoning off.
+        metadata: a map; its `user_id` is the user who asks, for fair sharing.
+        service_tier: accepted, but without effect.
     """
 
     messages: list[dict[str, Any]]
@@ -74,7 +74,7 @@ async def messages(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How long the prompt of such a request is."""
+    """Count the tokens of the prompt of such a request."""
     engine: Engine = request.app.state.engine
     body = await read_body(request, MessagesRequest)
     given = as_chat(body)
@@ -127,7 +127,7 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
 
 
 def _messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """One message as the chat knows it: results of tools become messages of their own."""
+    """One message in the chat's form: results of tools become messages of their own."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]

@@ -101,7 +101,7 @@ def stop_fields(reason: str | None, stop: str | int | None, *, has_calls: bool) 
 
 
 def _object(text: str) -> Any:
-    """A call's input; what is no JSON object, because it was cut short, under a name of its own."""
+    """A call's input as an object; input that was cut off, and so is not one, under a name of its own."""
     try:
         value = json.loads(text)
     except ValueError:

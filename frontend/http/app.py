@@ -78,7 +78,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _meant(path: str) -> str:
-    """What a path that does not exist was probably to be."""
+    """The endpoint that a path which does not exist was probably meant to be."""
     if not path.strip("/"):
         return "; /docs describes the API, and /dashboard shows the engine"
     tail = path.rpartition("/v1")[2].rstrip("/") or "/models"

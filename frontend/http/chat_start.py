@@ -1,6 +1,6 @@
-"""How a chat begins, for every endpoint that answers chats: prompt, parameters, and how its answer is to be read.
+"""Starts a chat, for every endpoint that answers chats: its prompt, its parameters, and how to read its answer.
 
-`chat.py` and `responses.py` differ in what they take and send; both start here from a `ChatRequest`.
+The chat endpoints differ in what they take and send; all of them start here from a `ChatRequest`.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class StartedChat:
 async def start_chat(
     engine: Engine, request: Request, body: ChatRequest, names: Mapping[str, str] | None = None
 ) -> StartedChat:
-    """Check a chat and send it on its way.
+    """Check a chat and submit its request.
 
     Args:
         names: what the client calls fields of `ChatRequest`, for errors.
@@ -100,7 +100,7 @@ def _prompt(body: ChatRequest, tools: Tools) -> ChatPrompt:
 
 
 def _wanted_output(body: ChatRequest, tools: Tools, tokenizer: Tokenizer) -> StructuredOutputs | None:
-    """The form of the whole output: the client's, or that of the calls it insists on."""
+    """The form of the whole output: the client's own, or that of the calls it requires."""
     wanted = structured_outputs(body)
     if not tools.must_call:
         return wanted
@@ -132,7 +132,7 @@ def _tool_format(tools: Tools, tokenizer: Tokenizer) -> ToolFormat:
 
 
 def _special_tokens(body: ChatRequest, form: AnswerForm, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special tokens stay in the text if the answer cannot be read without them."""
+    """The parameter that keeps special tokens in the text, if the answer cannot be parsed without them."""
     tags = [OPEN] if form.reasons else []
     tags += [form.tool_format.opening] if form.tool_format else []
     needed = any(tokenizer.special_id_of(tag) is not None for tag in tags)

@@ -1,4 +1,4 @@
-"""`/v1/completions`: text or token ids in, what follows out; several prompts at once, echo, log probabilities."""
+"""`/v1/completions`: text or token ids in, their continuation out; several prompts at once, echo, log probabilities."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any

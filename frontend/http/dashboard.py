@@ -1,7 +1,7 @@
 """`/dashboard`: one page that shows the engine live, and `/dashboard/data`, which feeds it.
 
-The page is a single file without anything from elsewhere; its policy lets it run only its own script, by hash, and talk
-only to this server. It holds no figures itself, so it needs no API key; the data do, and the page asks for the key.
+The page is a single file that loads nothing from elsewhere; its policy lets it run only its own script, by hash, and
+talk only to this server. It contains no figures itself, so it needs no API key; the data do, and the page asks for it.
 """
 
 import base64

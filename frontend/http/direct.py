@@ -1,9 +1,9 @@
-"""The short way of a token into its stream: from the core's call straight to the connection, without waking a task.
+"""The fast path of a token into its stream: from the core's call straight to the connection, without waking a task.
 
-Waking the task that writes a stream, and the way through the application's layers, cost more than everything else that
-happens to a token. They are taken for a stream's start and end, for errors, for clients that read too slowly, and by
-servers other than ours. Nothing can overtake anything: a token goes the short way only while the task waits for one,
-which means that all before it has been written.
+Waking the task that writes a stream, and going through the application's layers, cost more than everything else that
+happens to a token. That slow path is taken for a stream's start and end, for errors, for clients that read too slowly,
+and by servers other than ours. Nothing can overtake anything: a token takes the fast path only while the task waits for
+one, which means that everything before it has been written.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,14 @@ class DirectWriter:
         self._is_open = self._cycle is not None and bool(self._cycle.chunked_encoding)
 
     def close(self) -> None:
-        """What is left goes the long way."""
+        """From now on everything takes the slow path."""
         self._is_open = False
 
     def of(self, render: Callable[[str], bytes]) -> Callable[[str], bool]:
-        """A function that writes what `render` makes of a text; False, and nothing rendered, if the text has to go the
-        long way: the client may be slow, or gone."""
+        """A function that writes what `render` makes of a text.
+
+        It returns False, without rendering, if the text has to take the slow path: the client may be slow, or gone.
+        """
         cycle = self._cycle
 
         def write(text: str) -> bool:
@@ -57,8 +59,10 @@ class DirectWriter:
         return write
 
     def of_texts(self, start: bytes, end: bytes) -> Callable[[str], bool]:
-        """The same for events that are the text, as JSON, between two constants; all in one function, since it is what
-        nearly every token comes to."""
+        """The same for events that consist of the text, as JSON, between two constants.
+
+        Nearly every token takes this way, so all of it is in one function.
+        """
         if self._cycle is None:
             return lambda text: False
         cycle, flow, put, encode = self._cycle, self._cycle.flow, self._cycle.transport.write, _encoder.encode

@@ -1,4 +1,4 @@
-"""The page `/docs`: an OpenAPI document as HTML that needs nothing else, no script and no network."""
+"""The page `/docs`: an OpenAPI document as self-contained HTML that needs no script and no network."""
 
 import json
 from collections.abc import Mapping

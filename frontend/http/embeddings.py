@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: texts or token ids in, the direction of the model's hidden states out."""
+"""`/v1/embeddings`: texts or token ids in, the model's hidden states out, pooled to one normalised vector per input."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Every endpoint of the HTTP API, with its body and an example: what is routed, and what /openapi.json describes."""
+"""The table of all HTTP endpoints, with their bodies and examples: what is routed, and what /openapi.json describes."""
 
 from frontend.http import dashboard, tokens, utilities
 from frontend.http.anthropic import MessagesRequest, count_tokens, messages

@@ -35,7 +35,7 @@ def check_model(engine: Engine, model: str | None) -> str:
 
 
 def check_queueing(body: QueueFields) -> None:
-    """Refuse what does not fit the messages to the scheduler; raises RequestError."""
+    """Refuse values that do not fit into the messages to the scheduler; raises RequestError."""
     if body.priority is not None and abs(body.priority) > INT32_MAX:
         raise RequestError(f"priority: wanted an integer from {-INT32_MAX} to {INT32_MAX}", param="priority")
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= _SALT_LIMIT:
@@ -45,7 +45,7 @@ def check_queueing(body: QueueFields) -> None:
 
 
 def check_generation(body: GenerationRequest) -> None:
-    """The same, and what does not go together; raises RequestError."""
+    """The same, and refuse options that exclude each other; raises RequestError."""
     check_queueing(body)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options only go with stream: true", param="stream_options")
@@ -63,7 +63,7 @@ async def start(
     deltas: bool,
     pooling: str = "",
 ) -> list[RequestStream]:
-    """Start one engine request per prompt; if one is refused, none goes on.
+    """Start one engine request per prompt; if one is refused, the others are aborted.
 
     Raises:
         RequestError: one of them cannot be served.
@@ -94,7 +94,7 @@ async def start(
 
 
 def abort_all(streams: Sequence[RequestStream]) -> None:
-    """End whatever still runs; their `Final`s follow."""
+    """Abort the requests that are still running; their `Final`s follow."""
     for stream in streams:
         stream.abort()
 
@@ -169,7 +169,7 @@ def reply_id(prefix: str, request: Request, body: GenerationRequest) -> str:
 
 
 def _name(request: Request, body: QueueFields) -> str:
-    """What the request is called: by its client, or by the id of the HTTP request."""
+    """The request's name: the client's own for it, or the id of the HTTP request."""
     return body.request_id or str(request.scope.get("request_id", ""))
 
 

@@ -1,7 +1,7 @@
-"""The last minutes of an engine, second by second: what the dashboard draws.
+"""The last minutes of an engine, second by second, for the dashboard's charts.
 
-A row a second is kept for five minutes, made from differences of the figures that the core counts anyway; a page that
-is opened finds the past already there. Called by the HTTP server and by the dashboard's endpoint.
+One row per second is kept for five minutes, computed from differences of the figures that the core counts anyway. So a
+page that has just been opened shows the past too. Called by the HTTP server and by the dashboard's endpoint.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class History:
         clock: monotonic seconds; wall_clock: seconds since the epoch.
 
     Attributes:
-        run: names this run of the frontend: whoever holds rows of another one starts anew.
+        run: identifies this run of the frontend: a page that has rows of another one starts over.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class History:
         self._remember(now_s)
 
     def view(self, run: str, row_number: int) -> dict[str, Any]:
-        """What a page needs that has the rows up to a number.
+        """The rows that a page does not have yet.
 
         Args:
-            run: of which run it has them.
-            row_number: how many rows there had been when it last asked.
+            run: the run that its rows are from.
+            row_number: how many rows there were when it last asked.
         """
         new_count = self._row_count - row_number if run == self.run else len(self._rows)
         rows = list(self._rows)[max(len(self._rows) - new_count, 0) :] if new_count > 0 else []
@@ -187,7 +187,7 @@ class History:
         return found
 
     def _since(self, name: str) -> int:
-        """By how much a counter of the scheduler's has grown; the core has it go on where a scheduler starts anew."""
+        """By how much a counter of the scheduler's has grown; it does not start over when a scheduler is restarted."""
         return int(getattr(self._engine.stats, name) - getattr(self._stats, name))
 
 

@@ -1,4 +1,4 @@
-"""Prometheus figures under the names that vLLM's dashboards know; docs/observing.md lists them.
+"""Prometheus metrics under the names that vLLM's dashboards know; docs/observing.md lists them.
 
 All are read when someone asks: gauges and counters from the scheduler's last figures, histograms from what the core
 counted. One registry, in this process; the scheduler's figures come with its messages.
@@ -49,11 +49,11 @@ HISTOGRAMS = {
 
 
 class Metrics(Collector):
-    """The figures of one frontend.
+    """The metrics of one frontend.
 
     Args:
         engine: whose figures.
-        prefix: before every name.
+        prefix: of every name.
     """
 
     def __init__(self, engine: Engine, prefix: str = "trireme:") -> None:

@@ -29,7 +29,7 @@ _GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class RequestId:
     """Gives every request an id, the client's own if it sent `x-request-id`; logs carry it, the response echoes it.
 
-    Also answers what nothing inside has dealt with, so that even that response has its id and the form of all errors.
+    Also answers errors that nothing inside has handled, so that even those have an id and the form of all errors.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -167,7 +167,7 @@ def _compressed(encoding: bytes) -> RequestError:
 
 
 def _path(scope: Scope) -> str:
-    """The path that routes see: without what a reverse proxy puts before it (`--root-path`)."""
+    """The path that routes see: without the prefix that a reverse proxy adds (`--root-path`)."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 

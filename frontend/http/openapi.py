@@ -1,7 +1,7 @@
 """`/openapi.json`, the description of the whole API, and `/docs`, the same as a page.
 
-Written from the table of endpoints and the classes that bodies are decoded into, so it cannot say anything else than
-what the server takes. What a field means comes from the docstrings. `endpoints` has the table; nothing here knows it.
+Generated from the table of endpoints and the classes that bodies are decoded into, so it always says what the server
+accepts. The meaning of fields comes from docstrings. `endpoints` has the table; nothing here knows it.
 """
 
 import inspect

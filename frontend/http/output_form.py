@@ -1,4 +1,4 @@
-"""The form that a request wants its output in, from whichever of the API's fields says so."""
+"""The form of output that a request asks for, in whichever of the API's fields."""
 
 from typing import Any
 

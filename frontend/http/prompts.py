@@ -1,4 +1,4 @@
-"""What clients send as prompts, in the forms that the engine takes: text, token ids, chats."""
+"""Converts the prompts that clients send to the forms that the engine takes: text, token ids, chats."""
 
 from array import array
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol with bounds on connections and on a request's head, and errors in the API's own form.
+"""uvicorn's HTTP protocol with limits on connections and on a request's head, and errors in the API's own form.
 
-The parser keeps what it has not finished, so that a header without an end would grow until memory is gone; and a
-process that is out of file descriptors dies in ZeroMQ, so that idle connections must leave some.
+The limits are needed: the parser keeps what is unfinished, so a header without an end would grow until memory is gone;
+and ZeroMQ aborts a process that is out of file descriptors, so idle connections must leave some.
 """
 
 import asyncio
@@ -40,10 +40,12 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         self._in_body = False
         self._head_bytes = 0
+        self._cycles: list[Any] = []  # requests whose responses are not complete, oldest first
+        self._refusal: RequestError | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected; it is sent away if there are too many."""
+        """A client has connected; it is refused if there are too many."""
         super().connection_made(transport)
         self.open_connections.http_count = len(self.connections)
         try:
@@ -53,8 +55,11 @@ class Protocol(HttpToolsProtocol):
             self._refuse(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """The connection is gone, and with it whoever waits for responses: uvicorn tells the last one only."""
         self._stop_timer()
+        self.pipeline.clear()
+        for cycle in self._cycles:
+            _end(cycle)
         super().connection_lost(exc)
         self.open_connections.http_count = len(self.connections)
 
@@ -90,6 +95,7 @@ class Protocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self.scope[CYCLE_KEY] = self.cycle  # type: ignore[literal-required]
+        self._cycles = [*self._unanswered(), self.cycle]
 
     def on_message_complete(self) -> None:
         """The parser has seen the end of a request."""
@@ -100,7 +106,7 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the request anew without its wish for another protocol: the parser would take the body for that one."""
+        """Parse the request again without its Upgrade header, with which the body would count as another protocol's."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":  # wishes for another protocol by itself
             self.send_400_response("this is no proxy: CONNECT is not served")
@@ -111,10 +117,30 @@ class Protocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no proper HTTP request, and close."""
+        """Answer bytes that are not an HTTP request, and close."""
         self._refuse(RequestError(msg, code="bad_request"))
 
+    def on_response_complete(self) -> None:
+        """A response is written; what came behind its request may have to be refused now."""
+        super().on_response_complete()
+        if self._refusal is not None and not self.transport.is_closing():
+            self._refuse(self._refusal)
+
+    def _unanswered(self) -> list[Any]:
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
     def _refuse(self, error: RequestError) -> None:
+        """Answer the request that is being read with an error and close; once those before it are answered."""
+        mine = self.cycle if self._in_body else None
+        if any(cycle is not mine for cycle in self._unanswered()):
+            self._refusal = error
+            return
+        if mine is not None:
+            has_begun = mine.response_started
+            _end(mine)
+            if has_begun:
+                self.transport.close()
+                return
         body = msgspec.json.encode(error_body(error, dict(self.scope) if self.cycle else {}))
         status = f"{error.status} {HTTPStatus(error.status).phrase}"
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -146,8 +172,13 @@ class Protocol(HttpToolsProtocol):
     def _body_is_late(self) -> None:
         if self.flow.read_paused:
             self._await_body()  # it is us who do not read
-        elif self.cycle is not None and self.cycle.response_started:
-            self.transport.close()
         elif not self.transport.is_closing():
             text = f"nothing of the request's body came for {BODY_TIMEOUT_S:g} s"
             self._refuse(RequestError(text, code="body_timeout", status=408))
+
+
+def _end(cycle: Any) -> None:
+    """Tell a request's application that its client is gone."""
+    if not cycle.response_complete:
+        cycle.disconnected = True
+    cycle.message_event.set()

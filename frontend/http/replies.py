@@ -1,7 +1,7 @@
-"""What is sent back for completions: whole bodies, and the chunks of streams.
+"""The replies to completions: whole bodies, and the chunks of streams.
 
-Nearly every chunk of a stream is a piece of text and nothing else; such a chunk is put together from parts encoded once
-for the stream and the text. All others are dicts, encoded by msgspec.
+Nearly every chunk of a stream is a piece of text and nothing else. Such a chunk is put together from constant parts,
+encoded once per stream, and the text. All others are dicts, encoded by msgspec.
 """
 
 import time
@@ -54,7 +54,7 @@ class Reply(ABC):
 
     Args:
         reply_id: the `id` of body and chunks.
-        model: the name that the client hears.
+        model: the name for the client.
         logprob_count: likeliest tokens to show per position; None for no log probabilities.
         token_ids: whether token ids are shown.
     """
@@ -75,7 +75,7 @@ class Reply(ABC):
 
     @property
     def is_bare(self) -> bool:
-        """Whether text is all that a token shows."""
+        """Whether a token is shown as text only."""
         return self.logprob_count is None and not self.token_ids
 
     def text(self, index: int, text: str) -> bytes:
@@ -104,7 +104,7 @@ class Reply(ABC):
         """See `plain_parts`."""
 
     def plain_parts(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text in an event of choice `index` that holds nothing else."""
+        """The constant parts before and after the text, in an event of choice `index` that contains nothing else."""
         if index not in self._plain:
             self._plain[index] = self._make_plain_parts(index)
         return self._plain[index]
@@ -269,7 +269,7 @@ class CompletionReply(Reply):
 
 
 def _key(text: str, raw: bytes) -> str:
-    """A token's text, or its bytes where those are no whole characters: many such tokens have one and the same text."""
+    """A token's text, or its bytes if they are not whole characters: many such tokens would have the same text."""
     try:
         raw.decode()
     except UnicodeDecodeError:
@@ -282,7 +282,7 @@ def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
 
 
 def _message_fields(message: Message, form: AnswerForm) -> dict[str, Any]:
-    """What a message holds when it is more than content."""
+    """The fields of a message that is more than content."""
     fields: dict[str, Any] = {"content": message.content}
     if form.reasons:
         reasoning = message.reasoning or None if form.shows_reasoning else None
@@ -297,7 +297,7 @@ def _message_fields(message: Message, form: AnswerForm) -> dict[str, Any]:
 
 
 def _part_fields(part: Part) -> dict[str, Any]:
-    """The `delta` of a chunk that holds one piece."""
+    """The `delta` of a chunk with one piece."""
     match part:
         case Content(text):
             return {"content": text}
@@ -316,7 +316,7 @@ def finals_usage(finals: Sequence[Final], *, output_wanted: bool = True) -> dict
 
 
 def prompt_fields(final: Final, reply: Reply, *, logprobs_wanted: bool = True) -> dict[str, Any]:
-    """What a whole reply shows of the prompt, in vLLM's form: its token ids, and their log probabilities by id."""
+    """The prompt in a whole reply, in vLLM's form: its token ids, and their log probabilities by id."""
     fields: dict[str, Any] = {"prompt_token_ids": list(final.prompt_token_ids)} if reply.token_ids else {}
     if logprobs_wanted and final.prompt_logprobs is not None:
         fields["prompt_logprobs"] = [entry and _by_token_id(entry) for entry in final.prompt_logprobs]

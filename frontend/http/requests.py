@@ -1,7 +1,7 @@
-"""What the bodies of requests may hold: one class per endpoint, decoded by msgspec, refused with the field's name.
+"""The bodies of requests: one class per endpoint, decoded by msgspec. A bad body is refused with the field's name.
 
 Field names and defaults are OpenAI's, with vLLM's additions. A field that is null counts as not given. Unknown fields
-are accepted, and each is logged once. The ranges of sampling parameters are `SamplingParams`' business.
+are accepted, and each is logged once. `SamplingParams` checks the ranges of sampling parameters.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ QUICK_BYTES = 1 << 16
 """Bodies up to this size are parsed on the spot: in 3 ms the worst of them, token ids and texts in a tenth of it."""
 _FIELD_PATH = re.compile(r"\$\.(\w+)")
 REPORTED_AT_ONCE = 32
+SHOWN_LIMIT = 300
+"""Characters of an error that repeats what a client sent."""
 _REPORT_LIMIT = 1000
 _STRING = {"type": "string"}
 
@@ -87,11 +89,11 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What form the output must have.
+    """The form that the output must have.
 
     Attributes:
         type: `text`, `json_object`, or `json_schema`.
-        json_schema: a map that holds the `schema`.
+        json_schema: a map that contains the `schema`.
     """
 
     type: str
@@ -99,12 +101,12 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class QueueFields(msgspec.Struct, kw_only=True):
-    """What every request to the model may say that is not about its output.
+    """Fields of every request to the model that are not about its output.
 
     Attributes:
         model: the name of a model that is served here.
-        user: who asks, for fair sharing; the address if it is missing.
-        priority: lower goes first; 0 is usual.
+        user: the user who asks, for fair sharing; by default the address.
+        priority: lower goes first; the default is 0.
         cache_salt: cached prefixes are shared only under the same salt.
         request_id: a name for the request, part of the reply's id.
         timeout: seconds after which the request ends with an error.
@@ -150,7 +152,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
 
     Attributes:
         stream: answer with server-sent events.
-        stream_options: what the events hold beside the output.
+        stream_options: what the events contain besides the output.
         response_format: the form of the output, as OpenAI has it.
         structured_outputs: as vLLM has it: a map with one of `json`, `regex`, `choice`, `grammar`, `json_object`.
         guided_json, guided_regex, guided_choice, guided_grammar: the same under vLLM's older names.
@@ -177,7 +179,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     Attributes:
         prompt: a text, token ids, or a list of either.
         suffix: not supported yet.
-        best_of: as `n`; another number is not supported yet.
+        best_of: must equal `n`; other numbers are not supported yet.
     """
 
     prompt: str | list[Any]
@@ -191,15 +193,15 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     Attributes:
         messages: the chat so far, each message with `role` and `content`.
-        chat_template_kwargs: further variables of the chat template.
-        add_generation_prompt: begin an answer; true if it is missing.
-        continue_final_message: go on with the last message instead of answering it.
+        chat_template_kwargs: further variables for the chat template.
+        add_generation_prompt: begin an answer; true by default.
+        continue_final_message: continue the last message instead of answering it.
         logprobs: show log probabilities of the output's tokens.
-        top_logprobs: with `logprobs`, of so many likeliest tokens too.
+        top_logprobs: with `logprobs`, also those of this many likeliest tokens.
         max_completion_tokens: the newer name of `max_tokens`.
         tools: functions that the model may call.
         tool_choice: `none`, `auto`, `required`, or a map that names one function.
-        parallel_tool_calls: false allows one call at most.
+        parallel_tool_calls: false allows at most one call.
         reasoning_effort: a variable of the chat template; `none` asks for no reasoning.
         include_reasoning: false leaves the reasoning out of the answer.
         echo: not supported for chats.
@@ -224,10 +226,10 @@ class EmbeddingsRequest(QueueFields, kw_only=True):
 
     Attributes:
         input: a text, token ids, or a list of either.
-        encoding_format: base64 is that of the little-endian float32 numbers.
-        dimensions: keep so many numbers of each embedding, and make it of length 1 again.
+        encoding_format: `float`, or `base64` of little-endian float32 numbers.
+        dimensions: keep only this many numbers of each embedding, and normalise it to length 1 again.
         pooling: `last` for the last token's hidden state, `mean` for the mean of all, `cls` for the first one's; by
-            default as the engine was started, or as the model's folder says.
+            default the engine's `--pooling`, or what the model's folder says.
     """
 
     input: str | list[Any]
@@ -263,7 +265,7 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     """`/abort_request`.
 
     Attributes:
-        request_id: which, by the request's own `request_id` or `x-request-id`, or by the `id` of its reply.
+        request_id: the request's own `request_id` or `x-request-id`, or the `id` of its reply.
         rid: the same under SGLang's name.
         abort_all: all of them instead.
     """
@@ -343,7 +345,8 @@ def sampling_values(request: SamplingFields) -> dict[str, Any]:
 
 
 def _refusal(text: str) -> RequestError:
-    what, _, path = text.partition(" - at `")
+    what, _, path = text.rpartition(" - at `") if " - at `" in text else (text, "", "")
+    what = what if len(what) <= SHOWN_LIMIT else f"{what[:SHOWN_LIMIT]}..."
     match = _FIELD_PATH.match(path)
     missing = re.match(r"Object missing required field `(\w+)`", what)
     param = missing[1] if missing else match[1] if match else None

@@ -16,12 +16,12 @@ _encoder = msgspec.json.Encoder()
 
 
 class ResponseHead:
-    """What all events of one response share.
+    """The common part of all events of one response.
 
     Args:
         response_id: its `id`.
-        model: the name that the client hears.
-        echoed: what is repeated of the request.
+        model: the name for the client.
+        echoed: the fields that are repeated from the request.
     """
 
     def __init__(self, response_id: str, model: str, echoed: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _text_part(text: str) -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer form of a chat, over the same start and the same parsers.
+"""`/v1/responses`: OpenAI's newer form of a chat, with the same start and parsers as the others.
 
 Nothing is stored, so there is no `previous_response_id`: send the whole conversation as `input`.
 """
@@ -29,7 +29,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         input: a text, or items: messages, `function_call`, `function_call_output`.
         model: the name of a model that is served here.
         instructions: a system message to begin with.
-        max_output_tokens: tokens to generate at most; without it, up to the model's context.
+        max_output_tokens: most tokens to generate; by default up to the model's context.
         tools: functions that the model may call.
         tool_choice: `none`, `auto`, `required`, or a map that names one function.
         parallel_tool_calls: false allows one call at most.

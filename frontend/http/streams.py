@@ -1,8 +1,8 @@
-"""Replies that take time: server-sent events, and the watch for clients that go away.
+"""Replies that take time: server-sent events, and noticing clients that disconnect.
 
-A client that disconnects, from a stream or while it waits for a whole body, has its requests aborted at once. An error
-before the first event is an ordinary HTTP error; after it, it is an event, since a stream that is merely cut looks
-complete.
+When a client disconnects, from a stream or while it waits for a whole body, its requests are aborted at once. An error
+before the first event is an ordinary HTTP error; an error after it is sent as an event, since a stream that is merely
+cut off looks complete.
 """
 
 import asyncio

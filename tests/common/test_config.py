@@ -10,6 +10,7 @@ from common.config import (
     ModelOptions,
     SchedulerOptions,
     ServerOptions,
+    is_loopback,
     parse_count,
     step_limits,
 )
@@ -104,3 +105,14 @@ def test_open_limits_are_chosen_for_the_device_and_never_contradict():
         for tokens in (0, 3000):
             limits = step_limits(SchedulerOptions(max_num_seqs=seqs, max_num_batched_tokens=tokens), "cpu")
             assert 1 <= limits.max_num_seqs <= limits.max_num_batched_tokens
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
+def test_loopback_addresses_are_this_machines_alone(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "127.example.org", "localhost.example.org", ""])
+def test_other_addresses_and_names_are_not(host):
+    """A name that begins with `127.` was taken for a loopback address."""
+    assert not is_loopback(host)

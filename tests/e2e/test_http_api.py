@@ -190,3 +190,21 @@ def wait_for(condition, timeout_s: float = 20.0) -> None:
     while not condition():
         assert not give_up.is_set(), f"did not become true in {timeout_s} s"
     timer.cancel()
+
+
+def test_bodies_of_a_megabyte_are_answered_like_short_ones(client, model, url):
+    """They are parsed in a process of their own."""
+    filler = {"metadata": {"filler": "y" * 1_000_000}}
+    short = client.chat.completions.create(model=model, messages=CHAT, **GREEDY).choices[0].message.content
+    long = client.chat.completions.create(model=model, messages=CHAT, extra_body=filler, **GREEDY)
+    assert long.choices[0].message.content == short
+    ids = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    many = httpx.post(url + "/detokenize", json={"tokens": ids * (200_000 // len(ids))})
+    assert many.json()["prompt"] == PROMPT * (200_000 // len(ids))
+    batch = client.completions.create(model=model, prompt=[ids, ids], extra_body=filler, **GREEDY)
+    assert batch.choices[0].text == batch.choices[1].text
+    with pytest.raises(openai.BadRequestError, match="has 400000 tokens"):
+        client.completions.create(model=model, prompt=[5] * 400_000)
+    refused = httpx.post(url + "/v1/chat/completions", json={"messages": CHAT, "tools": [[]] * 100_000})
+    assert refused.status_code == 413
+    assert "more than 32768 items" in refused.json()["error"]["message"]

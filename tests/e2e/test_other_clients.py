@@ -14,6 +14,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
+LONG = [{"role": "user", "content": "the sea " * 2000}]
 SCHEMA = {
     "title": "Answer",
     "description": "What is answered.",
@@ -61,6 +62,9 @@ def test_litellm(url, model):
     assert len(vectors) == 2 and len(vectors[0]["embedding"]) == len(vectors[1]["embedding"]) > 0
     with pytest.raises(litellm.BadRequestError):
         litellm.completion(messages=QUESTION, temperature=-1, **common)
+    for too_long in ({"messages": LONG}, {"messages": QUESTION, "max_tokens": 10**6}):
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(**too_long, **common)
 
 
 def test_langchain_openai(url, model):
@@ -70,6 +74,8 @@ def test_langchain_openai(url, model):
     answer = chat.invoke("Why is the sky blue?")
     assert answer.usage_metadata["output_tokens"] <= 8
     assert "".join(chunk.content for chunk in chat.stream("Why is the sky blue?")) == answer.content
+    with pytest.raises(langchain_openai.chat_models.base.OpenAIContextOverflowError):
+        chat.invoke(LONG[0]["content"])
     patient = langchain_openai.ChatOpenAI(max_tokens=80, temperature=0, **common)
     shaped = patient.with_structured_output(SCHEMA, method="json_schema").invoke("Is it?")
     assert set(shaped) == {"sure"} and isinstance(shaped["sure"], bool)

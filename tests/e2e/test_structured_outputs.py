@@ -126,7 +126,7 @@ def test_the_client_socket_takes_structured_outputs(server):
 
 def test_nothing_was_logged_as_an_error(server):
     assert " ERROR " not in server.stderr()
-    assert "do not balance" not in server.stderr()
+    assert "scheduler leaks" not in server.stderr()
     rss = subprocess.run(
         ["ps", "-o", "rss=", "-p", str(server.children()["scheduler"])], capture_output=True, text=True, check=True
     )

@@ -103,9 +103,9 @@ class MemoryEngine:
 
     def say(self, events: "Events", text: str, finish: str | None = None, sample_index: int = 0) -> None:
         """The model says a text, one token a step."""
-        ids = self.engine.tokenizer.encode(text)
-        for position, token_id in enumerate(ids):
-            last = finish if position == len(ids) - 1 else None
+        token_ids = self.engine.tokenizer.encode(text)
+        for position, token_id in enumerate(token_ids):
+            last = finish if position == len(token_ids) - 1 else None
             self.tokens(events.request.request_id, [token_id], finish=last, sample_index=sample_index)
 
 

@@ -156,7 +156,7 @@ def overwritten(path) -> None:
 @pytest.fixture
 def soon(monkeypatch):
     """The engine looks at the keys more often."""
-    monkeypatch.setattr("frontend.client_server.KEY_LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr("frontend.client_server.KEY_CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr("common.keys.RELOAD_INTERVAL_S", 0.05)
 
 
@@ -224,7 +224,7 @@ def test_the_users_own_programs_on_this_machine_need_no_keys(keyed):
 
 def test_local_connections_are_counted_on_when_the_others_are_cut(keyed, folder):
     """The count began anew, and fell below zero when they ended."""
-    connections, door = keyed.frontend._engine.connections, keyed.frontend._clients._door
+    connections, door = keyed.frontend._engine.connections, keyed.frontend._clients._monitor
     local_endpoint = keyed.frontend._config.endpoint("client", 0)
     with Client(local_endpoint) as local, Client(keyed.endpoint, **keys_of(folder)) as far:
         while connections.client_count != 2:

@@ -71,6 +71,26 @@ def test_pings_at_once_are_all_answered_in_order(connect, shared_frontend):
     assert known_clients(shared_frontend) == 0
 
 
+def test_requests_that_come_at_once_reach_the_scheduler_at_once(shared_frontend):
+    """The first was planned alone, and two steps of its decoding before the others' prompts."""
+    running, followed = shared_frontend.frontend, []
+
+    async def come() -> list[bool]:
+        outbox, send = running._engine.core._outbox, running._send_to_scheduler
+        outbox._send = lambda data, more=False: (followed.append(more), send(data, more))
+        for number in range(3):
+            running._clients._on_frames([b"nobody", generate(f"r{number}", {"max_tokens": 2}).to_wire()])
+        before = followed.copy()
+        running._clients.flush()
+        outbox._send = send
+        return before
+
+    assert not asyncio.run_coroutine_threadsafe(come(), running._ended.get_loop()).result(20)
+    assert followed == [True, True, False]
+    shared_frontend.scheduler.wait_until(lambda: len(shared_frontend.scheduler.added) >= 3)
+    assert [request.params.max_tokens for request in shared_frontend.scheduler.added[-3:]] == [2, 2, 2]
+
+
 def test_refusals_at_once_are_all_sent(connect):
     names = [f"g{number}" for number in range(10)]
     raw = connect()

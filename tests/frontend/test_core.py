@@ -116,6 +116,13 @@ def test_samples_end_one_by_one_and_the_request_with_the_last(memory_engine, sub
     assert len(memory_engine.sent) == 2, "the scheduler knows of the last end"
 
 
+def test_a_sample_that_the_scheduler_has_ended_is_not_aborted(memory_engine, submit):
+    events = submit(n=2)
+    memory_engine.say(events, "a", sample_index=0, finish="length")
+    memory_engine.say(events, "b", sample_index=1, finish="length")
+    assert len(memory_engine.sent) == 1, "nothing but the request"
+
+
 def test_max_tokens_is_the_rest_of_the_context(memory_engine, submit):
     submit(range(48), max_tokens=None)
     submit(range(48), max_tokens=5000)
@@ -197,15 +204,22 @@ def test_a_broken_sample_fails_its_request_alone(memory_engine, submit):
     assert list(memory_engine.sent[-1].request_ids) == [0]
 
 
-def test_a_mistake_of_ours_costs_one_request(memory_engine, submit, monkeypatch):
+@pytest.mark.parametrize("fields", [{}, {"cached_counts": array("i", [0, 0])}], ids=["plain step", "any step"])
+def test_a_mistake_of_ours_costs_one_request(memory_engine, submit, monkeypatch, fields):
     broken, good = submit(), submit()
     monkeypatch.setattr(broken.request.samples[0], "_detokenizer", None)
-    step = m.TokensOut(request_ids=array("i", [0, 1]), token_ids=array("i", [40, 41]))
+    step = m.TokensOut(request_ids=array("i", [0, 1]), token_ids=array("i", [40, 41]), **fields)
     memory_engine.core.handle(step)
     memory_engine.core.handle(step)
     assert (broken.end.code, broken.end.status) == ("internal_error", 500)
     assert len(good.deltas) == 2
     assert list(memory_engine.sent[-1].request_ids) == [0]
+
+
+def test_a_plain_step_may_tell_of_preemptions(memory_engine, submit):
+    events = submit()
+    memory_engine.tokens(0, [40], preemption_counts=array("B", [2]))
+    assert (events.request.preemption_count, len(events.deltas)) == (2, 1)
 
 
 def test_a_dead_engine_ends_every_request_and_takes_no_more(memory_engine, submit):
@@ -286,6 +300,16 @@ def test_observers_see_each_end_once(memory_engine, submit):
     submit()
     memory_engine.core.fail_all("gone")
     assert seen == [(0, "length"), (1, "abort"), (2, "engine_dead")]
+
+
+def test_a_gathered_request_is_sent_before_its_abort(memory_engine, submit):
+    memory_engine.core.gather()
+    submit()
+    assert not memory_engine.sent
+    memory_engine.core.abort(0)
+    assert [type(message).__name__ for message in memory_engine.sent] == ["AddRequest", "AbortRequests"]
+    submit()
+    assert memory_engine.sent[2].request_id == 1
 
 
 def test_a_timeout_becomes_a_deadline(memory_engine, submit):

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from frontend.detokenizer import REPLACEMENT, ByteDetokenizer, WindowDetokenizer, decode_all
+from frontend.detokenizer import REPLACEMENT, ByteDetokenizer, WindowDetokenizer
 from frontend.tokenizer import Tokenizer
+from tests.support.decode_all import decode_all
 
 
 def byte_ids(data: bytes) -> list[int]:

@@ -205,15 +205,20 @@ def test_an_embedding_that_is_given_up_keeps_its_id_until_the_engine_has_let_go(
     """The error that answers the abort was taken for that of a later request of the same name."""
     frontend.scheduler.gate.clear()
 
+    async def give_up(client: AsyncClient) -> None:
+        try:
+            await client.embed("the sea", request_id="mine")
+        finally:  # at once, before any answer to the abort can be read
+            assert client.is_live("mine")
+
     async def main() -> None:
         async with AsyncClient(frontend.endpoint) as client:
-            waiting = asyncio.ensure_future(client.embed("the sea", request_id="mine"))
+            waiting = asyncio.ensure_future(give_up(client))
             while not (await client.status()).live_count:
                 pass
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-            assert client.is_live("mine")
             assert (await client.status()).live_count == 0
             frontend.scheduler.gate.set()
             assert (await client.embed("the sea", request_id="mine")).prompt_tokens

@@ -12,7 +12,7 @@ import pytest
 
 from common.config import EngineConfig, ModelOptions, ServerOptions
 from common.errors import RequestError
-from frontend import Client, text_process, text_work
+from frontend import Client, text_pool, text_process, text_work
 from frontend.large_json import parse_large
 from frontend.prompt import COUNTED_LIMIT, ChatPrompt, size_of
 from frontend.text_messages import DecodeIds, EncodeChat, EncodeText, Text, TextRefused, TokenIds
@@ -59,7 +59,7 @@ class Work:
         return self.runner.run(work)
 
     def processes(self) -> dict:
-        return self.texts._processes._processes
+        return self.texts._pool._processes
 
     def close(self) -> None:
         async def end() -> None:
@@ -137,7 +137,7 @@ def test_the_work_of_a_process_that_is_killed_is_done_all_the_same(make_work, to
         os.kill(process.child.pid, signal.SIGKILL)
         return await waiting
 
-    for _ in range(text_work.FAILURES_LIMIT):
+    for _ in range(text_pool.FAILURES_LIMIT):
         assert work.run(interrupted()) == tokenizer.encode(LONG)
         assert not work.processes()
     assert work.run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
@@ -145,19 +145,19 @@ def test_the_work_of_a_process_that_is_killed_is_done_all_the_same(make_work, to
 
 
 @pytest.fixture
-def standing_still(make_work, tokenizer, monkeypatch):
-    """Text work whose first process has stopped, and a text process that is ready is looked after often."""
-    monkeypatch.setattr(text_work, "LOOK_INTERVAL_S", 0.01)
+def hung_process(make_work, tokenizer, monkeypatch):
+    """Text work whose first process has been stopped, and which checks often whether a process hangs."""
+    monkeypatch.setattr(text_pool, "CHECK_INTERVAL_S", 0.01)
     work = make_work()
     assert work.run(work.texts.encode(LONG, add_special_tokens=True)) == tokenizer.encode(LONG)
     [process] = work.processes().values()
     os.kill(process.child.pid, signal.SIGSTOP)
-    monkeypatch.setattr(text_work, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(text_pool, "PATIENCE_S", 1.0)
     return work, process
 
 
-def test_the_work_of_a_process_that_stands_still_is_done_by_another(standing_still, tokenizer):
-    work, process = standing_still
+def test_the_work_of_a_process_that_hangs_is_done_by_another(hung_process, tokenizer):
+    work, process = hung_process
 
     async def three() -> list:
         return await asyncio.gather(*(work.texts.encode(LONG, add_special_tokens=True) for _ in range(3)))
@@ -168,16 +168,16 @@ def test_the_work_of_a_process_that_stands_still_is_done_by_another(standing_sti
     assert work.processes(), "threads did the work, for which everybody waits"
 
 
-def test_a_text_over_which_processes_stand_still_is_refused_and_no_other(standing_still, tokenizer, monkeypatch):
-    work, _ = standing_still
-    is_silent = text_work.TextProcess.is_silent.fget
+def test_a_text_on_which_processes_hang_is_refused_and_no_other(hung_process, tokenizer, monkeypatch):
+    work, _ = hung_process
+    is_hung = text_pool.TextProcess.is_hung.fget
     slow_size = len(LONG) + 1
 
-    def stands_still(process) -> bool:
+    def hangs(process) -> bool:
         first = next(iter(process.jobs.values()), (0, None))[0]
-        return first == slow_size or is_silent(process)
+        return first == slow_size or is_hung(process)
 
-    monkeypatch.setattr(text_work.TextProcess, "is_silent", property(stands_still))
+    monkeypatch.setattr(text_pool.TextProcess, "is_hung", property(hangs))
 
     async def slow_and_good() -> list:
         texts = (LONG + "x", LONG)
@@ -193,7 +193,7 @@ def test_a_chat_that_no_message_may_hold_costs_itself_and_not_the_process(make_w
     """It ended the process: after three of them all long texts were worked on in threads, for good."""
     work = make_work()
     many = ChatPrompt(messages=[{"role": "user", "content": "x"}] * ((1 << 16) + 1))
-    for _ in range(text_work.FAILURES_LIMIT):
+    for _ in range(text_pool.FAILURES_LIMIT):
         with pytest.raises(RequestError, match="EncodeChat.messages: wanted an array of at most 65536 items") as caught:
             work.run(work.texts.encode_chat(many, add_special_tokens=False))
         assert caught.value.status == 400
@@ -208,7 +208,7 @@ def test_an_answer_that_cannot_be_read_keeps_nobody_waiting(make_work, tokenizer
     async def garbled():
         waiting = asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True))
         await asyncio.sleep(0)
-        work.texts._processes._on_result([b"garbage"])
+        work.texts._pool._on_result([b"garbage"])
         return await waiting
 
     assert work.run(garbled()) == tokenizer.encode(LONG)
@@ -309,7 +309,7 @@ def test_clients_are_served_through_a_process_that_ends_with_the_frontend(run_fr
     with Client(frontend.endpoint, timeout_s=60) as client:
         ids = client.tokenize(LONG)
         assert client.detokenize(ids) == LONG
-        [process] = frontend.frontend._engine._texts._processes._processes.values()
+        [process] = frontend.frontend._engine._texts._pool._processes.values()
         pid = process.child.pid
     frontend.stop()
     wait_for_exit(pid, "text-0")

@@ -13,9 +13,9 @@ from tokenizers import pre_tokenizers, processors
 from common.errors import ConfigError, RequestError
 from common.model_cache import default_model_dir as default_model_dir_path
 from common.sampling_params import SamplingParams
-from frontend.detokenizer import decode_all
 from frontend.tokenizer import Tokenizer, _DecoderRules
 from tests.support import tiny
+from tests.support.decode_all import decode_all
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Kernels compiled for a card that is not there: shared memory, registers, types, which no interpreter sees."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.kernels.attention_variants import Workload
+from benchmarks.kernels.compiled_kernels import resident_programs
 from benchmarks.kernels.worker_processes import WorkerProcess
 
 MOST_STACK_BYTES = 128
@@ -32,6 +34,10 @@ print(json.dumps([resources(kernel) for kernel in needed]))
 """
 
 
+def ask(compiler, workload, **options):
+    return compiler.ask({"do": "compile", "card": CARD, "workload": workload.to_json(), "options": options}, 100)
+
+
 def check(found):
     for kernel in found:
         assert kernel["shared_bytes"] <= CARD["shared_memory_per_block_optin"], kernel
@@ -52,18 +58,25 @@ def compiler(tmp_path, monkeypatch):
 def test_attention_over_8_bit_caches_compiles(compiler):
     """The kernel that is nearest to the limits, again and again in one process, and one that does not fit."""
 
-    def ask(workload, **options):
-        return compiler.ask({"do": "compile", "card": CARD, "workload": workload.to_json(), "options": options}, 100)
-
     for workload in KERNELS.values():
-        found = ask(workload)
+        found = ask(compiler, workload)
         assert "failed" not in found, found
         check(found["kernels"])
-    (kernel,) = ask(KERNELS["decode"])["kernels"]
+    (kernel,) = ask(compiler, KERNELS["decode"])["kernels"]
     assert (kernel["registers"], kernel["threads"]) == (128, 256), "two programs of eight warps on a multiprocessor"
-    (large,) = ask(KERNELS["decode"], tile_tokens=256, num_stages=5)["kernels"]
+    (large,) = ask(compiler, KERNELS["decode"], tile_tokens=256, num_stages=5)["kernels"]
     assert large["shared_bytes"] > CARD["shared_memory_per_block_optin"]
-    assert "failed" in ask(KERNELS["decode"], tile_tokens=100), "no power of two"
+    assert "failed" in ask(compiler, KERNELS["decode"], tile_tokens=100), "no power of two"
+
+
+@pytest.mark.parametrize(("cache", "programs"), [("auto", 4), ("int8", 8), ("fp8", 8)])
+def test_decode_attention_by_single_warps_compiles(cache, programs, compiler):
+    """With a spill or two at most, and with room for as many programs on a multiprocessor as its plan has."""
+    found = ask(compiler, replace(KERNELS["decode"], cache=cache), specialised=True)
+    assert "failed" not in found, found
+    (kernel,) = found["kernels"]
+    assert kernel["threads"] == 32 and kernel["stack_bytes"] <= 16, kernel
+    assert resident_programs(kernel, CARD["shared_memory_per_block_optin"]) >= programs
 
 
 @pytest.mark.slow

@@ -182,3 +182,15 @@ def test_a_burst_does_not_cost_its_square(monkeypatch):
     run.run()
     assert run.outputs == expected_outputs(messages)
     assert len(counted) < 16
+
+
+def test_two_prompts_at_most_stay_unfinished_after_a_step():
+    run = engine(max_num_seqs=4)
+    messages = [simple_request(i, range(100 * i, 100 * i + length)) for i, length in enumerate((20, 50, 50))]
+    for message in messages:
+        run.send(message)
+    assert list(run.plan().chunk_token_counts) == [12, 4], "the third waits: two are unfinished already"
+    second = run.plan()
+    assert second.chunk_token_counts[0] == 8 and list(second.chunk_samples) == [1, 0, 0], "the first has ended"
+    run.run()
+    assert run.outputs == expected_outputs(messages)

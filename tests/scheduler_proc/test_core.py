@@ -1,4 +1,4 @@
-"""The core against the simulated worker: every request gives what it gives alone, and the books balance."""
+"""The core against the simulated worker: every request gives what it gives alone, and no block or slot is lost."""
 
 from dataclasses import replace
 from random import Random

@@ -1,5 +1,6 @@
-"""Random requests, aborts and result orders against the simulated worker: the invariants hold after each step, every
-request ends exactly once, and what it gives is what it gives alone.
+"""Random requests, aborts and result orders against the simulated worker.
+
+The invariants hold after each step, every request ends exactly once, and its output is the same as when it runs alone.
 
 Each schedule is drawn from one integer; a failure names it, and `replay(seed)` runs it again. `ScheduleMachine` takes
 the same actions in any order that hypothesis comes up with, and a failure is shrunk to the few that it needs.

@@ -136,20 +136,51 @@ def test_the_worker_measures_the_link(measured, expected):
     assert limits_of(EngineConfig(), ready).link_bytes_per_s == expected
 
 
-@pytest.mark.parametrize(("block_bytes", "swaps"), [(1 << 10, True), (1 << 40, False)])
-def test_auto_compares_the_link_with_the_prefill_rate(block_bytes, swaps):
+def first_victim(block_bytes):
+    """The first preempted sequence, after how many seconds a prompt token, with steps of 1 ms for each token."""
     now_s = [0.0]
     limits = Limits(
         max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64, block_size=4, block_count=9, host_block_count=40,
-        preemption="auto", block_bytes=block_bytes, run_ahead=0,
+        preemption="auto", block_bytes=block_bytes, link_bytes_per_s=1e9, run_ahead=0,
     )  # fmt: skip
     run = SimulatedEngine(limits, lambda: now_s[0])
+    for message in requests():
+        run.send(message)
+    while not run.core.state.preempted:
+        now_s[0] += 0.001 * run.plan().token_count
+        if not run.core.state.preempted:
+            run.deliver()
+    return run.core.state.preempted[0], run.core.state.step_time.token_s
+
+
+def test_auto_swaps_if_moving_the_blocks_twice_is_faster_than_computing_the_tokens():
+    victim, token_s = first_victim(block_bytes=1)
+    assert victim.status is Status.SWAPPED
+    computing_s = victim.swapped_count * token_s
+    equal_bytes = computing_s * 1e9 / (2 * len(victim.host_blocks))  # swapping out and in takes as long as computing
+    assert first_victim(int(0.95 * equal_bytes))[0].status is Status.SWAPPED
+    assert first_victim(int(1.05 * equal_bytes))[0].status is Status.PREEMPTED
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 40])
+def test_auto_does_not_change_the_tokens(block_bytes):
+    run = engine(preemption="auto", block_bytes=block_bytes)
     messages = requests()
     for message in messages:
         run.send(message)
-    while (plan := run.plan()) is not None:
-        now_s[0] += 0.001 * plan.token_count
-        run.deliver()
+    run.run()
     assert run.core.stats().preemptions > 0
-    assert (run.worker.swapped_out_blocks > 0) == swaps
     assert run.outputs == expected_outputs(messages)
+
+
+@pytest.mark.parametrize(
+    ("preemption", "status", "counts"),
+    [("recompute", Status.PREEMPTED, (2, 1, 0)), ("swap", Status.SWAPPED, (2, 0, 1))],
+)
+def test_figures_tell_swapped_requests_from_waiting_ones(preemption, status, counts):
+    run = engine(preemption=preemption)
+    for message in requests():
+        run.send(message)
+    run_until(run, status)
+    stats = run.core.stats()
+    assert (stats.running_count, stats.waiting_count, stats.swapped_count) == counts

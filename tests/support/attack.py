@@ -1,4 +1,4 @@
-"""A client of ill will against a frontend's client socket, and what the frontend owes it all the same."""
+"""A malicious client of a frontend's client socket, which checks that the frontend still serves everybody."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""Bytes that no peer of good will sends: messages gone wrong in every way that a fuzzer knows.
+"""Malformed messages: bytes that no well-behaved peer sends, broken in every way that a fuzzer knows.
 
 `mutated` is deterministic: a seed and the messages to start from give the same bytes, so that a failing check replays.
 """

@@ -1,4 +1,4 @@
-"""When a test's engine is idle, and that it has lost no block by then (check 1 of the faults)."""
+"""Waits until a test's engine is idle, and checks that it has not lost a block by then (check 1 of the faults)."""
 
 import time
 from typing import Any

@@ -1,7 +1,7 @@
 """The real scheduler core and the real runner in one process, without sockets: for tests that need many configurations.
 
 Every plan and every result crosses the wire format, up to `run_ahead + 1` plans are in flight, and when the engine is
-idle its books are recounted (check 1 of the fault list). Unused KV memory holds NaN.
+idle the scheduler's state is recounted (check 1 of the fault list). Unused KV memory holds NaN.
 """
 
 from array import array

@@ -1,4 +1,4 @@
-"""What the right tokens are: transformers in float32."""
+"""The reference for tokens: transformers in float32."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Products for the interpreter whose rows are all computed alike, so that kernels can be compared bit by bit in it."""
+"""Products for the interpreter that compute all rows alike, so that kernels can be compared bit by bit in it."""
 
 import numpy as np
 import pytest

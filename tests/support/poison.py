@@ -1,4 +1,4 @@
-"""Marks memory that nobody has written."""
+"""Fills memory that nobody has written with NaN."""
 
 import torch
 

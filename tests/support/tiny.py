@@ -1,4 +1,4 @@
-"""Tiny random models with real tokenizers, complete folders as a hub would give them."""
+"""Tiny random models with real tokenizers, as complete folders like those from a model hub."""
 
 import json
 from pathlib import Path

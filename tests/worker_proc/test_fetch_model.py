@@ -170,5 +170,7 @@ def test_a_hub_model_is_found_where_the_hubs_client_keeps_it_and_not_fetched(tmp
     (tmp_path / "models--org--name" / "refs" / "main").write_text(commit)
     assert find_model("org/name", tmp_path) == snapshot
     assert find_model("org/name", tmp_path, revision="other") is None
-    with pytest.raises(ConfigError, match="neither a model folder, a .gguf file nor a hub id"):
+    with pytest.raises(ConfigError, match="^--model nonsense is neither a model folder, a .gguf file nor a hub id"):
         find_model("nonsense", tmp_path)
+    with pytest.raises(ConfigError, match="^--tokenizer nonsense is neither"):
+        fetch_model("nonsense", tokenizer_only=True)

@@ -46,6 +46,17 @@ def test_shards_are_read_through_their_index(tiny_model):
     torch.testing.assert_close(logits(folder), expected_logits(reference), atol=1e-4, rtol=1e-5)
 
 
+def test_a_checkpoint_of_the_model_without_its_head(tiny_model):
+    """Embedding models: transformers' base class saves its tensors without the prefix `model.`."""
+    reference, folder = tiny_model("Qwen3", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3Model"]}))
+    assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
+    torch.testing.assert_close(logits(folder), expected_logits(reference), atol=1e-4, rtol=1e-5)
+
+
 def test_missing_shard_and_misplaced_tensor_are_named(tiny_model):
     reference, folder = tiny_model("Llama")
     (folder / "model.safetensors").unlink()

@@ -36,6 +36,15 @@ def test_embeddings_equal_transformers_for_every_chunk_size(
         np.testing.assert_allclose(request.embedding, expected, atol=2e-6, err_msg=f"{pooling} of {len(ids)} tokens")
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_large_chunk_is_added_up_in_parts(exact, monkeypatch):
+    monkeypatch.setattr("worker_proc.pooling.SUM_TOKENS", 4)
+    hidden = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    pooler = Pooler(lambda first, count: hidden[first : first + count], exact=exact)
+    embeddings = pooler.pool([PooledRows(0, first_token=1, count=10, is_last=True, pooling="mean")])
+    np.testing.assert_allclose(embeddings.vectors[0], F.normalize(hidden[1:11].sum(0), dim=0), atol=1e-6)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_each_embedding_is_normed_by_itself(pooling, monkeypatch):
     """However many end in one step: the order in which a GPU adds up depends on how many rows it is given."""

@@ -155,6 +155,28 @@ def test_every_row_gets_the_token_that_it_gets_alone():
         assert bench.sample(logits[order], slots).token_ids.tolist() == [alone[row] for row in order]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"bias_token_ids": array("i", [1]), "bias_values": array("f", [2.0])},
+        {"allowed_token_ids": array("i", [1])},
+        {"bad_token_ids": ((1,),)},
+        {"min_output_count": 9, "end_token_ids": (1,)},
+    ],
+    ids=lambda values: next(iter(values)),
+)
+def test_each_parameter_alone_changes_the_logits(values):
+    assert LogitRules.of(SlotSampling(temperature=0.5, top_k=3, end_token_ids=(2,))) is None
+    rules = LogitRules.of(SlotSampling(**values))
+    logits = random_logits(9, 1)[0]
+    changed = logits.copy()
+    rules.apply(changed, np.array([5, 7, 7], dtype=np.int32), prompt_count=1)
+    assert not np.array_equal(changed, logits)
+
+
 def test_repetition_penalty_beside_top_k_1_in_both_orders():
     """B1."""
     logits = random_logits(3, 2)

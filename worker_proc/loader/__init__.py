@@ -1,4 +1,4 @@
-"""Loading: a model folder on disk -> a model ready to run on a device.
+"""Loads a model folder from disk into a model that is ready to run on a device.
 
 `load_model` is the one entry; the worker calls it once at start. Nothing here knows of requests or of the cache.
 """

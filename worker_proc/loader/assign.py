@@ -1,4 +1,4 @@
-"""Puts checkpoint tensors where they belong in a model and accounts for every one of them."""
+"""Copies checkpoint tensors to where they belong in a model, and accounts for every one of them."""
 
 import torch
 
@@ -6,6 +6,7 @@ from common.errors import ConfigError
 from worker_proc.models.llama import LlamaForCausalLM
 
 MAX_NAMES_SHOWN = 4
+BASE_PREFIX = "model."
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry; the model computes them."""
 
@@ -13,7 +14,8 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 class WeightAssigner:
     """Fills a model tensor by tensor, converting to its dtype and device on the way.
 
-    With tied tables the embedding may come under either name, or under both.
+    With tied tables the embedding may come under either name, or under both. A checkpoint of a model without its head,
+    as embedding models are often published, has names without `model.`.
     """
 
     def __init__(self, model: LlamaForCausalLM, *, source: str) -> None:
@@ -27,6 +29,8 @@ class WeightAssigner:
         """Copy one tensor of the checkpoint into the model. ConfigError if the shapes differ."""
         if self.tied and name == "lm_head.weight":
             name = "model.embed_tokens.weight"
+        if name not in self.targets and BASE_PREFIX + name in self.targets:
+            name = BASE_PREFIX + name
         target = self.targets.get(name)
         if target is None:
             if not name.endswith(IGNORED_SUFFIXES):

@@ -1,7 +1,7 @@
-"""Folders for work in progress that do not outlive it: what a killed process left is removed by the next.
+"""Temporary folders for work in progress: what a killed process left behind is removed by the next one.
 
-Used where models are fetched and converted, beside the folder that is being made, since a rename must not cross file
-systems.
+Used where models are fetched and converted. They are beside the folder that is being made, since a rename must not
+cross file systems.
 """
 
 import contextlib
@@ -13,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from common.file_locks import is_locked
 
 LEAST_AGE_S = 60
 """A younger folder is left alone: its maker may not have locked it yet."""
@@ -40,15 +42,8 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _held(path: Path) -> bool:
-    """Whether a process holds the folder's lock, or nobody can say."""
+    """Whether a process holds the folder's lock, or nobody can tell."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        return is_locked(path)
     except OSError:
         return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -1,7 +1,7 @@
 """The Llama family: Llama 3.x, SmolLM2, Mistral, and the frame that Qwen2 and Qwen3 share.
 
-Module names are the checkpoint's, so a weight's place can be read off its name. Which attention runs, where K and V
-live and how rows are packed is the business of `attention` and of the `ForwardContext`.
+Module names are the checkpoint's, so a weight's name says where it is. Which attention runs, where K and V are and how
+rows are packed is left to `attention` and the `ForwardContext`.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class LlamaAttention(nn.Module):
         return self.o_proj(output)
 
     def normalize(self, query_key: torch.Tensor) -> torch.Tensor:
-        """Done to query and key heads [T, head_count + kv_head_count, head_dim] before the rotation: here nothing."""
+        """A hook for query and key heads [T, head_count + kv_head_count, head_dim] before the rotation: here none."""
         return query_key
 
 

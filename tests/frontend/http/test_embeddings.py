@@ -62,7 +62,7 @@ def test_pooling_is_the_engines_unless_a_request_names_one(api):
         ({"input": ""}, "input", "the prompt is empty"),
         ({"input": [10**6]}, "input", "token id 1000000"),
         ({"input": [2**40]}, "input", "outside int32"),
-        ({"input": [5] * 512}, "input", "has 512 tokens; this engine holds 512"),
+        ({"input": [5] * 512}, "input", "has 512 tokens; this model's maximum context length is 512 tokens"),
         ({"input": ["a"] * 2049}, "input", "2049 prompts, at most 2048"),
         ({"input": "a", "dimensions": 0}, "dimensions", "wanted 1 or more"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "Invalid enum value"),

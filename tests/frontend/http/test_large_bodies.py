@@ -121,3 +121,10 @@ def test_what_a_body_holds_survives_its_message():
     assert decode_from_text_process(Json.of(1, body).to_wire()).value() == body
     with pytest.raises(RequestError, match="more than 64 bits"):
         Json.of(1, LargeBody({"a": 2**70}))
+
+
+@pytest.mark.parametrize("body", [{"pooling": 5, "input": "x"}, {"input": "x", "encoding_format": "x" * 50_000}])
+def test_an_error_does_not_repeat_all_that_was_sent(api, body):
+    response = api.post("/v1/embeddings", body)
+    assert response.status_code == 400
+    assert len(response.text) < 1000

@@ -1,7 +1,7 @@
 """`/v1/responses`, streamed and not."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -129,3 +129,26 @@ def test_refusals_name_the_parameter(api, change, param):
         response = api.post("/v1/responses", {"input": "Hi", "stream": stream, **change})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        ("The sea is blue.", {}),
+        ("The sea is blue.", {"max_output_tokens": 2}),
+        (CALL, {"tools": [TOOL]}),
+        ("{}", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}}),
+        ("The sea.", {"instructions": "Be kind", "reasoning": {"effort": "low"}, "metadata": {"a": "b"}}),
+    ],
+)
+def test_the_official_clients_types_hold_all_of_it(api, text, change):
+    types = pytest.importorskip("openai.types.responses")
+    whole, events = answer(api, text, {"input": "Hi", **change})
+    types.Response.model_validate(whole)
+    known = get_args(get_args(types.ResponseStreamEvent)[0])
+    kinds = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in known}
+    for event in events:
+        kinds[event["type"]].model_validate(event)
+    is_cut = "max_output_tokens" in change
+    assert {item["status"] for item in whole["output"]} == {"incomplete" if is_cut else "completed"}
+    assert events[-1]["type"] == ("response.incomplete" if is_cut else "response.completed")

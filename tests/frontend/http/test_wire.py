@@ -1,5 +1,6 @@
 """What bytes on the connection may look like beside the usual: versions, paths, encodings, bodies that do not come."""
 
+import asyncio
 import gzip
 import json
 
@@ -159,3 +160,56 @@ def test_a_stream_that_fails_says_so_in_its_clients_form(api, path, body, name):
     failed = json.loads(events[-3].removeprefix(name))
     assert failed["error"]["message"] == "worker-0 was killed"
     assert failed.get("type") == ("error" if "event" in name else None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_client_that_leaves_takes_all_its_requests_along(make_api, stream, count):
+    """Of several on one connection only the last heard of it: the others were computed for nobody, one by one."""
+    api = make_api(port=0).ready()
+    api.scheduler.hold_after = 2
+    body = json.dumps({**BODY, "max_tokens": 400, "stream": stream}).encode()
+
+    async def talk(address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(post("/v1/completions", body).replace(b"connection: close\r\n", b"") * count)
+        while not api.scheduler.added:
+            await asyncio.sleep(0)
+        if stream:
+            await reader.read(10)
+        writer.transport.abort()
+        while api.engine.core.live_count:
+            await asyncio.sleep(0)
+        return await exchange(address, GOOD)
+
+    assert b"200 OK" in serve(api, talk)
+    assert api.scheduler.aborted == [request.request_id for request in api.scheduler.added]
+    assert len(api.scheduler.added) == 1, "a request was begun for a client that is gone"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"\x80\x02nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 70_000,
+        post("/v1/models", b"{", transfer_encoding="chunked"),
+    ],
+    ids=["no http", "a head too large", "a body of two lengths"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_read_is_refused_behind_the_answers_to_what_came_before(make_api, rest, stream):
+    """The refusal was written into the stream that had begun."""
+    body = json.dumps({**BODY, "max_tokens": 40, "stream": stream}).encode()
+    good = post("/v1/completions", body).replace(b"connection: close\r\n", b"")
+    [(_, alone)] = replies(make_api, post("/v1/completions", body))
+
+    async def talk(address):
+        return await exchange(address, good * 2 + rest)
+
+    reply = serve(make_api(port=0).ready(), talk)
+    first, second, refused = reply.split(b"HTTP/1.1 ")[1:]
+    for answer in (first, second):
+        assert answer.startswith(b"200 OK")
+        assert len(answer.partition(b"\r\n\r\n")[2]) == len(alone)
+    assert refused.startswith(b"400 Bad Request")
+    assert b'"code":"bad_request"' in refused

@@ -1,6 +1,6 @@
 """What the measurement of the link moves, and what it makes of the time."""
 
-from worker_proc import link
+from worker_proc import swap_speed
 
 
 class NotedSwap:
@@ -22,15 +22,15 @@ class NotedSwap:
 
 def test_the_second_round_counts_both_ways(monkeypatch):
     times = iter([0.0, 9.0, 10.0, 12.0])
-    monkeypatch.setattr(link.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(swap_speed.time, "perf_counter", lambda: next(times))
     swap = NotedSwap()
-    assert link.measured_link_bytes_per_s(swap, 50, 8, 1000, swap.wait) == 2 * 8 * 1000 / 2
+    assert swap_speed.measured_link_bytes_per_s(swap, 50, 8, 1000, swap.wait) == 2 * 8 * 1000 / 2
     assert swap.calls == [("out", 8), ("in", 8), ("wait", 0)] * 2
 
 
 def test_large_blocks_are_few_and_no_host_blocks_are_no_link():
     swap = NotedSwap()
-    assert link.measured_link_bytes_per_s(swap, 50, 50, link.MEASURED_BYTES // 2) > 0
+    assert swap_speed.measured_link_bytes_per_s(swap, 50, 50, swap_speed.MEASURED_BYTES // 2) > 0
     assert swap.calls[0] == ("out", 2)
-    assert link.measured_link_bytes_per_s(swap, 50, 0, 1000) == 0
+    assert swap_speed.measured_link_bytes_per_s(swap, 50, 0, 1000) == 0
     assert len(swap.calls) == 4

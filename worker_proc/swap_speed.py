@@ -1,4 +1,4 @@
-"""How fast blocks move between device and host: measured at start, for the scheduler's choice of preemption.
+"""Measures how fast blocks move between device and host at the start, for the scheduler's choice of preemption.
 
 Called by the engine; works with whatever moves the device's blocks.
 """
@@ -12,7 +12,7 @@ MEASURED_BYTES = 64 << 20
 
 
 class Swap(Protocol):
-    """What moves blocks: the CPU's `KVCache` or a GPU's `BlockSwap`."""
+    """Moves blocks: the CPU's `KVCache` or a GPU's `BlockSwap`."""
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device blocks to host blocks; pairs are (device block, host block)."""

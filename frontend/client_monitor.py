@@ -1,8 +1,8 @@
-"""Who comes and goes at the client socket, as its monitor tells.
+"""Counts the connections to the client socket, and reports when one has ended: a reader of the socket's monitor.
 
-Counts the connections, and says when one has ended. ZeroMQ can neither refuse a connection nor end a single one; so if
-clients that were refused stay, and file descriptors are about to run out, all connections of the client socket are cut:
-their requests end, and those that connect again are served. Owned by `client_server`.
+ZeroMQ can neither refuse a connection nor end a single one. So if clients that were refused stay connected until file
+descriptors are about to run out, all connections of the client socket are cut: their requests end, and clients that
+reconnect are served. Owned by `client_server`.
 """
 
 import logging
@@ -22,11 +22,11 @@ _EVENT = struct.Struct("=H")
 logger = logging.getLogger(__name__)
 
 
-class ClientDoor:
+class ClientMonitor:
     """Watches a client socket.
 
     Args:
-        socket: bound to one endpoint, and with keys to an ipc one before it; only the former is ever cut.
+        socket: bound to one endpoint, and with keys first to a local ipc one, which is never cut.
         connections: counted here.
         on_disconnect: called after connections have ended.
     """
@@ -38,7 +38,9 @@ class ClientDoor:
         self._endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._connections = connections
         self._on_disconnect = on_disconnect
-        self._counts: Counter[bytes] = Counter()  # by transport: where an address is bound, events name another
+        self._counts: Counter[bytes] = (
+            Counter()
+        )  # by transport: events may name another address than the one that is bound
         self._someone_left = False
         self._is_open = True
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
@@ -82,7 +84,7 @@ class ClientDoor:
         self._socket.unbind(self._endpoint)
 
     def _open(self) -> None:
-        """Take connections again: the old listener is closed, and its file removed, by now."""
+        """Accept connections again; by now the old listener is closed and its file removed."""
         transport = self._endpoint.partition(":")[0].encode()
         self._connections.client_count -= self._counts.pop(transport, 0)
         self._someone_left = True
