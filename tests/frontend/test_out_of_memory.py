@@ -128,6 +128,20 @@ def test_a_message_that_is_lost_ends_every_request_and_the_process(frontend, mon
     assert frontend.exit_code == 1 and frontend.link.detail.startswith(("MemoryError", "Panic: The global"))
 
 
+def test_a_failure_while_requests_finish_is_no_good_end(frontend):
+    """They had their error, and the process ended as if it had been told so."""
+    with Client(frontend.endpoint, timeout_s=20) as client:
+        frontend.scheduler.gate.clear()
+        stream = client.generate("hello", SamplingParams(max_tokens=50), stream=True)
+        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count)
+        frontend.link.order(m.Stop(600_000))
+        on_loop(frontend, no_memory)
+        with pytest.raises(TriremeError, match="MemoryError"):
+            list(stream)
+    frontend.join(20)
+    assert (frontend.exit_code, frontend.link.detail) == (1, "MemoryError")
+
+
 def test_other_errors_that_nobody_caught_are_logged_and_no_more(frontend, caplog):
     def mistake() -> None:
         raise ZeroDivisionError
