@@ -92,8 +92,8 @@ def logprob_tensors(
 ) -> tuple[torch.Tensor, ...]:
     """The four columns of a LogprobTable as tensors on the device of `logits` [n, vocab]; token_ids: int32 [n].
 
-    `row_by_row`: the sums of a row are taken by themselves, since their order depends on the number of rows. So does the
-    order in which a library finds equal values, which come by id then.
+    `row_by_row`: the sums of a row are taken by themselves, since their order depends on the number of rows. The order
+    in which a library finds equal values does too: they come by id then.
     """
     finite = torch.where(torch.isfinite(logits), logits, -torch.inf)
     parts = finite.split(1) if row_by_row else (finite,)
