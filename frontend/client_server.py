@@ -205,7 +205,7 @@ class ClientServer:
             self._dispatch(client, message)
         except RequestError as error:
             self._reply(client, error_reply(getattr(message, "request_id", ""), error))
-        except Exception as error:
+        except BaseException as error:  # panics of the tokenizer are no Exceptions
             logger.exception("a client's %s failed", type(message).__name__)
             failure = RequestError(f"internal error: {error}", code="internal_error", status=500)
             self._reply(client, error_reply(getattr(message, "request_id", ""), failure))
@@ -241,7 +241,9 @@ class ClientServer:
                 await work
             except RequestError as error:
                 self._reply(client, error_reply(request_id, error))
-            except Exception as error:
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
                 logger.exception("a client's request failed")
                 failure = RequestError(f"internal error: {error}", code="internal_error", status=500)
                 self._reply(client, error_reply(request_id, failure))
@@ -299,7 +301,7 @@ class ClientServer:
                 ids = await self._engine.prompt_ids(prompt, message.add_special_tokens)
                 if not sink.aborted:
                     self._submit(sink, message, ids, options)
-            except Exception:
+            except BaseException:
                 if sink.aborted:  # its final message has been sent
                     return
                 client.live.pop(message.request_id, None)
