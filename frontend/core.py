@@ -204,7 +204,7 @@ class Core:
                 if sample.finish_reason is None:
                     self._close_sample(request, sample, "abort", None)
             self._finish(request)
-        except Exception as error:
+        except BaseException as error:
             self._break(request, error)
         self._outbox.flush()
 
@@ -292,7 +292,7 @@ class Core:
                 continue
             try:
                 self._extend_by_one(request, request.samples[0], token_id, now)
-            except Exception as error:
+            except BaseException as error:
                 self._break(request, error)
 
     def _extend_by_one(self, request: Request, sample: Sample, token_id: int, now: float) -> None:
@@ -328,7 +328,7 @@ class Core:
                 continue
             try:
                 self._take_row(request, row, now)
-            except Exception as error:
+            except BaseException as error:
                 self._break(request, error)
 
     def _take_row(self, request: Request, row: Row, now: float) -> None:
@@ -352,8 +352,9 @@ class Core:
         sample.finish_reason = "stop"
         self._sample_ended(request, sample, early=False)
 
-    def _break(self, request: Request, error: Exception) -> None:
-        """An error of ours, or a lack of memory, ends the request that it concerns, but no other.
+    def _break(self, request: Request, error: BaseException) -> None:
+        """An error of ours, a panic of the tokenizer (no Exception) or a lack of memory ends the request it concerns,
+        but no other.
 
         Raises:
             MemoryError: the request's end was made, and may not have reached its client.

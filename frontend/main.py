@@ -92,7 +92,7 @@ class Frontend:
         self._link = link
         self._context = new_context()
         self._http: HttpServer | None = None
-        self._started = False
+        self._started = self._failed = False
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
         self._connect_scheduler(config.session)
         self._access = ClientAccess(self._context, Path(folder)) if (folder := config.server.client_keys) else None
@@ -126,7 +126,7 @@ class Frontend:
         if code:
             await asyncio.sleep(DEAD_S)
         await self._finish(grace_s)
-        return code
+        return 1 if self._failed else code
 
     def _connect_scheduler(self, session: int) -> None:
         self._requests = connect_push(self._context, self._config.endpoint("requests", session))
@@ -154,7 +154,7 @@ class Frontend:
             self._engine.core.handle(message)
         except WireError as error:
             return self._fail_ourselves(f"a message of the scheduler cannot be read: {error}")
-        except Exception as error:
+        except BaseException as error:
             logger.exception("a message of the scheduler was lost")
             return self._fail_ourselves(first_line(error))
         if isinstance(message, TokensOut) and self._traces is not None:
@@ -213,10 +213,11 @@ class Frontend:
         self._clients.flush()
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An uncaught error affects only what it concerned. Without memory, that could be any request: then all end."""
+        """An uncaught error affects only what it concerned. Without memory, or after a library's panic (which is no
+        Exception), that could be any request: then all end."""
         loop.default_exception_handler(context)
         error = context.get("exception")
-        if isinstance(error, MemoryError):
+        if error is not None and (isinstance(error, MemoryError) or not isinstance(error, Exception)):
             self._fail_ourselves(first_line(error))
 
     def _fail_ourselves(self, why: str) -> None:
@@ -226,6 +227,7 @@ class Frontend:
 
     def _fail(self, why: str) -> None:
         """The engine cannot serve any more: end every request with an error, then the process."""
+        self._failed = True
         self._end(1, 0.0)  # first: what follows may fail too
         logger.error("%s", why)
         self._engine.core.fail_all(why)

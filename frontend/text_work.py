@@ -10,6 +10,7 @@ long ones where there are no text processes.
 
 import asyncio
 import logging
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +50,7 @@ class TextWork:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="tokenizer")
+        self._threads = started_threads(THREAD_COUNT, "tokenizer")
         self._pool = TextPool(config) if config.run_dir and config.server.frontend_workers else None
         self._pending = 0
         self._closed = False
@@ -154,6 +155,17 @@ class TextWork:
                 logger.warning("a text process has ended; its work is done in a thread")
                 break
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def started_threads(count: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads run already. Python starts one by waiting for its first step, which without memory it never
+    takes: the loop would stand still."""
+    threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+    all_run = threading.Barrier(count + 1)
+    for _ in range(count):
+        threads.submit(all_run.wait)
+    all_run.wait()
+    return threads
 
 
 def _int32_ids(token_ids: Sequence[int]) -> "array[int]":

@@ -173,7 +173,8 @@ class Supervisor:
         up within the grace and finish its requests.
 
         Raises:
-            ProcessLost: another process was lost while the frontend waited for requests; they have had their error.
+            ProcessLost: a process was lost while the frontend waited for requests; they have had their error, or their
+                connections ended with the frontend.
         """
         if not self._was_ready or "frontend" in self._unready():
             return
@@ -439,7 +440,17 @@ class Supervisor:
             except StopRequested as again:
                 logger.warning("%s: stopping at once", again)
                 return False
+        if watch_others:
+            self._check_ended_well(names)
         return True
+
+    def _check_ended_well(self, names: Sequence[str]) -> None:
+        """Raise the loss of one that was to finish its requests and has failed, or was killed, over it."""
+        for name in names:
+            peer = self._peers.get(name)
+            if peer is not None and peer.child.exit_code:
+                self._await_last_words(peer)
+                raise ProcessLost(name, peer.child.describe_end(peer.last_words), peer.child.exit_code)
 
     def _mark(self, what: str, seconds: float) -> None:
         self._timeline.append(f"{what} {seconds:.1f} s")

@@ -162,7 +162,7 @@ class Grammars:
             return error
         except MemoryError:  # not kept: the next time there may be some
             raise GrammarError("there is no memory for it") from None
-        except Exception as error:  # the library raises whatever it likes
+        except BaseException as error:  # the library raises whatever it likes, and panics
             return GrammarError(str(error)[:2000])
         return GrammarError(matcher.get_error()[:2000]) if matcher.is_error() else matcher
 

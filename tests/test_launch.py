@@ -307,6 +307,16 @@ def test_a_loss_while_requests_finish_is_told_at_once_and_is_no_good_end(engine:
 
 
 @pytest.mark.parametrize("restart", [False, True])
+def test_a_frontend_that_is_lost_while_requests_finish_is_no_good_end(engine: Engine, restart: bool):
+    """The run ended with code 0, as if they had finished; nobody is left for whom a new one would be started."""
+    engine.server = dataclasses.replace(engine.server, restart=restart)
+    supervisor = engine.start(frontend="finishing")
+    os.kill(engine.pid("frontend"), signal.SIGKILL)
+    with pytest.raises(ProcessLost, match="^frontend was killed by signal 9"):
+        supervisor.stop(600.0)
+
+
+@pytest.mark.parametrize("restart", [False, True])
 def test_what_ends_as_told_while_requests_finish_is_no_failure(engine: Engine, restart: bool):
     """Nor is it started again: whoever stops a group of processes signals all of them."""
     engine.server = dataclasses.replace(engine.server, restart=restart)

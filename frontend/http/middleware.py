@@ -3,6 +3,7 @@
 Plain ASGI, because a middleware that wraps responses costs tens of microseconds for each event of a stream.
 """
 
+import asyncio
 import hmac
 import logging
 import re
@@ -56,7 +57,9 @@ class RequestId:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             logger.debug("a client left while it sent its request")
-        except Exception:
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # panics of the tokenizer are no Exceptions
             logger.exception("a request failed")
             if started:
                 raise  # closes the connection

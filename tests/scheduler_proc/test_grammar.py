@@ -86,6 +86,18 @@ def test_a_grammar_that_finds_no_memory_may_find_it_the_next_time(grammars, monk
     assert grammars.start(request(regex="ab*")).mask
 
 
+def test_a_panic_of_the_library_costs_the_request(grammars, monkeypatch):
+    class Panic(BaseException):
+        """As pyo3's PanicException."""
+
+    def panic(*_: object) -> None:
+        raise Panic("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr("scheduler_proc.grammar.grammar_text", panic)
+    with pytest.raises(GrammarError, match="unwrap"):
+        grammars.start(request(regex="ab*"))
+
+
 def test_only_requests_with_an_uncompiled_grammar_wait(grammars):
     compilation = Compilation(grammars)
     plain = AddRequest(request_id=2, prompt_token_ids=array("i", [3]), params=SamplingParams())

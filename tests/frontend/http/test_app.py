@@ -286,8 +286,16 @@ def test_tokenize_and_back(api):
         assert api.post(path, body).status_code == 400
 
 
-def test_an_unexpected_failure_is_500_in_json(api, monkeypatch):
-    monkeypatch.setattr(api.engine, "make_params", lambda *_, **__: 1 / 0)
+class Panic(BaseException):
+    """As what the tokenizer's library raises, which is no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, MemoryError, Panic])
+def test_an_unexpected_failure_is_500_in_json(api, monkeypatch, kind):
+    def fail(*_, **__) -> None:
+        raise kind("ZeroDivisionError")
+
+    monkeypatch.setattr(api.engine, "make_params", fail)
     response = api.post("/v1/chat/completions", CHAT)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "internal_error"
