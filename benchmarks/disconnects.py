@@ -1,13 +1,13 @@
-"""How long after a client has gone the blocks of its request are free: streamed or not, at any stage, over both doors.
+"""Measures how soon the blocks of a request are free after its client has gone: streamed or not, at any stage.
 
     python -m benchmarks.disconnects                   # the embedded model
     python -m benchmarks.disconnects --model tiny      # a tiny random one (from a checkout)
 
-A client goes as a process that is killed goes: its connection is closed, without a word. *noticed* is the time until
-the frontend has ended the request, *freed* until the scheduler holds no block of it, or does not queue it any more.
-Both are seen from outside, in figures that are sent every tenth of a second: `freed` is up to so much too long. A
-queued request waits behind others that hold every slot; one that prefills has a long prompt. Prints one JSON line and
-appends it to --output.
+Over HTTP and the client socket. A client goes as a killed process does: its connection is closed, without a word.
+*noticed* is the time until the frontend has ended the request, *freed* the time until the scheduler holds no block of
+it, or no longer queues it. Both are seen from outside, in figures that are sent every tenth of a second, so `freed` is
+too long by up to that. A queued request waits behind others that hold every slot; one that prefills has a long prompt.
+Prints one JSON line and appends it to --output.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""Where the time of one request goes between the processes: its timeline, hop by hop, beside what ZeroMQ alone takes.
+"""Where the time of one request goes between the processes: its timeline, hop by hop, compared with ZeroMQ alone.
 
     python -m benchmarks.hops [--requests 400] [--step-ms 0] [--output FILE] [--smoke]
 
-Client, frontend and scheduler are the real ones, and so is the worker but for its model (benchmarks/stub_worker.py),
-whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, one token out. `whole_us` is that of
-`Client.generate_batch`, which `LLM.generate` calls; its parts come from a second run in which every process records its
+Client, frontend and scheduler are the real ones, and so is the worker except for its model (benchmarks/stub_worker.py),
+whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, one token out. `whole_us` is the time of
+`Client.generate_batch`, which `LLM.generate` calls. Its parts come from a second run in which every process records its
 messages, and add up to that run's own whole (medians). A part named `A to B` begins when A hands the message to ZeroMQ
-and ends when B has it; the first and the last hold the client's own work, and the frontend's decoding and encoding.
-`cpu_us` is processor time per request, all threads. `floor_us` is what the six messages would take by a bare ping-pong
+and ends when B has it; the first and the last contain the client's own work, and the frontend's decoding and encoding.
+`cpu_us` is CPU time per request, over all threads. `floor_us` is what the six messages would take in a bare ping-pong
 (benchmarks/ping_pong.py), whose ends wait in a poll or ask all the time, without a pause or after 2 ms of rest.
-`decode` is how far apart one request's tokens come when a step takes half a millisecond: no further, if the next plan
-is always there. The last line is one JSON object.
+`decode` is the time between one request's tokens when a step takes half a millisecond: no more than that, if the next
+plan is always there. `burst` sends eight requests at once, each of 16 tokens: 16 steps are the least. The last line is
+one JSON object.
 """
 
 import argparse
@@ -44,6 +45,7 @@ WARM_UP = 10
 START_TIMEOUT_S = 60
 DECODE_STEP_MS = 0.5
 DECODE_TOKENS = 256
+BURST_REQUESTS, BURST_TOKENS = 8, 16
 REST_S = 0.002
 FLOORS = (
     ("blocking", False, 0.0),
@@ -106,6 +108,11 @@ class Processes:
         for process in self._processes.values():
             process.wait(30)
 
+    def step_count(self) -> int:
+        """Steps so far, as the scheduler reports them ten times a second."""
+        time.sleep(0.3)
+        return self.client.status().figures["steps"]
+
     def cpu_ns(self) -> dict[str, int]:
         """Processor time of each process and of the client so far."""
         pids = {"client": os.getpid()} | {name: process.pid for name, process in self._processes.items()}
@@ -133,21 +140,24 @@ class Run:
         return [(end - start) / 1e3 for start, end in self.spans_ns]
 
 
-def run_requests(processes: Processes, count: int, max_tokens: int = 1) -> Run:
-    """One request after another, after a warm-up."""
+def run_requests(processes: Processes, count: int, max_tokens: int = 1, at_once: int = 1) -> Run:
+    """One batch of so many requests after another, after a warm-up."""
     random = Random(1)
-    prompts = [[random.randrange(TOKEN_IDS) for _ in range(PROMPT_TOKENS)] for _ in range(count + WARM_UP)]
+    batches = [
+        [[random.randrange(TOKEN_IDS) for _ in range(PROMPT_TOKENS)] for _ in range(at_once)]
+        for _ in range(count + WARM_UP)
+    ]
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
     spans_ns, cpu_ns = [], processes.cpu_ns()
-    for index, prompt in enumerate(prompts):
+    for index, prompts in enumerate(batches):
         if index == WARM_UP:
             cpu_ns = processes.cpu_ns()
         start_ns = time.monotonic_ns()
-        (final,) = processes.client.generate_batch([prompt], params)
+        final = processes.client.generate_batch(prompts, params)[-1]
         spans_ns.append((start_ns, time.monotonic_ns()))
     used = processes.cpu_ns()
     cpu_us = {name: round((used[name] - since) / count / 1e3, 1) for name, since in cpu_ns.items()}
-    message = generate_message("auto:1", prompts[0], params, stream=False, options={})
+    message = generate_message("auto:1", batches[0][0], params, stream=False, options={})
     return Run(spans_ns[WARM_UP:], cpu_us, (len(message.to_wire()), len(final.to_wire())))
 
 
@@ -196,6 +206,14 @@ def measure_timeline(folder: Path, count: int, step_ms: float) -> tuple[dict[str
     return {"whole_recorded_us": figures(recorded.whole_us), "parts_us": parts_us}, sizes
 
 
+def measure_burst(processes: Processes, count: int) -> dict[str, Any]:
+    """Requests that are sent at once: how long all of them take, and in how many steps."""
+    before = processes.step_count()
+    run = run_requests(processes, count, BURST_TOKENS, BURST_REQUESTS)
+    steps = (processes.step_count() - before) / (count + WARM_UP)
+    return {"whole_us": figures(run.whole_us), "steps": round(steps, 1), "least_steps": BURST_TOKENS}
+
+
 def measure(count: int, step_ms: float) -> dict[str, Any]:
     """All figures."""
     with tempfile.TemporaryDirectory(prefix="hops-") as name:
@@ -203,6 +221,7 @@ def measure(count: int, step_ms: float) -> dict[str, Any]:
         with Processes(folder / "plain", step_ms) as processes:
             plain = run_requests(processes, count)
             decode = run_requests(processes, max(1, count // 40), DECODE_TOKENS)
+            burst = measure_burst(processes, max(1, count // 10))
         timeline, sizes = measure_timeline(folder, count, step_ms)
         floor = floor_us(folder, sizes, plain.client_bytes, count)
     token_us = (statistics.median(decode.whole_us) - statistics.median(plain.whole_us)) / (DECODE_TOKENS - 1)
@@ -212,6 +231,7 @@ def measure(count: int, step_ms: float) -> dict[str, Any]:
         "cpu_us": plain.cpu_us,
         "floor_us": floor,
         "decode": {"step_us": DECODE_STEP_MS * 1000, "token_us": round(token_us, 1)},
+        "burst": burst,
     }
 
 
@@ -238,7 +258,7 @@ def main() -> None:
         print(f"{name:<24}{metrics[name]}", file=sys.stderr)
     for part, times in metrics["parts_us"].items():
         print(f"  {part:<22}{times}", file=sys.stderr)
-    for name in ("cpu_us", "floor_us", "decode"):
+    for name in ("cpu_us", "floor_us", "decode", "burst"):
         print(f"{name:<24}{metrics[name]}", file=sys.stderr)
     entry = records.record(
         benchmark="hops",

@@ -1,9 +1,9 @@
-"""What an engine costs while nobody asks it anything: the CPU of each of its processes, after one request.
+"""Measures what an idle engine costs: the CPU time of each of its processes, after one request.
 
     python -m benchmarks.idle                   # the embedded model
     python -m benchmarks.idle --model tiny      # a tiny random one (from a checkout)
 
-The supervisor, the frontend, the scheduler and the worker, and how often each is woken. Prints one JSON line and
+For the supervisor, the frontend, the scheduler and the worker, and how often each is woken. Prints one JSON line and
 appends it to --output; exits with 1 if a process uses 1 % of a core or more (the smoke size is too short to tell).
 """
 

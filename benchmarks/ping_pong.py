@@ -1,8 +1,8 @@
-"""What one message between two processes costs at least: a bare pyzmq ping-pong over ipc, half a round trip.
+"""The least time that one message between two processes takes: half a round trip of a bare pyzmq ping-pong over ipc.
 
 The sockets are those of the engine: PUSH and PULL between its processes, DEALER and ROUTER towards clients. Each end
-either blocks in a poll before it receives, as the engine does, or asks again and again and gives way to whoever else
-wants its core. Called by benchmarks/hops.py.
+either blocks in a poll before it receives, as the engine does, or asks again and again, yielding its core to whoever
+wants it. Called by benchmarks/hops.py.
 """
 
 import multiprocessing

@@ -150,7 +150,7 @@ for _ in range(count // 64):
     tokens = array("i", [random.randrange(100000) for _ in range(1024)])
     blocks = [pool.allocate() for _ in range(64)]
     cache.insert(cache.chain(""), tokens, blocks, 1024)
-    pool.release_chain(blocks)
+    pool.release(blocks)
 print(start, (resident() - start) / (count // 64 * 64))
 """
 

@@ -1,9 +1,9 @@
-"""JSON bodies too large for the event loop: parsed elsewhere, and brought into a form that costs the loop little.
+"""Parses JSON bodies that are too large for the event loop, and brings them into a form that costs the loop little.
 
 A megabyte of JSON keeps the parser, and with it the interpreter's lock, for 0.2 ms if it is one text, 5 if it is token
-ids, 50 if it is empty lists. So parsing is a text process's work (`text_work`). What comes back has the token ids as
-arrays and few other values; only copying long texts is left to do on the loop. Knows no endpoint: what a body may hold
-is decided by who asked.
+ids, 50 if it is empty lists. So a text process does the parsing (`text_work`). What comes back has the token ids as
+arrays and few other values; all that is left for the loop is copying long texts. Knows no endpoint: the caller decides
+what a body may contain.
 """
 
 import re

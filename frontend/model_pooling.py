@@ -1,9 +1,9 @@
-"""How a model's embeddings are made, where its folder says so: one that sentence-transformers wrote.
+"""The pooling that a model's folder asks for, if sentence-transformers wrote the folder.
 
 `modules.json` lists what follows the model: a Pooling, whose folder has a config.json with the mode, and a Normalize.
-Embeddings here always have length 1, so a Normalize changes nothing. Whatever else there is (another mode, a Dense)
-makes other vectors than ours, which is said when an embedding is asked for, and keeps no model from generating. Read at
-start by the engine, and by the pre-flight.
+Embeddings here always have length 1, so a Normalize changes nothing. Anything else (another mode, a Dense) would make
+other vectors than ours. That is an error when an embedding is asked for, but does not keep the model from generating.
+Read at start by the engine, and by the pre-flight.
 """
 
 import json

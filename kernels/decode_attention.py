@@ -74,6 +74,8 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_GROUP = 8
+SPECIALISED = False
+"""Whether the engine takes kernels/decode_attention_hopper.py where it can: not before a card has confirmed it."""
 
 
 def reference_decode_attention(

@@ -121,8 +121,11 @@ class BlockPool:
             self._unlink(block)
         self._refs[block] = count + 1
 
-    def release_chain(self, blocks: Sequence[int]) -> None:
-        """Release a sequence's blocks, the last first, so that the end of a prefix is given up before its start."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take one reference from each of a sequence's blocks.
+
+        The last block goes first, so that the end of a prefix is evicted before its start.
+        """
         refs, marked, add_free = self._refs, self._marked, self._free.append
         for block in reversed(blocks):
             count = refs[block] - 1
@@ -133,10 +136,6 @@ class BlockPool:
                     self._link_newest(block)
                 else:
                     add_free(block)
-
-    def release(self, block: int) -> None:
-        """One reference less."""
-        self.release_chain((block,))
 
     def mark(self, block: int) -> None:
         """The prefix cache can find this held block from now on."""

@@ -227,9 +227,9 @@ class State:
         blocks, sequence.blocks, sequence.capacity = sequence.blocks, [], 0
         host_blocks, sequence.host_blocks = sequence.host_blocks, []
         if sequence.last_step <= self.completed_step:
-            self.pool.release_chain(blocks)
+            self.pool.release(blocks)
             if self.host_pool is not None:
-                self.host_pool.release_chain(host_blocks)
+                self.host_pool.release(host_blocks)
             return
         flight = self.in_flight[sequence.last_step - self.in_flight[0].step_id]
         flight.released.append(blocks)
@@ -241,11 +241,11 @@ class State:
         self.completed_step = flight.step_id
         self.chunk_tokens_in_flight -= flight.chunk_tokens
         for blocks in flight.released:
-            self.pool.release_chain(blocks)
+            self.pool.release(blocks)
             self.pending_count -= len(blocks)
         if self.host_pool is not None:
             for host_blocks in flight.released_host:
-                self.host_pool.release_chain(host_blocks)
+                self.host_pool.release(host_blocks)
 
     def _leave_running(self, sequence: Sequence) -> None:
         (self.decoding if sequence in self.decoding else self.prefilling).remove(sequence)

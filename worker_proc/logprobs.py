@@ -92,7 +92,8 @@ def logprob_tensors(
 ) -> tuple[torch.Tensor, ...]:
     """The four columns of a LogprobTable as tensors on the device of `logits` [n, vocab]; token_ids: int32 [n].
 
-    `row_by_row`: the sums of a row are taken by themselves, since their order depends on the number of rows.
+    `row_by_row`: the sums of a row are taken by themselves, since their order depends on the number of rows. So does
+    the order in which a library finds equal values, which come by id then.
     """
     finite = torch.where(torch.isfinite(logits), logits, -torch.inf)
     parts = finite.split(1) if row_by_row else (finite,)
@@ -100,5 +101,18 @@ def logprob_tensors(
     chosen = finite.gather(1, token_ids.clamp(min=0).long()[:, None])
     chosen = torch.where(token_ids[:, None] < 0, -torch.inf, chosen)
     ranks = 1 + (finite > chosen).sum(-1, dtype=torch.int32)
-    top = finite.topk(min(top_count, finite.shape[1]), dim=-1)
-    return (chosen - normaliser)[:, 0], ranks, top.indices.to(torch.int32), top.values - normaliser
+    width = min(top_count, finite.shape[1])
+    ordered = (_by_value_and_id(part) if row_by_row else part for part in parts)
+    top_ids = torch.cat([part.topk(width, dim=-1).indices for part in ordered])
+    top_logprobs = finite.gather(1, top_ids) - normaliser
+    return (chosen - normaliser)[:, 0], ranks, top_ids.to(torch.int32), top_logprobs
+
+
+def _by_value_and_id(values: torch.Tensor) -> torch.Tensor:
+    """Float32 [n, vocab] -> int64 keys in the same order, of equal values the one of the lower id first; no two equal.
+
+    As integers the bits of numbers are ordered like them, but for those below zero, of which all but the sign turns.
+    """
+    bits = (values + 0.0).view(torch.int32)  # which makes 0 of -0
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return order * 2**32 - torch.arange(values.shape[1], device=values.device)

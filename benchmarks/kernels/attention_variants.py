@@ -105,8 +105,12 @@ def aspects(workload: Workload, *, hopper: bool) -> Aspects:
     return {"kernel": [*_hopper_choices(workload) * hopper, *_plain_choices(hopper)]}
 
 
-def _tile(tokens: int, warps: int, registers: int | None) -> Options:
-    return {"tile_tokens": tokens, "num_warps": warps, "max_registers": registers}
+def _tile(tokens: int, warps: int, registers: int | None, programs: int, stages: int = 3) -> Options:
+    """A tile with what has room for it: registers of a thread, and programs that a multiprocessor holds at once."""
+    return {
+        "tile_tokens": tokens, "num_warps": warps, "max_registers": registers, "programs_per_multiprocessor": programs,
+        "num_stages": stages,
+    }  # fmt: skip
 
 
 def _single_warps(quantised: bool) -> list[Options]:
@@ -118,12 +122,20 @@ def _single_warps(quantised: bool) -> list[Options]:
 
 
 def _decode_aspects(quantised: bool) -> Aspects:
-    plain = [(64, 4, 128), (64, 8, None), (128, 4, None), (128, 8, None), (32, 4, None), (32, 2, None)]
-    pairs = [(64, 4, None), (64, 4, 128), (64, 8, 128), (128, 4, None), (128, 4, 168), (64, 2, None), (32, 2, None)]
+    plain = [
+        _tile(64, 4, 168, 3), _tile(64, 4, 128, 4, 2), _tile(64, 8, 128, 2), _tile(64, 4, None, 1, 5),
+        _tile(128, 8, None, 1), _tile(32, 4, None, 2, 5), _tile(32, 4, 168, 3, 4), _tile(32, 4, 128, 4),
+        _tile(32, 2, None, 4),
+    ]  # fmt: skip
+    pairs = [
+        _tile(128, 4, None, 2), _tile(128, 4, 168, 3), _tile(128, 8, None, 1),
+        _tile(64, 4, None, 2), _tile(64, 4, 168, 3), _tile(64, 4, 128, 4), _tile(64, 8, 128, 2), _tile(32, 4, 128, 4),
+        _tile(64, 2, None, 4),
+    ]  # fmt: skip
     return {
-        "tile": [_tile(*sizes) for sizes in (pairs if quantised else plain)],
-        "stages": [{"num_stages": count} for count in (2, 4, 5)],
-        "programs": [{"programs_per_multiprocessor": count} for count in (3, 4, 8)],
+        "tile": pairs if quantised else plain,
+        "stages": [{"num_stages": count} for count in (2, 4)],
+        "programs": [{"programs_per_multiprocessor": 1}],
         "beginnings": [{"start_tiles": 2}],
         "sums": [{"late_sum": True}],
     }

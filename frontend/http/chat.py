@@ -30,8 +30,8 @@ async def chat_completions(request: Request) -> Response:
         writer = DirectWriter(request.scope)
         return EventStream(_events(reply, chat, body, writer), chat.stream.abort, writer)
     [final] = await answer_or_abort(request.receive, generation.finals([chat.stream]), chat.stream.abort)
-    choices = [reply.choice(sample, chat.form) for sample in final.samples]
-    return JsonResponse(reply.whole(choices, finals_usage([final])) | prompt_fields(final, reply))
+    choices = [await reply.choice(sample, chat.form) for sample in final.samples]
+    return JsonResponse(reply.whole(choices, finals_usage([final])) | await prompt_fields(final, reply))
 
 
 async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest, writer: DirectWriter) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Whether the TLS files of the HTTP API can be served with. Called before uvicorn reads them, and by the pre-flight."""
+"""Checks whether the HTTP API can use its TLS files. Called before uvicorn reads them, and by the pre-flight."""
 
 import ssl
 

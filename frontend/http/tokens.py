@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: token ids of a text or a chat, and back. Long lists are dealt with in pieces."""
+"""`/tokenize` and `/detokenize`: token ids of a text or a chat, and back. Long lists are handled in pieces."""
 
 import asyncio
 from array import array

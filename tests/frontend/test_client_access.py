@@ -14,6 +14,7 @@ from common.errors import AccessError, ConfigError, EngineDeadError
 from common.keys import make_client_keys, make_server_keys, read_pair, revoke_client_keys, server_keys
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client
+from tests.support.running_frontend import RunningFrontend
 
 ABC = SamplingParams(max_tokens=3)
 
@@ -33,10 +34,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def keyed(folder, tmp_path_factory, running_frontend):
+def keyed(folder, tmp_path_factory):
     """A frontend that lets alice in."""
     server = {"client_endpoint": f"tcp://127.0.0.1:{free_port()}", "client_keys": str(folder)}
-    with contextlib.closing(running_frontend(tmp_path_factory.mktemp("f"), server=server)) as running:
+    with contextlib.closing(RunningFrontend(tmp_path_factory.mktemp("f"), server=server)) as running:
         yield running
 
 

@@ -11,6 +11,7 @@ from common import messages as m
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
 from frontend.events import Final
+from tests.support.frontend_in_memory import Events, FrontendInMemory
 
 ALPHABET = "Here is the English alphabet: ABC"
 
@@ -149,11 +150,11 @@ def test_ids_outside_the_vocabulary_are_refused_in_every_field(memory_engine, su
     assert memory_engine.sent == []
 
 
-def test_seeds_are_drawn_reproducibly_and_differ(byte_tokenizer, helpers):
+def test_seeds_are_drawn_reproducibly_and_differ(byte_tokenizer):
     def seeds() -> list[int]:
-        running = helpers.MemoryEngine(byte_tokenizer)
+        running = FrontendInMemory(byte_tokenizer)
         for _ in range(3):
-            running.core.submit(array("i", [5]), SamplingParams(), helpers.Events())
+            running.core.submit(array("i", [5]), SamplingParams(), Events())
         running.engine.close()
         return [request.params.seed for request in running.sent]
 
@@ -267,13 +268,13 @@ def test_log_probabilities_of_the_prompt(memory_engine, submit):
     ids = events.request.prompt_token_ids
     entries = tuple(m.TokenLogprobs(position, -1.0, 3, array("i"), array("f")) for position in range(1, len(ids)))
     memory_engine.tokens(0, [5], prompt_logprobs=((0, entries),), finish="length")
-    found = events.end.prompt_logprobs
+    found = list(events.end.prompt_logprobs)
     assert found[0] is None
     assert "a" + "".join(entry.text for entry in found[1:]) == "a🌊b"
 
 
-def test_deltas_gather_to_the_stream_interval(byte_tokenizer, helpers, submit):
-    engine = helpers.MemoryEngine(byte_tokenizer, stream_interval=4)
+def test_deltas_gather_to_the_stream_interval(byte_tokenizer, submit):
+    engine = FrontendInMemory(byte_tokenizer, stream_interval=4)
     events = submit(engine=engine)
     for _ in range(10):
         engine.tokens(0, [40])
@@ -321,12 +322,12 @@ TEXTS = st.text(alphabet="abé🌊 !", min_size=1, max_size=12)
 
 
 @given(data=st.data())
-def test_any_course_of_events_ends_each_request_once(byte_tokenizer, helpers, data):
+def test_any_course_of_events_ends_each_request_once(byte_tokenizer, data):
     """Streams of several requests with stop strings, aborts, ends and a dead engine: deltas join to the results."""
-    engine = helpers.MemoryEngine(byte_tokenizer)
+    engine = FrontendInMemory(byte_tokenizer)
     everything = []
     for text in data.draw(st.lists(TEXTS, min_size=1, max_size=4)):
-        events = helpers.Events()
+        events = Events()
         stop = data.draw(st.sampled_from([(), ("!",), ("b!", "a")]))
         params = SamplingParams(max_tokens=64, n=data.draw(st.integers(1, 2)), stop=stop)
         events.request = engine.core.submit(byte_tokenizer.encode(text), params, events)

@@ -10,6 +10,7 @@ from common import messages as m
 from common.errors import RequestError
 from frontend import AsyncClient, Client
 from frontend.request_checks import EMBEDDING_PARAMS
+from tests.support.frontend_in_memory import Events
 
 VECTOR = pytest.approx(list(EMBEDDING))
 LONG = "the sea " * 200  # encoded in a thread
@@ -77,11 +78,11 @@ def test_the_same_for_asyncio(frontend):
     asyncio.run(main())
 
 
-def test_the_core_gives_each_request_one_end(memory_engine, helpers):
+def test_the_core_gives_each_request_one_end(memory_engine):
     core = memory_engine.core
 
     def submit():
-        events = helpers.Events()
+        events = Events()
         events.request = core.submit(array("i", [5, 6]), EMBEDDING_PARAMS, events, stream=False, pooling="mean")
         return events, events.request.request_id
 

@@ -10,6 +10,7 @@ from common.messages import EngineStats, SampleFinish, TokensOut
 from common.sampling_params import SamplingParams
 from frontend.core import Core
 from frontend.figures import Histogram, percentile, sizes, times
+from tests.support.frontend_in_memory import Events
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -59,14 +60,14 @@ class Clock:
 
 
 @pytest.fixture
-def timed(memory_engine, helpers):
+def timed(memory_engine):
     """A core whose clock the test sets, and a way to give it one step."""
     clock = Clock()
     core = Core(memory_engine.engine.tokenizer, lambda _: None, clock=clock)
     core.handle(memory_engine.core.limits)
 
     def submit(**params):
-        sink = helpers.Events()
+        sink = Events()
         return core.submit(array("i", [5, 6, 7]), SamplingParams(max_tokens=50, **params), sink)
 
     def step(at_s, *rows, **more):

@@ -15,6 +15,7 @@ from frontend import Client, client_server, main
 from frontend.events import Final
 from frontend.text_work import started_threads
 from frontend.tokenizer import Tokenizer
+from tests.support.frontend_in_memory import Events
 
 TWO_TOKENS = m.TokensOut(request_ids=array("i", [0, 1]), token_ids=array("i", [40, 41]))
 TWO_ENDS = m.TokensOut(
@@ -41,8 +42,8 @@ def panic(*_: object, **__: object) -> None:
 
 
 @pytest.fixture
-def two_requests(memory_engine, helpers):
-    events = [helpers.Events() for _ in range(2)]
+def two_requests(memory_engine):
+    events = [Events() for _ in range(2)]
     for each in events:
         each.request = memory_engine.core.submit(array("i", [5, 6]), SamplingParams(max_tokens=9), each)
     return events
@@ -76,11 +77,11 @@ def test_an_abort_ends_its_request_all_the_same(memory_engine, two_requests, mon
     assert isinstance(other.end, Final)
 
 
-def test_a_request_that_could_not_be_sent_is_not_live(memory_engine, helpers, monkeypatch):
+def test_a_request_that_could_not_be_sent_is_not_live(memory_engine, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(m.AddRequest, "to_wire", no_memory)
         with pytest.raises(MemoryError):
-            memory_engine.core.submit(array("i", [5]), SamplingParams(), helpers.Events())
+            memory_engine.core.submit(array("i", [5]), SamplingParams(), Events())
     assert (memory_engine.core.live_count, memory_engine.sent) == (0, [])
 
 

@@ -12,15 +12,16 @@ from common.sampling_params import SamplingParams
 from frontend.core import Core
 from frontend.engine import Health
 from frontend.events import Final
+from tests.support.frontend_in_memory import Events
 
 SOON_S = 1e-9
 
 
-def test_a_deadline_holds_while_there_is_no_scheduler(memory_engine, helpers):
+def test_a_deadline_holds_while_there_is_no_scheduler(memory_engine):
     core = memory_engine.core
 
     def submit(timeout_s=None):
-        events = helpers.Events()
+        events = Events()
         events.request = core.submit(array("i", [5, 6]), SamplingParams(), events, timeout_s=timeout_s)
         return events
 
@@ -62,7 +63,7 @@ def test_a_restart_sends_every_request_once_more_with_what_it_has(memory_engine,
     assert second.end.samples[0].text == "x"
 
 
-def test_what_comes_during_a_restart_waits(memory_engine, submit, helpers):
+def test_what_comes_during_a_restart_waits(memory_engine, submit):
     core = memory_engine.core
     gone, old = submit("old"), submit("older")
     core.suspend("worker-0 was killed", 1)
@@ -82,16 +83,16 @@ def test_what_comes_during_a_restart_waits(memory_engine, submit, helpers):
     assert gone.end.samples[0].finish_reason == dropped.end.samples[0].finish_reason == "abort"
 
 
-def test_no_more_wait_for_a_restart_than_may_be_queued(byte_tokenizer, submit, helpers):
+def test_no_more_wait_for_a_restart_than_may_be_queued(byte_tokenizer, submit):
     core = Core(byte_tokenizer, lambda data: None, held_limit=2)
     core.handle(LIMITS)
     core.suspend("scheduler was killed", 1)
     for _ in range(2):
-        core.submit(array("i", [5]), SamplingParams(), helpers.Events())
+        core.submit(array("i", [5]), SamplingParams(), Events())
     with pytest.raises(
         RequestError, match="being started again, and many requests wait for it: scheduler was killed"
     ) as caught:
-        core.submit(array("i", [5]), SamplingParams(), helpers.Events())
+        core.submit(array("i", [5]), SamplingParams(), Events())
     assert (caught.value.code, caught.value.status, caught.value.retry_after_ms) == ("restarting", 503, 1000)
 
 

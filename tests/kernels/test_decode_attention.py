@@ -230,16 +230,19 @@ def test_a_quantised_cache_needs_its_scales(cache_dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("specialised", [False, True])
 @pytest.mark.parametrize("cache", [None, torch.int8, torch.float8_e4m3fn])
-def test_one_graph_is_right_for_every_mix_of_lengths(cache):
+def test_one_graph_is_right_for_every_mix_of_lengths(cache, specialised):
     skip_unless_here("cuda")
+    if specialised and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
     shape = {"query_heads": 16, "kv_heads": 8, "head_dim": 128}
     mixes = [(1, 4000, 17, 0), (900, 901, 902, 903), (1, 1, 1, 1), (0, 0, 0, 0), (4096, 1, 64, 65)]
     batches = [make_batch(ones(*mix), "cuda", torch.bfloat16, seed=seed, **shape) for seed, mix in enumerate(mixes)]
     if cache is not None:
         batches = [quantise_caches(batch, cache) for batch in batches]
     room = room_for(batches)
-    plan = launch_plan(4, 16, 8, 128, 132, quantised=cache is not None)
+    plan = launch_plan(4, 16, 8, 128, 132, quantised=cache is not None, specialised=specialised)
     output = torch.full_like(room.query, float("nan"))
     partials = torch.full((plan.workspace_floats,), float("nan"), device="cuda")
     counters = torch.zeros(plan.counter_count, dtype=torch.int32, device="cuda")
@@ -260,4 +263,5 @@ def test_one_graph_is_right_for_every_mix_of_lengths(cache):
             for dtype in (torch.bfloat16, torch.float64)
         )
         assert_as_exact_as_torch(output, same, exact, ERROR_FACTOR)
-        assert torch.equal(output, run(batch, scale=0.1)), "replay and eager call differ"
+        eager = run(batch, scale=0.1, plan_options={"specialised": specialised})
+        assert torch.equal(output, eager), "replay and eager call differ"

@@ -41,21 +41,39 @@ def test_rows_of_any_length_match_the_reference(lengths, device, cache):
     check(batch_of(lengths, device, cache), **plan(programs_per_multiprocessor=2))
 
 
-@pytest.mark.parametrize("head_dim, kv_heads, query_heads", [(128, 2, 4), (128, 1, 8), (64, 3, 3), (128, 2, 6)])
-def test_head_shapes(head_dim, kv_heads, query_heads, device, cache):
+@pytest.mark.parametrize(
+    "head_dim, kv_heads, query_heads, cache",
+    [
+        (128, 2, 4, None),
+        (128, 1, 8, torch.int8),
+        (128, 2, 6, torch.float8_e4m3fn),
+        (64, 1, 8, torch.int8),
+        (64, 3, 3, torch.float8_e4m3fn),
+    ],
+)
+def test_head_shapes(head_dim, kv_heads, query_heads, cache, device):
     batch = batch_of((90, 7), device, cache, head_dim=head_dim, kv_heads=kv_heads, query_heads=query_heads)
     check(batch, **plan(programs_per_multiprocessor=3))
 
 
-@pytest.mark.parametrize("block_size", [8, 32, 64, 128])
-@pytest.mark.parametrize("tile_tokens", [16, 32, 64])
-def test_blocks_and_tiles(block_size, tile_tokens, device, cache):
+@pytest.mark.parametrize(
+    "block_size, tile_tokens, cache",
+    [
+        (8, 16, None),
+        (128, 64, None),
+        (32, 64, torch.int8),
+        (64, 32, torch.int8),
+        (16, 16, torch.float8_e4m3fn),
+        (128, 16, torch.float8_e4m3fn),
+    ],
+)
+def test_blocks_and_tiles(block_size, tile_tokens, cache, device):
     batch = batch_of((100, 128, 1), device, cache, block_size=block_size)
     check(batch, **plan(tile_tokens=tile_tokens, programs_per_multiprocessor=1))
 
 
-@pytest.mark.parametrize("start_tiles, min_tiles", [(3, 1), (1, 5)])
-def test_shares_of_the_work(start_tiles, min_tiles, device, cache):
+@pytest.mark.parametrize("start_tiles, min_tiles, cache", [(3, 1, torch.int8), (1, 5, None)])
+def test_shares_of_the_work(start_tiles, min_tiles, cache, device):
     batch = batch_of((150, 2, 37), device, cache)
     check(batch, **plan(start_tiles=start_tiles, min_tiles=min_tiles, programs_per_multiprocessor=4))
 

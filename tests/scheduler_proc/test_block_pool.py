@@ -12,9 +12,9 @@ def test_blocks_go_round():
     blocks = [pool.allocate() for _ in range(3)]
     assert blocks == [0, 1, 2] and pool.available_count == 0 and pool.held_count == 3
     pool.share(1)
-    pool.release(1)
+    pool.release([1])
     assert pool.refs(1) == 1
-    pool.release_chain(blocks)
+    pool.release(blocks)
     assert pool.free_count == 3
     pool.check({})
 
@@ -25,10 +25,10 @@ def test_cached_blocks_are_given_up_oldest_first_and_free_ones_before_them():
     blocks = [pool.allocate() for _ in range(4)]
     for block in blocks[:3]:
         pool.mark(block)
-    pool.release_chain(blocks)  # the last first: 3 is free, then 2, 1, 0 are cached
+    pool.release(blocks)  # the last first: 3 is free, then 2, 1, 0 are cached
     assert (pool.free_count, pool.cached_blocks()) == (1, [2, 1, 0])
     pool.share(2)
-    pool.release(2)  # used again: now the newest
+    pool.release([2])  # used again: now the newest
     assert [pool.allocate() for _ in range(4)] == [3, 1, 0, 2]
     assert evicted == [1, 0, 2] and pool.evictions == 3
 
@@ -38,11 +38,11 @@ def test_unmarked_blocks_are_free():
     first, second = pool.allocate(), pool.allocate()
     pool.mark(first)
     pool.mark(second)
-    pool.release(first)
+    pool.release([first])
     pool.unmark(first)
     pool.unmark(second)
     assert (pool.free_count, pool.cached_count) == (1, 0)
-    pool.release(second)
+    pool.release([second])
     assert pool.free_count == 2
     pool.check({})
 
@@ -50,7 +50,7 @@ def test_unmarked_blocks_are_free():
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (lambda pool: pool.release(0), "released more often"),
+        (lambda pool: pool.release([0]), "released more often"),
         (lambda pool: pool.share(0), "block 0 is free"),
         (lambda pool: pool.mark(0), "not held"),
         (lambda pool: [pool.allocate() for _ in range(3)], "no block is available"),
@@ -81,7 +81,7 @@ def test_random_operations_against_a_plain_model(operations):
             refs[block] += 1
             order = [other for other in order if other != block]
         elif name == "release" and refs[block]:
-            pool.release(block)
+            pool.release([block])
             refs[block] -= 1
             if refs[block] == 0 and block in marked:
                 order.append(block)

@@ -44,7 +44,7 @@ def test_finds_whole_blocks_and_a_cut_last_one():
 
 def test_stays_findable_after_release_until_reused():
     books = Books(block_count=3)
-    books.pool.release_chain(books.compute(range(12)))
+    books.pool.release(books.compute(range(12)))
     assert books.find(range(12)) == ([0, 1, 2], 12)
     books.pool.allocate()
     assert books.find(range(12)) == ([0, 1], 8)
@@ -65,9 +65,9 @@ def test_namespaces_are_apart():
 def test_the_second_of_two_equal_blocks_is_not_indexed():
     books = Books()
     first, second = books.compute(range(8)), books.compute(range(8))
-    books.pool.release_chain(first)
+    books.pool.release(first)
     assert books.find(range(8)) == (first, 8)
-    books.pool.release_chain(second)
+    books.pool.release(second)
     assert books.find(range(8)) == (first, 8)
     assert books.pool.cached_count == 2
 
@@ -75,14 +75,14 @@ def test_the_second_of_two_equal_blocks_is_not_indexed():
 def test_a_child_of_a_forgotten_parent_is_not_found_and_is_replaced():
     books = Books()
     old = books.compute(range(8))
-    books.pool.release(old[0])
+    books.pool.release([old[0]])
     for _ in range(14):
         books.pool.allocate()
     assert books.find(range(8)) == (old, 8)
     assert books.pool.allocate() == old[0]
     assert books.find(range(8)) == ([], 0)
     for block in range(2, 10):
-        books.pool.release(block)
+        books.pool.release([block])
     new = books.compute(range(8))
     assert books.find(range(8)) == (new, 8)
     assert not books.pool.is_marked(old[1])
@@ -91,7 +91,7 @@ def test_a_child_of_a_forgotten_parent_is_not_found_and_is_replaced():
 def test_flush_forgets_what_nobody_holds():
     books = Books()
     held, released = books.compute(range(4)), books.compute(range(50, 58))
-    books.pool.release_chain(released)
+    books.pool.release(released)
     books.cache.flush()
     assert books.find(range(4)) == (held, 4)
     assert books.find(range(50, 58)) == ([], 0)

@@ -30,7 +30,7 @@ class Books:
         self.cache.insert_tail(chain, tokens, blocks, len(tokens))
         self.cache.check()
         if not keep:
-            self.pool.release_chain(blocks)
+            self.pool.release(blocks)
         return blocks
 
     def find(self, tokens, limit=None, namespace=""):
@@ -88,7 +88,7 @@ def test_a_block_given_up_takes_along_what_follows_it():
     head = books.compute(range(8))
     tail = books.compute(range(12))  # its third block follows blocks of the first sequence
     assert books.find(range(12)) == ([*head, tail[2]], 12)
-    books.pool.release_chain(head)
+    books.pool.release(head)
     books.pool.allocate_many(books.pool.free_count)
     assert books.pool.allocate() == head[1]
     assert books.find(range(12)) == (head[:1], 4)
@@ -112,7 +112,7 @@ def test_a_chain_whose_place_is_gone_indexes_nothing_more():
     chain = books.cache.chain("")
     assert books.cache.lookup(chain, tokens, 8).token_count == 8
     mine = books.pool.allocate_many(3)
-    books.pool.release_chain(head)
+    books.pool.release(head)
     books.cache.flush()
     books.cache.insert(chain, tokens, mine, 12)
     assert books.find(range(12)) == ([], 0)
@@ -180,7 +180,7 @@ def test_random_eviction_keeps_tree_and_pool_in_step(seed):
         blocks = kept + books.pool.allocate_many(-(-len(tokens) // SIZE) - len(kept))
         books.cache.insert(chain, tokens, blocks, len(tokens))
         books.cache.insert_tail(chain, tokens, blocks, len(tokens))
-        books.pool.release_chain(blocks)
+        books.pool.release(blocks)
         books.cache.check()
         books.pool.check({})
         computed.append(tokens.tolist())

@@ -12,7 +12,7 @@ from common.messages import SlotInit, SlotSampling, TokenLogprobs
 from common.sampling_params import sample_seed
 from kernels.noise import noise_bits_reference
 from worker_proc.logit_rules import LogitRules
-from worker_proc.logprobs import logprob_table
+from worker_proc.logprobs import logprob_table, logprob_tensors
 from worker_proc.noise import gumbel_from_bits, gumbel_noise, random_bits
 from worker_proc.pending import sampled_entries
 from worker_proc.sampler import Sampled, Sampler, choose
@@ -321,6 +321,17 @@ def test_a_token_has_the_same_log_probability_as_the_sampled_one_and_among_the_l
     logits = np.random.default_rng(3).normal(0, 5, (64, 1000)).astype(np.float32)
     table = logprob_table(logits, logits.argmax(-1).astype(np.int32), 2)
     assert table.top_logprobs[:, 0].tolist() == table.logprobs.tolist()
+
+
+def test_equal_logits_are_reported_by_id():
+    """On a GPU with --deterministic as on a CPU, however many rows there are."""
+    logits = np.random.default_rng(4).integers(-3, 3, (5, 3000)).astype(np.float32)
+    logits[0, ::2], logits[1, 5:] = -np.inf, -0.0
+    chosen = logits.argmax(-1).astype(np.int32)
+    table = logprob_table(logits, chosen, 20)
+    columns = logprob_tensors(torch.from_numpy(logits), torch.from_numpy(chosen), 20, row_by_row=True)
+    for found, wanted in zip(columns, (table.logprobs, table.ranks, table.top_ids, table.top_logprobs), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_logprobs_are_of_the_raw_distribution_and_finite():

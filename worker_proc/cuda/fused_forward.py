@@ -12,6 +12,7 @@ instead (`plain_forward`). Called by the GPU runner.
 """
 
 from copy import copy
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -63,16 +64,19 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_hopper_kernel(model: LlamaForCausalLM, block_size: int, sliding_window: int, quantised: bool) -> bool:
-    """Whether the prefill kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache."""
+def has_hopper_kernel(
+    model: LlamaForCausalLM, block_size: int, sliding_window: int, quantised: bool, plans: ModuleType = prefill_plans
+) -> bool:
+    """Whether the kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache.
+
+    `plans`: the module whose `can_specialise` says what the kernel computes, of prefill or of decode.
+    """
     config, weight = model.config, model.model.norm.weight
     if weight.device.type != "cuda":
         return False
     shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
     major = torch.cuda.get_device_capability(weight.device)[0]
-    return prefill_plans.can_specialise(
-        shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major
-    )
+    return plans.can_specialise(shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major)
 
 
 class FusedForward:
@@ -114,8 +118,9 @@ class FusedForward:
         self._workspace = Workspace.allocate(max_tokens, config.hidden_size, widest, dtype, device)
         self._rope_table = rope_table(model, max_positions)
         decode_plan = self._decode_plan(max_rows)
-        fused_floats = [self._fused_plan(rows).workspace_floats for rows in range(1, fused.MAX_ROWS + 1)]
-        self._partials = torch.empty(max(decode_plan.workspace_floats, *fused_floats), device=device)
+        floats = [self._fused_plan(rows).workspace_floats for rows in range(1, fused.MAX_ROWS + 1)]
+        floats.append(self._decode_plan(max_rows, quantised=True, specialised=True).workspace_floats)
+        self._partials = torch.empty(max(decode_plan.workspace_floats, *floats), device=device)
         self._decode_counters = torch.zeros(decode_plan.counter_count, dtype=torch.int32, device=device)
         self._prefill_counters = torch.zeros(prefill.COUNTER_COUNT, dtype=torch.int32, device=device)
 
@@ -256,7 +261,9 @@ class FusedForward:
         }
         quantised = cache.key_scales[index] is not None
         if bucket.kind != CHUNK:
-            plan = self._decode_plan(bucket.rows, quantised)
+            heads = (cache.block_size, options["sliding_window"], quantised)
+            specialised = decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
+            plan = self._decode_plan(bucket.rows, quantised, specialised)
             decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
         if bucket.kind != DECODE:
             plan = self._prefill_plan(bucket, cache.block_size, options["sliding_window"], quantised)
@@ -317,10 +324,10 @@ class FusedForward:
     def _fused_plan(self, rows: int) -> fused.FusedDecodePlan:
         return fused.launch_plan(rows, self.config.kv_head_count, self.config.head_dim)
 
-    def _decode_plan(self, rows: int, quantised: bool = False) -> decode.DecodePlan:
+    def _decode_plan(self, rows: int, quantised: bool = False, specialised: bool = False) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        return decode.launch_plan(row_class(rows), *sizes, quantised=quantised)
+        return decode.launch_plan(row_class(rows), *sizes, quantised=quantised, specialised=specialised)
 
     def _prefill_plan(
         self, bucket: Bucket, block_size: int, sliding_window: int, quantised: bool

@@ -49,7 +49,7 @@ def attention_variants(bucket: Bucket, max_rows: int) -> set:
 @pytest.mark.parametrize("limits", [(1, 16), (48, 64), (100, 1000), (256, 8192), (300, 512), (512, 4096), (1024, 8192)])
 def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper, monkeypatch):
     """Otherwise a step among many has to wait for the compiler, on a machine where it is the first of its kind."""
-    monkeypatch.setattr(fused_forward, "has_hopper_kernel", lambda *_: is_hopper)
+    monkeypatch.setattr(fused_forward, "has_hopper_kernel", lambda *_, **__: is_hopper)
     max_rows, max_tokens = limits
     ready = set().union(*(attention_variants(bucket, max_rows) for bucket in compiled_buckets(*limits)))
     rng = Random(0)

@@ -1,0 +1,96 @@
+"""A whole frontend in a thread of the test, between a scripted scheduler and the test's orders as its supervisor."""
+
+import asyncio
+import os
+import queue
+import threading
+
+from benchmarks.fake_scheduler import FakeScheduler
+from common import messages as m
+from common.config import EngineConfig, ServerOptions
+from frontend.main import Frontend
+from tests.support import tiny
+
+
+class FakeLink:
+    """A supervisor link that the test gives orders through."""
+
+    def __init__(self) -> None:
+        self.wake_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.wake_fd, False)
+        self.progress = 0
+        self.is_ready = threading.Event()
+        self.detail = ""
+        self._orders: queue.SimpleQueue = queue.SimpleQueue()
+
+    def ready(self, detail: str) -> None:
+        self.detail = detail
+        self.is_ready.set()
+
+    def failed(self, message: str) -> None:
+        self.detail = message
+
+    def set_state(self, state: str) -> None:
+        self.state = state
+
+    def profile(self, order: m.Profile) -> None:
+        self.order(order)
+
+    def order(self, order) -> None:
+        self._orders.put(order)
+        os.write(self._write_fd, b"x")
+
+    def take_orders(self) -> list:
+        os.read(self.wake_fd, 4096)
+        orders = []
+        while not self._orders.empty():
+            orders.append(self._orders.get())
+        return orders
+
+    def close(self) -> None:
+        os.close(self.wake_fd)
+        os.close(self._write_fd)
+
+
+class RunningFrontend(threading.Thread):
+    """The real frontend in a thread: its own sockets and event loop, a scripted scheduler, orders by hand.
+
+    Args:
+        folder: an empty one.
+        server: server options that differ from the usual.
+        script: what the scheduler does.
+    """
+
+    def __init__(self, folder, server=None, **script) -> None:
+        super().__init__(name="frontend", daemon=True)
+        model_dir = folder / "model"
+        model_dir.mkdir()
+        tiny.save_tokenizer(model_dir)
+        options = ServerOptions(**{"http": False, "client_endpoint": f"ipc://{folder}/client.sock", **(server or {})})
+        self.config = EngineConfig(server=options, run_dir=str(folder), model_dir=str(model_dir))
+        self.endpoint = options.client_endpoint
+        self.link = FakeLink()
+        self.exit_code: int | None = None
+        self.scheduler = FakeScheduler(self.config, **script)
+        self.start()
+        assert self.link.is_ready.wait(30), "the frontend did not get ready"
+
+    def run(self) -> None:
+        async def main() -> int:
+            self.frontend = Frontend(self.config, self.link)
+            return await self.frontend.run()
+
+        self.exit_code = asyncio.run(main())
+
+    def stop(self, grace_ms: int = 0) -> int | None:
+        """Order the stop and wait for the end."""
+        if self.is_alive():
+            self.link.order(m.Stop(grace_ms))
+        self.join(30)
+        assert not self.is_alive(), "the frontend did not stop"
+        return self.exit_code
+
+    def close(self) -> None:
+        self.stop()
+        self.scheduler.close()
+        self.link.close()
