@@ -11,6 +11,7 @@ from common import messages as m
 from common.errors import RequestError
 from frontend.client_records import ClientRecord, ClientSink
 from frontend.prompt_logprobs import TURN, in_turns
+from tests.support.frontend_in_memory import Events
 
 PROMPT = "the open sea 海 🌊, " * 40
 
@@ -40,11 +41,11 @@ def test_work_in_turns_is_all_of_it_in_order_with_others_in_between():
 
 
 @pytest.fixture
-def ended(memory_engine, byte_tokenizer, helpers):
+def ended(memory_engine, byte_tokenizer):
     """A request whose prompt has log probabilities, and its end."""
     ids = byte_tokenizer.encode(PROMPT)
     params = memory_engine.engine.make_params({"max_tokens": 1, "prompt_logprobs": 2})
-    events = helpers.Events()
+    events = Events()
     request = memory_engine.core.submit(ids, params, events, stream=False)
     entries = entries_of(len(ids))
     memory_engine.tokens(request.request_id, [5], prompt_logprobs=((0, entries),), finish="length")

@@ -27,6 +27,7 @@ def test_a_slow_device_gets_short_steps_and_none_ahead():
     budget = times.chunk_budget(512, decodes=False)
     assert times.decode_s + budget * times.token_s == pytest.approx(STEP_LIMIT_S, rel=0.02)
     assert times.may_run_ahead([0]) and not times.may_run_ahead([budget])
+    assert not times.may_run_ahead([0, 0, 0]), "three steps of decoding take too long as well"
 
 
 def test_prompts_get_as_long_as_decoding_takes_where_that_is_too_long_already():
@@ -56,6 +57,7 @@ def test_learns_the_two_times_and_divides_the_target():
     assert times.decode_s == pytest.approx(0.004) and times.token_s == pytest.approx(10e-6)
     assert times.chunk_budget(8192) == pytest.approx(600, abs=2)
     assert times.chunk_budget(100) == 100
+    assert times.chunk_budget(8192, decodes=False) == 8192, "nobody waits for a next token"
 
 
 def test_a_short_chunk_says_little_about_the_time_of_a_token():
