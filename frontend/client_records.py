@@ -31,11 +31,11 @@ class ClientSink:
         client: who asked.
         request_id: the client's name for it.
         sample_count: how many outputs it is to have.
-        start: runs work that takes time beside the loop's other work.
+        start: runs a coroutine as a task on the event loop.
 
     Attributes:
         request: None while the prompt is being encoded.
-        is_ending: the request has ended, and its end is being written.
+        is_ending: the request has ended, and its final message is being written.
     """
 
     __slots__ = ("_start", "aborted", "client", "is_ending", "request", "request_id", "sample_count")
@@ -76,7 +76,7 @@ class ClientSink:
         self.client.touch()
 
     def on_final(self, final: Final) -> None:
-        """Put the result after the client's deltas; one with many log probabilities takes its time."""
+        """Put the result after the client's deltas; one with many log probabilities is written by a task."""
         if final.prompt_logprobs is None and sum(len(sample.logprobs or ()) for sample in final.samples) <= TURN:
             self._end(final, final.samples, None)
         else:
@@ -194,7 +194,7 @@ class ClientRecord:
 
 
 class _Packable:
-    """An entry whose list has been made already."""
+    """Stands for an entry whose list has been made already."""
 
     __slots__ = ("_fields",)
 
@@ -206,7 +206,7 @@ class _Packable:
 
 
 async def _packable(entries: Iterable[wire.TokenLogprob | None] | None) -> Any:
-    """Log probabilities, made ready to be packed while other work gets its turn."""
+    """Turn log probabilities into lists ahead of packing, so that other tasks can run in between."""
     if entries is None:
         return None
     return tuple(await in_turns(entry and _Packable(entry) for entry in entries))

@@ -1,7 +1,8 @@
-"""The log probabilities of a prompt's tokens, which get their texts when somebody looks at them.
+"""The log probabilities of a prompt's tokens. Their texts are decoded only when an answer is written.
 
-For a prompt of 8,000 tokens with 20 likeliest each that takes a second and a half; so who wants all of them takes them
-in turns with other work (`in_turns`). Called by `request.Request` and by whoever shows them.
+For a prompt of 8,000 tokens with the 20 likeliest at each position, decoding takes a second and a half. So that other
+requests do not wait for it, an answer goes through them with `in_turns`. Created by `request.Request`; iterated over by
+the code that writes an answer.
 """
 
 import asyncio
@@ -13,18 +14,18 @@ from frontend.detokenizer import Detokenizer
 from frontend.events import TokenLogprob
 
 TURN = 16
-"""Entries that are dealt with before other work on the loop: two milliseconds for those with 20 likeliest tokens."""
+"""Entries handled before the event loop may do other work; with 20 likeliest tokens each they take two milliseconds."""
 
 T = TypeVar("T")
 
 
 class PromptLogprobs:
-    """One entry for each token of a prompt, the first and those that are missing None.
+    """One entry for each token of a prompt; None for the first token, and for those that nothing was reported for.
 
     Args:
         token_ids: the prompt, int32.
-        detokenizer: makes one from its start, for the text that each token adds.
-        describe: an entry from a token's id, that text, and what was reported.
+        detokenizer: makes a new detokenizer, which gives the text that each token adds.
+        describe: makes an entry of a token's id, that text, and what the scheduler reported.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class PromptLogprobs:
         self._entries: dict[int, TokenLogprobs] = {}
 
     def add(self, entries: Iterable[TokenLogprobs]) -> None:
-        """Take what was reported; `row_index` is the position in the prompt."""
+        """Keep what the scheduler reported; an entry's `row_index` is its position in the prompt."""
         self._entries.update((entry.row_index, entry) for entry in entries)
 
     def __len__(self) -> int:
@@ -53,7 +54,7 @@ class PromptLogprobs:
 
 
 async def in_turns(items: Iterable[T]) -> list[T]:
-    """All items of an iterable that takes long, while other work on the loop gets its turn again and again."""
+    """List the items of a slow iterable, letting other tasks run after every `TURN` items."""
     gathered = []
     for item in items:
         gathered.append(item)

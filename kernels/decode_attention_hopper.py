@@ -27,6 +27,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
 QUERIES = gl.constexpr(8)
-MERGED_PARTS = gl.constexpr(8)
 INT8 = gl.constexpr(1)
 FP8 = gl.constexpr(2)
 LEVELS = gl.constexpr(127.0 * 128.0)
@@ -61,7 +61,7 @@ def _unpacked(pairs, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _box_rows(
+def box_rows_of(
     table_ptr, tile, head, length,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def _box_rows(
 
 
 @gluon.jit
-def _copy_tile(
+def copy_tile(
     key_desc, value_desc, box_rows, key_boxes, value_boxes, full, stage,
     TILE: gl.constexpr, BOX_ROWS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _clean(values, token_count):
+def clean(values, token_count):
     """Zeros for the vectors of a tile from `token_count` on, if any: past a row's end there may be NaN."""
     TILE: gl.constexpr = values.shape[0]
     HEAD_DIM: gl.constexpr = values.shape[1]
@@ -172,51 +172,79 @@ def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_to
 
 
 @gluon.jit
-def _merge(output_ptr, partials_ptr, statistics_ptr, first_program, part_count, GROUP: gl.constexpr,
-           HEAD_DIM: gl.constexpr):  # fmt: skip
-    """Merge the parts of one (row, K/V head): the second place of `first_program`, the first of those after it."""
-    layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [1, 1], [1, 0])
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    lane = gl.arange(0, MERGED_PARTS, layout=gl.SliceLayout(1, layout))
-    for query in range(GROUP):
-        maximum = float("-inf")
-        normaliser = 0.0
-        sums = gl.zeros([HEAD_DIM], gl.float32, gl.SliceLayout(0, layout))
-        for first_part in range(0, part_count, MERGED_PARTS):
-            parts = first_part + lane
-            is_part = parts < part_count
-            places = 2 * (first_program + parts) + (parts == 0).to(gl.int32)
-            statistic = statistics_ptr + places * (2 * QUERIES) + query
-            part_maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            part_normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
-            part_places = (places * QUERIES + query)[:, None] * HEAD_DIM + dims[None, :]
-            part_sums = gl.load(partials_ptr + part_places, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
-            new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
-            weights = gl.exp2(part_maximum - new_maximum)
-            shrink = gl.exp2(maximum - new_maximum)
-            normaliser = normaliser * shrink + gl.sum(part_normaliser * weights, axis=0)
-            sums = sums * shrink + gl.sum(part_sums * weights[:, None], axis=0)
-            maximum = new_maximum
-        gl.store(output_ptr + query * HEAD_DIM + dims, (sums * (1.0 / normaliser)).to(output_ptr.dtype.element_ty))
+def merge(
+    output_ptr, partials_ptr, statistics_ptr, first_place, step, first_shift, part_count,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, NUMBERS: gl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one (row, K/V head), NUMBERS sums a thread at a time; HEADS: GROUP's power of two.
+
+    Part i is at `first_place` + i * `step`, the first at `first_shift` beyond that: in `partials` [place, 8, HEAD_DIM]
+    the sums, in `statistics` [place, 2, 8] maxima (powers of two) and normalisers. A thread has some dims of one head
+    of all parts, so that nothing is exchanged between threads.
+    """
+    PARTS: gl.constexpr = 32 * NUMBERS // (HEADS * HEAD_DIM)
+    LANES: gl.constexpr = 32 // HEADS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // LANES], [1, HEADS, LANES], [1, 1, 1], [2, 1, 0])
+    pair_layout: gl.constexpr = gl.SliceLayout(2, layout)
+    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
+    lane = gl.arange(0, PARTS, layout=gl.SliceLayout(1, pair_layout))
+    heads = gl.arange(0, HEADS, layout=gl.SliceLayout(0, pair_layout))
+    maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, pair_layout))
+    normaliser = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, pair_layout))
+    sums = gl.zeros([HEADS, HEAD_DIM], gl.float32, row_layout)
+    for first_part in range(0, part_count, PARTS):
+        parts = first_part + lane
+        places = first_place + parts * step + gl.where(parts == 0, first_shift, 0)
+        is_part = (parts < part_count)[:, None] & (heads < GROUP)[None, :]
+        pairs = places[:, None] * QUERIES + heads[None, :]
+        columns = gl.expand_dims(gl.expand_dims(dims, 0), 0)
+        part_sums = gl.load(
+            partials_ptr + gl.expand_dims(pairs, 2) * HEAD_DIM + columns, mask=gl.expand_dims(is_part, 2), other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        statistic = statistics_ptr + places[:, None] * (2 * QUERIES) + heads[None, :]
+        part_maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        part_normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
+        new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
+        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # edge: heads past the group
+        weights = gl.exp2(part_maximum - base[None, :])
+        shrink = gl.exp2(maximum - base)
+        normaliser = normaliser * shrink + gl.sum(part_normaliser * weights, axis=0)
+        shrink_rows = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, row_layout)), 1)
+        sums = sums * shrink_rows + gl.sum(part_sums * gl.expand_dims(weights, 2), axis=0)
+        maximum = new_maximum
+    share = 1.0 / gl.where(heads < GROUP, normaliser, 1.0)
+    result = sums * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, row_layout)), 1)
+    row_heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, row_layout))
+    row_dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
+    gl.store(
+        output_ptr + row_heads[:, None] * HEAD_DIM + row_dims[None, :], result.to(output_ptr.dtype.element_ty),
+        mask=(row_heads < GROUP)[:, None],
+    )  # fmt: skip
 
 
 @gluon.jit
-def _store_columns(base_ptr, columns, first_dim: gl.constexpr, step: gl.constexpr, mma: gl.constexpr,
-                   GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
-    """Store [dims, 8] as rows [8, head_dim], every `step`-th dim."""
+def store_columns(
+    base_ptr, columns, first_dim: gl.constexpr, step: gl.constexpr, repeats: gl.constexpr, mma: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Store [dims, 8] as rows [8, head_dim], every `step`-th dim; every `repeats`-th column is a row."""
     dims = first_dim + step * gl.arange(0, columns.shape[0], layout=gl.SliceLayout(1, mma))
     queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, mma))
-    places = queries[None, :] * HEAD_DIM + dims[:, None]
-    gl.store(base_ptr + places, columns.to(base_ptr.dtype.element_ty), mask=(queries < GROUP)[None, :])
+    is_row = (queries % repeats == 0) & (queries // repeats < GROUP)
+    places = (queries // repeats)[None, :] * HEAD_DIM + dims[:, None]
+    gl.store(base_ptr + places, columns.to(base_ptr.dtype.element_ty), mask=is_row[None, :])
 
 
 @gluon.jit
 def _hopper_decode_kernel(
     output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
-    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr, PDL: gl.constexpr,
+    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise(
@@ -293,8 +321,10 @@ def _hopper_decode_kernel(
         # 4. Ask for the first tiles.
         for ahead in gl.static_range(STAGES):
             if first_tile + ahead < tile_end:
-                box_rows = _box_rows(table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                _copy_tile(
+                box_rows = box_rows_of(
+                    table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
+                )
+                copy_tile(
                     key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
                     TILE, BOX_ROWS, HALVES,
                 )  # fmt: skip
@@ -321,7 +351,7 @@ def _hopper_decode_kernel(
         # 5. Accumulate. The blocks of a later tile are looked up before this one's work and asked for after it.
         for tile in range(first_tile, tile_end):
             stage = read % STAGES
-            later = _box_rows(table_ptr, tile + STAGES, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+            later = box_rows_of(table_ptr, tile + STAGES, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
             this_key_scale = key_scale
             this_value_scale = value_scale
             if FORMAT > 0:
@@ -331,7 +361,7 @@ def _hopper_decode_kernel(
             mbarrier.wait(full.index(stage), (read // STAGES) & 1)
             is_cut = (tile + 1) * TILE > length
             if FORMAT == 0:
-                _clean(value_tiles.index(stage), length - tile * TILE)
+                clean(value_tiles.index(stage), length - tile * TILE)
             scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
             if FORMAT > 0:
                 scores = scores * this_key_scale[:, None]
@@ -360,7 +390,7 @@ def _hopper_decode_kernel(
                 even_sums = mma_v2(even_values, operand, even_sums)
                 odd_sums = mma_v2(odd_values, operand, odd_sums)
             if tile + STAGES < tile_end:
-                _copy_tile(
+                copy_tile(
                     key_desc, value_desc, later, key_boxes, value_boxes, full, stage, TILE, BOX_ROWS, HALVES
                 )  # fmt: skip
             read += 1
@@ -373,15 +403,15 @@ def _hopper_decode_kernel(
         step: gl.constexpr = 1 if FORMAT == 0 else 2
         if (first_tile == 0) & (tile_end == row_tiles):
             share = (1.0 / normaliser)[None, :]
-            _store_columns(group_output_ptr, even_sums * share, 0, step, mma, GROUP, HEAD_DIM)
+            store_columns(group_output_ptr, even_sums * share, 0, step, 1, mma, GROUP, HEAD_DIM)
             if FORMAT > 0:
-                _store_columns(group_output_ptr, odd_sums * share, 1, step, mma, GROUP, HEAD_DIM)
+                store_columns(group_output_ptr, odd_sums * share, 1, step, 1, mma, GROUP, HEAD_DIM)
         elif tile_end > 0:
             part = program * 2 + (first_tile == 0).to(gl.int32)
             part_ptr = partials_ptr + part * (QUERIES * HEAD_DIM)
-            _store_columns(part_ptr, even_sums, 0, step, mma, GROUP, HEAD_DIM)
+            store_columns(part_ptr, even_sums, 0, step, 1, mma, GROUP, HEAD_DIM)
             if FORMAT > 0:
-                _store_columns(part_ptr, odd_sums, 1, step, mma, GROUP, HEAD_DIM)
+                store_columns(part_ptr, odd_sums, 1, step, 1, mma, GROUP, HEAD_DIM)
             statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
             gl.store(statistic, maximum)
             gl.store(statistic + QUERIES, normaliser)
@@ -392,7 +422,11 @@ def _hopper_decode_kernel(
             arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == part_count - 1:
                 gl.store(counter_ptr, 0)
-                _merge(group_output_ptr, partials_ptr, statistics_ptr, first_program, part_count, GROUP, HEAD_DIM)
+                # A (row, head) starts inside its first program's piece and at the start of every later one's.
+                merge(
+                    group_output_ptr, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
+                    GROUP, HEADS, HEAD_DIM, 64,
+                )  # fmt: skip
         work = segment_end
 
     # 7. Rows without tokens get zeros.
@@ -428,8 +462,8 @@ def launch(
     _hopper_decode_kernel[(plan.program_count,)](
         output,
         query,
-        _descriptor(key_cache, plan.tile_tokens),
-        _descriptor(value_cache, plan.tile_tokens),
+        cache_descriptor(key_cache, plan.tile_tokens),
+        cache_descriptor(value_cache, plan.tile_tokens),
         block_tables,
         row_slots,
         context_lengths,
@@ -447,6 +481,7 @@ def launch(
         DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
         HAS_ROW_COUNT=decode_row_count is not None,
         STAGES=plan.num_stages,
+        HEADS=triton.next_power_of_2(constants["GROUP"]),
         PDL=pdl,
         **constants,
         num_warps=plan.num_warps,
@@ -454,7 +489,7 @@ def launch(
     )
 
 
-def _descriptor(cache_tensor: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
+def cache_descriptor(cache_tensor: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
     """Boxes of one block, or tile, of one K/V head, 128 bytes wide; travels by value with the launch."""
     block_size, head_dim = cache_tensor.shape[2:]
     lines = cache_tensor.view(-1, head_dim)

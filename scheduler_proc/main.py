@@ -49,9 +49,10 @@ COMPILATION_INTERVAL_S = 0.001
 CPU_TOKEN_S = 0.004
 """What a prompt token may take on a CPU: the first prompt of all is cut by this, the others by what it took."""
 HOLD_S = 0.0005
-"""After a step with a prompt for a worker that had nothing to do, the next one waits so long (or up to a millisecond
-more: a poll takes whole ones). Prompts that come right behind the first had to wait for two steps of its decoding. The
-worker does not wait: a step with a prompt takes longer, and if it does not, its result ends this."""
+"""How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer, since
+a poll waits whole milliseconds). Prompts that arrive right behind the first one can then join the second step, instead
+of waiting until two decode steps of the first have run. The worker does not idle: a step with a prompt usually takes
+longer than this, and if it does not, its result ends the wait."""
 SIZE_CLASSES = 20
 """Of steps by their tokens: up to 1, 2, 4, ... 524,288."""
 
@@ -244,7 +245,7 @@ class Loop:
         self._arrived_ids: list[int] = []
         self._changed = False
         self._stats_due_s = 0.0
-        self._hold_until_s = 0.0  # monotonic; 0 for not at all
+        self._hold_until_s = 0.0  # monotonic; 0: no step is held back
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
         self._failure: PeerFailed | None = None
 
@@ -350,7 +351,7 @@ class Loop:
                 self._hold_until_s = self._clocks.monotonic() + HOLD_S
 
     def _holds(self) -> bool:
-        """Whether the next step waits for prompts that come right behind the first."""
+        """Whether the next step still waits for prompts that may arrive right behind the first (`HOLD_S`)."""
         if self._hold_until_s and self._clocks.monotonic() >= self._hold_until_s:
             self._hold_until_s = 0.0
         return self._hold_until_s > 0.0

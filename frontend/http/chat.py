@@ -9,11 +9,12 @@ from frontend.chat.answer import AnswerParser
 from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
+from frontend.http.bodies import read_body
 from frontend.http.chat_start import StartedChat, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
 from frontend.http.replies import ChatReply, finals_usage, prompt_fields, usage_dict
-from frontend.http.requests import ChatRequest, read_body
+from frontend.http.requests import ChatRequest
 from frontend.http.streams import EventStream, answer_or_abort
 
 

@@ -11,6 +11,7 @@ from common.errors import RequestError
 from frontend.engine import Engine, RequestStream
 from frontend.events import Final, TokenLogprob
 from frontend.http import generation
+from frontend.http.bodies import read_body
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, name_fields, not_supported
 from frontend.http.output_form import form_field, structured_outputs
@@ -24,7 +25,7 @@ from frontend.http.replies import (
     prompt_fields,
     usage_dict,
 )
-from frontend.http.requests import CompletionRequest, read_body, sampling_values
+from frontend.http.requests import CompletionRequest, sampling_values
 from frontend.http.streams import EventStream, answer_or_abort
 from frontend.prompt import Prompt
 from frontend.prompt_logprobs import in_turns
