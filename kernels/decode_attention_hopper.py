@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
 QUERIES = gl.constexpr(8)
-INT8 = gl.constexpr(1)
-FP8 = gl.constexpr(2)
+INT8, FP8 = gl.constexpr(1), gl.constexpr(2)
 LEVELS = gl.constexpr(127.0 * 128.0)
 
 
