@@ -3,7 +3,9 @@
 import asyncio
 import json
 from array import array
+from unittest import mock
 
+import msgspec
 import pytest
 
 from common.errors import RequestError
@@ -124,6 +126,18 @@ def test_what_a_body_holds_survives_its_message():
     assert decode_from_text_process(Json.of(1, body).to_wire()).value() == body
     with pytest.raises(RequestError, match="more than 64 bits"):
         Json.of(1, LargeBody({"a": 2**70}))
+
+
+def test_a_body_that_only_the_text_process_can_nest_so_deeply_is_refused(monkeypatch):
+    """The loop's stack is higher: a body of 990 levels came back, and whoever had sent it waited for ever."""
+    too_high = mock.Mock(side_effect=RecursionError)
+    message = Json.of(1, LargeBody({"a": [[]]}))
+    monkeypatch.setattr(msgspec.msgpack, "decode", too_high)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        message.value()
+    monkeypatch.setattr(msgspec.msgpack, "encode", too_high)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        Json.of(1, LargeBody({}))
 
 
 @pytest.mark.parametrize("body", [{"pooling": 5, "input": "x"}, {"input": "x", "encoding_format": "x" * 50_000}])
