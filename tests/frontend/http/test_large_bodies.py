@@ -14,6 +14,7 @@ from frontend.http import app, bodies
 from frontend.large_json import LargeBody, parse_large
 from frontend.text_messages import Json, decode_from_text_process
 from tests.frontend.http.test_app import GOOD, exchange, serve
+from tests.frontend.http.test_wire import post
 
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": None}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -152,15 +153,17 @@ def test_all_bodies_together_are_held_within_a_limit(make_api, monkeypatch):
     served = bodies.Bodies()
     monkeypatch.setattr(app, "Bodies", lambda: served)
     api = make_api(port=0).ready()
-    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n" + b" " * 60_000
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 190000\r\n\r\n" + b" " * 160_000
 
     async def talk(address):
         _, first = await asyncio.open_connection(*address)
         first.write(start)
-        while served.held_bytes != 60_000:
+        while served.held_bytes != 160_000 - bodies.QUICK_BYTES:
             await asyncio.sleep(0)
         refused = await exchange(address, start)
-        assert served.held_bytes == 60_000
+        small = await exchange(address, post("/v1/completions", b'{"prompt": "x", "max_tokens": 1}'))
+        assert b"200 OK" in small, "small bodies are taken all the same"
+        assert served.held_bytes == 160_000 - bodies.QUICK_BYTES
         first.transport.abort()
         while served.held_bytes:
             await asyncio.sleep(0)
