@@ -54,7 +54,7 @@ def test_many_short_prompts_after_many_decodes_leave_usable_estimates(decodes, c
     for _ in range(5000):
         times.note(chunk_s, 5, decodes=decodes)
         assert LEAST_CHUNK <= times.chunk_budget(512, decodes=decodes) <= 512
-        assert times.may_run_ahead([5])
+        assert times.may_run_ahead(1, 5)
 
 
 @pytest.mark.parametrize("decode_s", [0.05, 0.5, 5.0])
