@@ -84,8 +84,13 @@ class ClientSink:
             self._start(self._end_in_turns(final))
 
     async def _end_in_turns(self, final: Final) -> None:
-        samples = [dataclasses.replace(sample, logprobs=await _packable(sample.logprobs)) for sample in final.samples]
-        prompt_logprobs = await _packable(final.prompt_logprobs)
+        try:
+            samples = [dataclasses.replace(each, logprobs=await _packable(each.logprobs)) for each in final.samples]
+            prompt_logprobs = await _packable(final.prompt_logprobs)
+        except BaseException:
+            if self.client.live.get(self.request_id) is self:
+                del self.client.live[self.request_id]  # `start` answers with the error
+            raise
         if self.client.live.get(self.request_id) is self:
             self._end(final, tuple(samples), prompt_logprobs)
 

@@ -47,7 +47,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         values = msgspec.json.decode(body.removeprefix(_BYTE_ORDER_MARK))
     except RecursionError:
-        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+        raise too_deep() from None
     except (msgspec.MsgspecError, ValueError) as error:
         raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
@@ -109,6 +109,11 @@ def _check_count(values: Mapping[str, Any]) -> None:
             raise _too_many()
         inner = value.values() if isinstance(value, dict) else value
         left += [entry for entry in inner if isinstance(entry, dict | list)]
+
+
+def too_deep() -> RequestError:
+    """The refusal of a body that some process cannot read because of how deep it is nested."""
+    return RequestError("the body is nested too deeply", code="invalid_json")
 
 
 def _too_many() -> RequestError:

@@ -23,7 +23,7 @@ import msgspec
 
 from common.errors import RequestError, WireError, shown
 from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, decode, kinds_of, pack, unpack
-from frontend.large_json import LargeBody
+from frontend.large_json import LargeBody, too_deep
 from frontend.prompt import ChatPrompt
 
 LIMIT = 4 * TEXT_LIMIT_BYTES
@@ -225,11 +225,13 @@ class Json:
 
     @classmethod
     def of(cls, job_id: int, body: LargeBody) -> "Json":
-        """The message that brings a body; raises RequestError for numbers that msgpack cannot hold."""
+        """The message that brings a body; raises RequestError for values that msgpack cannot hold."""
         try:
             values = msgspec.msgpack.encode(body.values)
         except OverflowError:
             raise RequestError("the body holds an integer of more than 64 bits", code="invalid_json") from None
+        except RecursionError:
+            raise too_deep() from None
         lists = (
             (name, True, tuple(ids)) if isinstance(ids, list) else (name, False, (ids,))
             for name, ids in body.token_ids.items()
@@ -251,9 +253,16 @@ class Json:
         return message
 
     def value(self) -> LargeBody:
-        """What the job was for."""
+        """What the job was for.
+
+        Raises:
+            RequestError: nested too deeply for this process, whose stack may be higher than that of the text process.
+        """
         lists = {name: list(lists) if nested else lists[0] for name, nested, lists in self.token_ids}
-        return LargeBody(msgspec.msgpack.decode(self.values), lists)
+        try:
+            return LargeBody(msgspec.msgpack.decode(self.values), lists)
+        except RecursionError:
+            raise too_deep() from None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from common.config import EngineConfig
-from common.errors import RequestError, StartupError, WireError
+from common.errors import StartupError, WireError
 from common.processes import Child, DeathPipe
 from common.sockets import bind_pull, connect_push, new_context
 from common.wire import INT32_MAX
@@ -232,5 +232,5 @@ def _settle(future: "asyncio.Future[Any]", value: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(value())
-    except RequestError as error:
+    except Exception as error:  # a result that cannot be had concerns whoever waits for it, and nobody else would tell
         future.set_exception(error)

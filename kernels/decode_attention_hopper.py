@@ -1,13 +1,12 @@
 """Decode attention for Hopper: the operation of kernels/decode_attention.py by programs of one warp each.
 
-A warp waits for nobody: no barrier between warps, no maximum passed through shared memory. The tensor copy engine
-brings its keys and values, block by block (a block of one K/V head is a contiguous box of the cache), so that no
-instruction computes an element's address, and STAGES tiles are on their way while one is worked on. Products are
-turned round: keys are the rows of the first and dims the rows of the second, and the queries of a group their columns,
+No warp waits for another. The tensor copy engine fetches keys and values block by block (a block of one K/V head is a
+contiguous box of the cache), so that no instruction computes an element's address, and STAGES tiles are on their way
+while one is worked on. The products are transposed, so that the queries of a group are columns, of which 8 suffice:
 
     S [tile, 8] = K Q^T            O [head_dim, 8] = V^T P [tile, 8]
 
-where queries as rows would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
+As rows they would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
 machine code for sm_90 over all warps of a program (the plain kernel's in brackets): about 690 with a bfloat16 cache
 (1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
 
@@ -30,18 +29,18 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
+from kernels.decode_warp import QUERIES, box_rows_of, cache_descriptor, clean, copy_tile, merge, store_columns
 from kernels.kv_format import cache_format
 from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
-QUERIES = gl.constexpr(8)
-INT8, FP8 = gl.constexpr(1), gl.constexpr(2)
+INT8 = gl.constexpr(1)
+FP8 = gl.constexpr(2)
 LEVELS = gl.constexpr(127.0 * 128.0)
 
 
@@ -57,41 +56,6 @@ def _unpacked(pairs, FORMAT: gl.constexpr):
         INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS,
         "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
-
-
-@gluon.jit
-def box_rows_of(
-    table_ptr, tile, head, length,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,
-):  # fmt: skip
-    """The first row, in the cache as [rows, head_dim], of each box of a tile."""
-    rows = ()
-    for box in gl.static_range(TILE // BOX_ROWS):
-        # edge: blocks past the row's last one are not in the table; the last is copied again in their place
-        token = gl.minimum(tile * TILE + box * BOX_ROWS, ((length - 1) // BOX_ROWS) * BOX_ROWS)
-        block = gl.load(table_ptr + token // BLOCK_SIZE)
-        rows += ((block * KV_HEADS + head) * BLOCK_SIZE + token % BLOCK_SIZE,)
-    return rows
-
-
-@gluon.jit
-def copy_tile(
-    key_desc, value_desc, box_rows, key_boxes, value_boxes, full, stage,
-    TILE: gl.constexpr, BOX_ROWS: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """Ask the copy engine for a tile of keys and of values; `full` tells when they are there."""
-    BOXES: gl.constexpr = TILE // BOX_ROWS
-    COLUMNS: gl.constexpr = key_boxes.shape[2]
-    mbarrier.expect(full.index(stage), 2 * TILE * HALVES * COLUMNS * key_boxes.dtype.primitive_bitwidth // 8)
-    for box in gl.static_range(BOXES):
-        for half in gl.static_range(HALVES):
-            place = (stage * HALVES + half) * BOXES + box
-            tma.async_copy_global_to_shared(
-                key_desc, [box_rows[box], half * COLUMNS], full.index(stage), key_boxes.index(place)
-            )
-            tma.async_copy_global_to_shared(
-                value_desc, [box_rows[box], half * COLUMNS], full.index(stage), value_boxes.index(place)
-            )
 
 
 @gluon.jit
@@ -149,91 +113,12 @@ def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def clean(values, token_count):
-    """Zeros for the vectors of a tile from `token_count` on, if any: past a row's end there may be NaN."""
-    TILE: gl.constexpr = values.shape[0]
-    HEAD_DIM: gl.constexpr = values.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [1, 1], [1, 0])
-    if token_count < TILE:
-        places = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
-        value = values.load(layout)
-        values.store(gl.where((places < token_count)[:, None], value, gl.zeros_like(value)))
-        fence_async_shared()
-
-
-@gluon.jit
 def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_token,
                  KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
     places = (blocks * KV_HEADS + head) * BLOCK_SIZE + in_block  # below 2^31, or a layer's cache had 256 GB
     key_scale = gl.load(key_scales_ptr + places, mask=is_token, other=0.0)
     value_scale = gl.load(value_scales_ptr + places, mask=is_token, other=0.0)
     return key_scale.to(gl.float32), value_scale.to(gl.float32)
-
-
-@gluon.jit
-def merge(
-    output_ptr, partials_ptr, statistics_ptr, first_place, step, first_shift, part_count,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, NUMBERS: gl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one (row, K/V head), NUMBERS sums a thread at a time; HEADS: GROUP's power of two.
-
-    Part i is at `first_place` + i * `step`, the first at `first_shift` beyond that: in `partials` [place, 8, HEAD_DIM]
-    the sums, in `statistics` [place, 2, 8] maxima (powers of two) and normalisers. A thread has some dims of one head
-    of all parts, so that nothing is exchanged between threads.
-    """
-    PARTS: gl.constexpr = 32 * NUMBERS // (HEADS * HEAD_DIM)
-    LANES: gl.constexpr = 32 // HEADS
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // LANES], [1, HEADS, LANES], [1, 1, 1], [2, 1, 0])
-    pair_layout: gl.constexpr = gl.SliceLayout(2, layout)
-    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
-    lane = gl.arange(0, PARTS, layout=gl.SliceLayout(1, pair_layout))
-    heads = gl.arange(0, HEADS, layout=gl.SliceLayout(0, pair_layout))
-    maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, pair_layout))
-    normaliser = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, pair_layout))
-    sums = gl.zeros([HEADS, HEAD_DIM], gl.float32, row_layout)
-    for first_part in range(0, part_count, PARTS):
-        parts = first_part + lane
-        places = first_place + parts * step + gl.where(parts == 0, first_shift, 0)
-        is_part = (parts < part_count)[:, None] & (heads < GROUP)[None, :]
-        pairs = places[:, None] * QUERIES + heads[None, :]
-        columns = gl.expand_dims(gl.expand_dims(dims, 0), 0)
-        part_sums = gl.load(
-            partials_ptr + gl.expand_dims(pairs, 2) * HEAD_DIM + columns, mask=gl.expand_dims(is_part, 2), other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        statistic = statistics_ptr + places[:, None] * (2 * QUERIES) + heads[None, :]
-        part_maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        part_normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
-        new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
-        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # edge: heads past the group
-        weights = gl.exp2(part_maximum - base[None, :])
-        shrink = gl.exp2(maximum - base)
-        normaliser = normaliser * shrink + gl.sum(part_normaliser * weights, axis=0)
-        shrink_rows = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, row_layout)), 1)
-        sums = sums * shrink_rows + gl.sum(part_sums * gl.expand_dims(weights, 2), axis=0)
-        maximum = new_maximum
-    share = 1.0 / gl.where(heads < GROUP, normaliser, 1.0)
-    result = sums * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, row_layout)), 1)
-    row_heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, row_layout))
-    row_dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
-    gl.store(
-        output_ptr + row_heads[:, None] * HEAD_DIM + row_dims[None, :], result.to(output_ptr.dtype.element_ty),
-        mask=(row_heads < GROUP)[:, None],
-    )  # fmt: skip
-
-
-@gluon.jit
-def store_columns(
-    base_ptr, columns, first_dim: gl.constexpr, step: gl.constexpr, repeats: gl.constexpr, mma: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """Store [dims, 8] as rows [8, head_dim], every `step`-th dim; every `repeats`-th column is a row."""
-    dims = first_dim + step * gl.arange(0, columns.shape[0], layout=gl.SliceLayout(1, mma))
-    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, mma))
-    is_row = (queries % repeats == 0) & (queries // repeats < GROUP)
-    places = (queries // repeats)[None, :] * HEAD_DIM + dims[:, None]
-    gl.store(base_ptr + places, columns.to(base_ptr.dtype.element_ty), mask=is_row[None, :])
 
 
 @gluon.jit
@@ -486,15 +371,3 @@ def launch(
         num_warps=plan.num_warps,
         **compile_options(plan.max_registers, pdl),
     )
-
-
-def cache_descriptor(cache_tensor: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
-    """Boxes of one block, or tile, of one K/V head, 128 bytes wide; travels by value with the launch."""
-    block_size, head_dim = cache_tensor.shape[2:]
-    lines = cache_tensor.view(-1, head_dim)
-    box_rows = min(block_size, tile_tokens)
-    if cache_tensor.element_size() == 1:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=8, rank=2)
-        return TensorDescriptor.from_tensor(lines.view(torch.int8), [box_rows, head_dim], layout)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(lines, [box_rows, 64], layout)

@@ -16,7 +16,8 @@ from frontend.http.requests import CompletionRequest, DetokenizeRequest, Embeddi
 QUICK_BYTES = 1 << 16
 """Bodies up to this size are parsed on the spot: in 3 ms the worst of them, token ids and texts in a tenth of it."""
 HELD_LIMIT_BYTES = 512 << 20
-"""All bodies together that are being received or parsed; hundreds of connections could fill any memory otherwise."""
+"""All large bodies together that are being received or parsed, but for the first QUICK_BYTES of each, so that small
+ones are always taken; hundreds of connections could fill any memory otherwise."""
 _ID_FIELDS: dict[type[msgspec.Struct], tuple[str, ...]] = {
     CompletionRequest: ("prompt",),
     EmbeddingsRequest: ("input",),
@@ -31,7 +32,7 @@ class Bodies:
     """What all requests of an application hold of their bodies.
 
     Attributes:
-        held_bytes: received and not yet parsed.
+        held_bytes: received and not yet parsed, beyond the first of each.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Bodies:
     def take(self, count: int) -> int:
         """Hold so many bytes more, and return their number; raises RequestError if that is too much for now."""
         if self.held_bytes + count > HELD_LIMIT_BYTES:
-            text = f"the engine is receiving {self.held_bytes} bytes of request bodies already; try again in a moment"
+            text = f"the engine holds {self.held_bytes} bytes of large request bodies already; try again in a moment"
             raise RequestError(text, code="bodies_too_large", status=429, retry_after_ms=1000)
         self.held_bytes += count
         return count
@@ -57,11 +58,13 @@ async def read_body(request: Request, kind: type[T], empty: bytes = b"") -> T:
     """
     bodies: Bodies = request.app.state.bodies
     chunks: list[bytes] = []
-    held_bytes = 0
+    received_bytes = held_bytes = 0
     try:
         async for chunk in request.stream():
-            held_bytes += bodies.take(len(chunk))
             chunks.append(chunk)
+            received_bytes += len(chunk)
+            if received_bytes - QUICK_BYTES > held_bytes:
+                held_bytes += bodies.take(received_bytes - QUICK_BYTES - held_bytes)
         body = b"".join(chunks) or empty
         del chunks
         return decode(body, kind) if len(body) <= QUICK_BYTES else await _parsed(request, body, kind)

@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 
@@ -85,3 +86,16 @@ def test_a_client_of_the_socket_gets_them_in_one_end(ended, fails_meanwhile):
     else:
         assert end.prompt_logprobs == tuple(final.prompt_logprobs)
         assert end.samples == final.samples
+
+
+def test_an_end_that_cannot_be_written_leaves_the_id_free(ended, monkeypatch):
+    """The client's record was kept for ever, and its id was in use."""
+    _, final = ended
+    started = []
+    client = ClientRecord({}, b"me")
+    sink = client.live["a"] = ClientSink(client, "a", 1, started.append)
+    sink.on_final(final)
+    monkeypatch.setattr(final.prompt_logprobs, "_describe", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):  # which the socket's server answers
+        asyncio.run(started[0])
+    assert not client.live

@@ -13,10 +13,10 @@ def test_without_a_target_steps_of_a_fast_device_are_not_limited():
     times = StepTime(0.0)
     times.note(0.1, 4096)
     assert times.chunk_budget(8192) == 8192 and times.admits()
-    assert times.may_run_ahead([4096, 4096])
+    assert times.may_run_ahead(2, 8192)
     times.note(0.004, 0)
     assert times.chunk_budget(8192) == times.chunk_budget(8192, decodes=False) == 8192
-    assert times.may_run_ahead([0, 0, 0])
+    assert times.may_run_ahead(3, 0)
 
 
 def test_a_slow_device_gets_short_steps_and_none_ahead():
@@ -26,8 +26,8 @@ def test_a_slow_device_gets_short_steps_and_none_ahead():
     times.note(0.1 + 512 * 0.005, 512)
     budget = times.chunk_budget(512, decodes=False)
     assert times.decode_s + budget * times.token_s == pytest.approx(STEP_LIMIT_S, rel=0.02)
-    assert times.may_run_ahead([0]) and not times.may_run_ahead([budget])
-    assert not times.may_run_ahead([0, 0, 0]), "three steps of decoding take too long as well"
+    assert times.may_run_ahead(1, 0) and not times.may_run_ahead(1, budget)
+    assert not times.may_run_ahead(3, 0), "three steps of decoding take too long as well"
 
 
 def test_prompts_get_as_long_as_decoding_takes_where_that_is_too_long_already():
@@ -39,7 +39,7 @@ def test_prompts_get_as_long_as_decoding_takes_where_that_is_too_long_already():
 
 def test_the_first_prompt_is_cut_by_a_guess():
     times = StepTime(0.0, token_s=0.004)
-    assert times.chunk_budget(512) == 100 and not times.may_run_ahead([100])
+    assert times.chunk_budget(512) == 100 and not times.may_run_ahead(1, 100)
     times.note(0.04, 100)
     assert times.token_s == pytest.approx(0.0004, rel=0.1)
     assert times.chunk_budget(512) == 512

@@ -3,7 +3,9 @@
 import asyncio
 import json
 from array import array
+from unittest import mock
 
+import msgspec
 import pytest
 
 from common.errors import RequestError
@@ -12,6 +14,7 @@ from frontend.http import app, bodies
 from frontend.large_json import LargeBody, parse_large
 from frontend.text_messages import Json, decode_from_text_process
 from tests.frontend.http.test_app import GOOD, exchange, serve
+from tests.frontend.http.test_wire import post
 
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": None}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -125,6 +128,18 @@ def test_what_a_body_holds_survives_its_message():
         Json.of(1, LargeBody({"a": 2**70}))
 
 
+def test_a_body_that_only_the_text_process_can_nest_so_deeply_is_refused(monkeypatch):
+    """The loop's stack is higher: a body of 990 levels came back, and whoever had sent it waited for ever."""
+    too_high = mock.Mock(side_effect=RecursionError)
+    message = Json.of(1, LargeBody({"a": [[]]}))
+    monkeypatch.setattr(msgspec.msgpack, "decode", too_high)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        message.value()
+    monkeypatch.setattr(msgspec.msgpack, "encode", too_high)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        Json.of(1, LargeBody({}))
+
+
 @pytest.mark.parametrize("body", [{"pooling": 5, "input": "x"}, {"input": "x", "encoding_format": "x" * 50_000}])
 def test_an_error_does_not_repeat_all_that_was_sent(api, body):
     response = api.post("/v1/embeddings", body)
@@ -138,15 +153,17 @@ def test_all_bodies_together_are_held_within_a_limit(make_api, monkeypatch):
     served = bodies.Bodies()
     monkeypatch.setattr(app, "Bodies", lambda: served)
     api = make_api(port=0).ready()
-    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n" + b" " * 60_000
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 190000\r\n\r\n" + b" " * 160_000
 
     async def talk(address):
         _, first = await asyncio.open_connection(*address)
         first.write(start)
-        while served.held_bytes != 60_000:
+        while served.held_bytes != 160_000 - bodies.QUICK_BYTES:
             await asyncio.sleep(0)
         refused = await exchange(address, start)
-        assert served.held_bytes == 60_000
+        small = await exchange(address, post("/v1/completions", b'{"prompt": "x", "max_tokens": 1}'))
+        assert b"200 OK" in small, "small bodies are taken all the same"
+        assert served.held_bytes == 160_000 - bodies.QUICK_BYTES
         first.transport.abort()
         while served.held_bytes:
             await asyncio.sleep(0)
