@@ -93,6 +93,7 @@ def _copy(descriptor, place, barrier, target, pred=True):
     box, tensor = descriptor.box, descriptor.tensor
     assert list(target.shape) == box, f"a box of {box} into {target.shape}"
     starts = [int(each) for each in place]
+    assert min(starts) >= 0, f"a box of {box} at {starts} of {list(tensor.shape)}"
     found = tensor
     for axis, (start, size) in enumerate(zip(starts, box, strict=True)):
         first = min(start, tensor.shape[axis])
