@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from common.config import DEFAULT_MODEL
+from common.errors import ConfigError
 
 CACHE_VARIABLE = "TRIREME_CACHE"
 DEFAULT_MODEL_DIR_NAME = "smollm2-135m-instruct-v2"
@@ -46,14 +47,28 @@ def ready_model_dir(model: str) -> Path | None:
     """The local folder of a `--model` value if it is there now; None if `worker_proc.fetch_model` must make it.
 
     A hub id is never ready: only the hub's client knows its cache.
+
+    Raises:
+        ConfigError: the folder holds something that nobody can read to its end, or cannot be looked into.
     """
     if model == DEFAULT_MODEL:
         folder = default_model_dir()
         return folder if folder.is_dir() else None
     path = Path(model).expanduser()
     if path.is_dir():
+        _check_files(path)
         return path.resolve()
     if path.suffix == ".gguf" and path.is_file():
         folder = gguf_model_dir(path)
         return folder if folder.is_dir() else None
     return None
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a folder with a pipe or a device in it: whoever reads one instead of a file waits for ever."""
+    try:
+        endless = [path.name for path in folder.iterdir() if path.is_fifo() or path.is_char_device()]
+    except OSError as error:
+        raise ConfigError(f"cannot look into {folder}: {error.strerror}") from None
+    if endless:
+        raise ConfigError(f"{min(endless)} in {folder} is a pipe or a device; a model folder holds files")

@@ -6,7 +6,6 @@ arrays and few other values; all that is left for the loop is copying long texts
 what a body may contain.
 """
 
-import re
 from array import array
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,9 +17,10 @@ from common.errors import RequestError
 
 ITEM_LIMIT = 1 << 15
 """Items in all lists and objects of a large body, token ids aside: some milliseconds of work on the loop."""
+WINDOW_BYTES = 1 << 16
+"""Bytes that are looked through at once."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,18 @@ def parse_large(body: bytes, id_fields: Collection[str]) -> LargeBody:
 
 
 def _check_containers(body: bytes) -> None:
-    """Refuse what would need a hundred times its size in memory, before it does."""
-    if body.count(b"[") + body.count(b"{") > ITEM_LIMIT:
-        bare = _STRING.sub(b"", body)
-        if bare.count(b"[") + bare.count(b"{") > ITEM_LIMIT:
+    """Refuse what would need a hundred times its size in memory, before it does; in time and memory for any body."""
+    if body.count(b"[") + body.count(b"{") <= ITEM_LIMIT:
+        return
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote begins or ends a string
+    count, is_string = 0, 0
+    for start in range(0, len(plain), WINDOW_BYTES):
+        parts = plain[start : start + WINDOW_BYTES].split(b'"')
+        bare = b"".join(parts[is_string::2])
+        count += bare.count(b"[") + bare.count(b"{")
+        if count > ITEM_LIMIT:
             raise _too_many()
+        is_string ^= (len(parts) - 1) & 1
 
 
 def _token_ids(value: Any) -> "array[int] | list[array[int]] | None":

@@ -17,6 +17,10 @@ MODULES_FILE = "modules.json"
 DEFAULT = "last"
 MODES = {"mean": "mean", "mean_sqrt_len": "mean", "lasttoken": "last", "cls": "cls"}
 """The modes of a Pooling that are supported -> ours; mean_sqrt_len is a mean of another length, and ours is 1."""
+LARGEST_BYTES = 1 << 20
+"""Of each file; they have some hundred."""
+SHOWN_LIMIT = 100
+"""Characters of a mode's or module's name."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class ModelPooling:
             return cls()
         try:
             return _from_modules(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return cls(unsupported=f"{path} and the folders that it names cannot be read: {error!r:.200}")
 
     def name(self) -> str:
@@ -62,18 +66,34 @@ class ModelPooling:
 
 def _from_modules(path: Path) -> ModelPooling:
     mode, source = DEFAULT, ""
-    for module in json.loads(path.read_text(encoding="utf-8")):
+    for module in _read(path):
         kind = str(module["type"]).rpartition(".")[2]
         if kind == "Pooling":
-            source = str(path.parent / module["path"] / "config.json")
-            modes = _modes(json.loads(Path(source).read_text(encoding="utf-8")))
+            place = Path(module["path"])
+            if place.is_absolute() or ".." in place.parts:
+                raise ValueError(f"{_shown(str(place))} is outside of the folder")
+            source = str(path.parent / place / "config.json")
+            modes = _modes(_read(Path(source)))
             if len(modes) != 1 or modes[0] not in MODES:
-                asked = " with ".join(modes) or "none"
+                asked = _shown(" with ".join(modes)) or "none"
                 return ModelPooling(unsupported=f"{source} asks for the pooling {asked}; supported: {', '.join(MODES)}")
             mode = MODES[modes[0]]
         elif kind not in ("Transformer", "Normalize"):
-            return ModelPooling(unsupported=f"{path} has a module {kind}; supported: Transformer, Pooling, Normalize")
+            text = f"{path} has a module {_shown(kind)}; supported: Transformer, Pooling, Normalize"
+            return ModelPooling(unsupported=text)
     return ModelPooling(mode, source)
+
+
+def _read(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError for a pipe or a device, which may have no end, and for a large file."""
+    if not path.is_file() or path.stat().st_size > LARGEST_BYTES:
+        raise OSError(f"{path}: wanted a file of at most {LARGEST_BYTES} bytes")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _shown(name: str) -> str:
+    """A name that the folder has, fit for one line of an answer."""
+    return ascii(name[:SHOWN_LIMIT])[1:-1]
 
 
 def _modes(config: dict[str, Any]) -> list[str]:

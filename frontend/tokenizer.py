@@ -326,9 +326,16 @@ def _token_text(value: Any) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     return value if isinstance(value, dict) else {}
+
+
+def _read_text(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {what} {path}: {error}") from None
 
 
 def _load_raw(folder: Path) -> RawTokenizer:
@@ -360,13 +367,10 @@ def _convert(folder: Path) -> RawTokenizer:
 
 def _chat_template(folder: Path, settings: Mapping[str, Any], file: str) -> str | dict[str, str]:
     if file:
-        try:
-            return Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read --chat-template {file}: {error}") from None
+        return _read_text(Path(file), "--chat-template")
     beside = folder / "chat_template.jinja"
     if beside.exists():
-        return beside.read_text(encoding="utf-8")
+        return _read_text(beside, "the chat template")
     own = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
     if isinstance(own, list):
         return {entry["name"]: entry["template"] for entry in own}

@@ -1,13 +1,12 @@
 """Decode attention for Hopper: the operation of kernels/decode_attention.py by programs of one warp each.
 
-A warp waits for nobody: no barrier between warps, no maximum passed through shared memory. The tensor copy engine
-brings its keys and values, block by block (a block of one K/V head is a contiguous box of the cache), so that no
-instruction computes an element's address, and STAGES tiles are on their way while one is worked on. Products are
-turned round: keys are the rows of the first and dims the rows of the second, and the queries of a group their columns,
+No warp waits for another. The tensor copy engine fetches keys and values block by block (a block of one K/V head is a
+contiguous box of the cache), so that no instruction computes an element's address, and STAGES tiles are on their way
+while one is worked on. The products are transposed, so that the queries of a group are columns, of which 8 suffice:
 
     S [tile, 8] = K Q^T            O [head_dim, 8] = V^T P [tile, 8]
 
-where queries as rows would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
+As rows they would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
 machine code for sm_90 over all warps of a program (the plain kernel's in brackets): about 690 with a bfloat16 cache
 (1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
 

@@ -14,7 +14,7 @@ def folder_at_hand(option: str, name: str) -> str:
     """The folder that an option names if it is there now; empty if `worker_proc.fetch_model` has to make it.
 
     Raises:
-        ConfigError: a path to nothing.
+        ConfigError: a path to nothing, or as `ready_model_dir`.
     """
     if folder := ready_model_dir(name):
         return str(folder)

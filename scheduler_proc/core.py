@@ -264,7 +264,8 @@ class SchedulerCore:
         flight = self.state.in_flight[0] if self.state.in_flight else None
         out = self._collector.apply(result, now_s)
         if flight is not None:
-            self.state.step_time.note(now_s - max(flight.planned_at_s, self._result_at_s), flight.chunk_tokens)
+            step_s = now_s - max(flight.planned_at_s, self._result_at_s)
+            self.state.step_time.note(step_s, flight.chunk_tokens, decodes=flight.decode_count > 0)
         self._result_at_s = now_s
         if out is None:
             return []

@@ -2,12 +2,15 @@
 
     step time = decode time + chunk tokens * token time
 
-Both are running means. The decode time is measured on steps without chunks. The token time is what remains of the other
-steps, divided by their chunk tokens; a step counts in proportion to its tokens, because a short chunk takes longer per
-token. A step that has been sent cannot be taken back, so an abort waits for it, and so does everybody else: where steps
-would take a good part of a second, as on a CPU, they are kept short and are not planned ahead. Knows no clock. Called
-by the core (what a step took, and whether the next one may be planned) and by the planner (how much the next step may
-hold, and whether recomputing a victim's tokens is faster than swapping them).
+Both are running means. The decode time is measured on steps without chunks, and lowered by steps with decode rows that
+took less although they had chunks. A step may have stalled, so none raises the mean by much more than itself. The
+token time is what remains of the steps with chunks, divided by their chunk tokens; a step counts in proportion to its
+tokens, because a short chunk takes longer per token. Where nobody decodes, the decode time does not count.
+
+A step that has been sent cannot be taken back, so an abort waits for it, and so does everybody else: where steps would
+take a good part of a second, as on a CPU, they are kept short and are not planned ahead. Knows no clock. Called by the
+core (what a step took, and whether the next one may be planned) and by the planner (how much the next step may hold,
+and whether recomputing a victim's tokens is faster than swapping them).
 """
 
 WEIGHT = 0.2
@@ -37,12 +40,13 @@ class StepTime:
         self.token_s: float | None = token_s or None
         self._chunk_s, self._chunk_tokens = token_s, 1.0 if token_s else 0.0
 
-    def note(self, step_s: float, chunk_tokens: int) -> None:
-        """A step with so many prompt tokens took so long."""
-        if chunk_tokens == 0:
+    def note(self, step_s: float, chunk_tokens: int, *, decodes: bool = True) -> None:
+        """A step with so many prompt tokens, and with decode rows or without, took so long."""
+        decode_s = (self.decode_s or 0.0) if decodes else 0.0
+        if chunk_tokens == 0 or step_s < decode_s:
             self.decode_s = _mean(self.decode_s, step_s)
         else:
-            self._chunk_s = (1 - WEIGHT) * self._chunk_s + max(step_s - (self.decode_s or 0.0), 0.0)
+            self._chunk_s = (1 - WEIGHT) * self._chunk_s + step_s - decode_s
             self._chunk_tokens = (1 - WEIGHT) * self._chunk_tokens + chunk_tokens
             self.token_s = self._chunk_s / self._chunk_tokens
 
@@ -55,11 +59,11 @@ class StepTime:
         """
         if not self.token_s:
             return most
-        decode_s = self.decode_s or 0.0
+        decode_s = (self.decode_s or 0.0) if decodes else 0.0
         spare_s = max(STEP_LIMIT_S - decode_s, decode_s)
         if self.target_s and decodes:
             spare_s = min(spare_s, self.target_s - decode_s)
-        return max(min(most, int(spare_s / self.token_s)), min(most, LEAST_CHUNK))
+        return max(int(min(most, spare_s / self.token_s)), min(most, LEAST_CHUNK))
 
     def may_run_ahead(self, step_count: int, chunk_tokens: int) -> bool:
         """Whether one more step may be planned behind so many in flight, which hold so many prompt tokens together."""
@@ -71,4 +75,4 @@ class StepTime:
 
 
 def _mean(before: float | None, value: float) -> float:
-    return value if before is None else before + WEIGHT * (value - before)
+    return value if before is None else before + WEIGHT * (min(value, max(2 * before, AHEAD_LIMIT_S)) - before)

@@ -4,7 +4,9 @@
 does not support is refused here, with one line that names what it does support. Knows no torch.
 """
 
+import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from common.errors import ConfigError
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BASE_ARCHITECTURES = {name.replace("ForCausalLM", "Model"): name for name in SUPPORTED_ARCHITECTURES}
 """The same without the head, as embedding models are often saved; it is the embedding table, where the two are tied."""
+LAYER_LIMIT = 2048
+"""Layers that a model may have: each is a few objects before anything of it is looked at."""
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -96,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ConfigError says which file and why."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read {path}: {reason}; a model folder holds config.json and weights") from error
     if not isinstance(value, dict):
@@ -111,7 +115,7 @@ def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
     head_count = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // head_count
-    layer_count = fields.integer("num_hidden_layers")
+    layer_count = fields.integer("num_hidden_layers", most=LAYER_LIMIT)
     max_position_embeddings = fields.integer("max_position_embeddings")
     attention_bias = bool(raw.get("attention_bias", False))
     config = ModelConfig(
@@ -143,12 +147,14 @@ class _Fields:
     def __init__(self, raw: dict[str, Any], source: str) -> None:
         self.raw, self.source = raw, source
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, most: int | None = None) -> int:
         value = self.raw.get(key)
         if value is None:
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{self.source}: {key} must be a positive integer, got {value!r}")
+        if most is not None and value > most:
+            raise ConfigError(f"{self.source}: {key} must be at most {most}, got {value}")
         return value
 
 
@@ -164,6 +170,8 @@ def _architecture(raw: dict[str, Any], source: str) -> str:
 
 
 def _validate(config: ModelConfig, raw: dict[str, Any], source: str) -> None:
+    _require_finite(config, "", source)
+    _require_finite(config.rope, "rope ", source)
     if config.head_count % config.kv_head_count:
         raise ConfigError(
             f"{source}: num_attention_heads {config.head_count} is not a multiple of "
@@ -183,6 +191,15 @@ def _validate(config: ModelConfig, raw: dict[str, Any], source: str) -> None:
         factors = getattr(config.rope, name)
         if config.rope.rope_type == "longrope" and len(factors) != config.head_dim // 2:
             raise ConfigError(f"{source}: rope {name} needs {config.head_dim // 2} numbers, got {len(factors)}")
+
+
+def _require_finite(config: ModelConfig | RopeConfig, where: str, source: str) -> None:
+    """Refuse NaN and infinity, which JSON as Python reads it may hold: the model would compute nothing else."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{source}: {where}{field.name} must be a finite number, got {number}")
 
 
 def _dtype_name(raw: dict[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """The pooling of a folder that sentence-transformers wrote is taken over; embeddings are told what is not supported."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from common.config import EngineConfig, ModelOptions
 from common.errors import RequestError
 from common.findings import OK, WARNING
+from frontend import model_pooling
 from frontend.engine import Engine
 from frontend.model_pooling import ModelPooling
 from frontend.preflight import look_at_embeddings
@@ -73,12 +75,54 @@ def test_what_there_is_not_is_refused_when_an_embedding_is_asked_for(flags, more
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", '[{"type": "a.Pooling"}]', '[{"type": "Pooling", "path": "nowhere"}]', "3"]
-)
+    "text",
+    [
+        "{", "[1]", '[{"type": "a.Pooling"}]', '[{"type": "Pooling", "path": "nowhere"}]', "3", "[" * 100_000,
+        '[{"type": "Pooling", "path": ""}]', '[{"type": "Pooling", "path": "x\\u0000"}]',
+        '[{"type": "Pooling", "path": "../../../../../etc"}]', f"[{' ' * model_pooling.LARGEST_BYTES}]",
+    ],
+    ids=lambda text: text[:40].strip(),
+)  # fmt: skip
 def test_files_that_cannot_be_read_are_named(text, tmp_path):
     (tmp_path / "modules.json").write_text(text)
     with pytest.raises(RequestError, match=r"modules\.json and the folders that it names cannot be read"):
         ModelPooling.read(tmp_path).name()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir, lambda path: None])
+@pytest.mark.timeout(30)
+def test_what_is_no_file_is_not_read(make, tmp_path):
+    """A pipe had the frontend wait for ever, a device ended it: neither keeps a model from generating."""
+    config = write(tmp_path, "mean_tokens") / "1_Pooling" / "config.json"
+    config.unlink()
+    make(config)
+    with pytest.raises(RequestError, match="cannot be read: .*wanted a file of at most"):
+        ModelPooling.read(tmp_path).name()
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_no_file_outside_of_the_folder_is_read(absolute, tmp_path):
+    model, other = tmp_path / "model", tmp_path / "other"
+    model.mkdir()
+    other.mkdir()
+    write(model, "mean_tokens")
+    (other / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
+    path = str(other) if absolute else "1_Pooling/../../other"
+    (model / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": path}]))
+    with pytest.raises(RequestError, match="cannot be read: .*other is outside of the folder"):
+        ModelPooling.read(model).name()
+
+
+@pytest.mark.parametrize("text", ["x" * 500_000, "\x1b[31m\n", "\ud800"], ids=["long", "control", "surrogate"])
+def test_names_of_the_folder_fit_an_answer(text, tmp_path):
+    module = {"type": "a.Pooling", "path": "1_Pooling"}
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": text}))
+    for modules in ([module], [{"type": f"a.{text}"}]):
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(RequestError, match="supported: ") as caught:
+            ModelPooling.read(tmp_path).name()
+        assert len(str(caught.value)) < 600 and str(caught.value).isascii() and str(caught.value).isprintable()
 
 
 def engine(byte_tokenizer, folder: Path, **model) -> Engine:

@@ -200,6 +200,38 @@ def test_a_text_on_which_processes_hang_is_refused_and_no_other(hung_process, to
     assert good == tokenizer.encode(LONG)
 
 
+def test_a_body_of_any_depth_is_answered(make_work):
+    """What a text process could just read, the frontend, deeper in its own calls, could not: nobody was answered."""
+    work = make_work()
+    padding = b'{"user": "' + b"x" * text_work.THREAD_LIMIT + b'", "a": '
+
+    async def parsed(depth: int) -> bool:
+        try:
+            await work.texts.parse(padding + b"[" * depth + b"]" * depth + b"}", ())
+        except RequestError as error:
+            assert (str(error), error.status) == ("the body is nested too deeply", 400)
+            return False
+        return True
+
+    async def all_depths() -> list[bool]:
+        return await asyncio.gather(*(parsed(depth) for depth in [1, 100, 2000, *range(800, 1010)]))
+
+    outcomes = work.run(all_depths())
+    assert outcomes[:3] == [True, True, False] and outcomes[-1] is False
+    assert work.processes(), "threads did it, in which all is as deep as in the test"
+
+
+def test_a_result_that_cannot_be_read_is_an_error_for_whoever_waits(make_work, monkeypatch):
+    work = make_work()
+
+    def fails(self) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(TokenIds, "value", fails)
+    with pytest.raises(MemoryError, match="none left"):
+        work.run(work.texts.encode(LONG, add_special_tokens=True))
+
+
 def test_a_chat_that_no_message_may_hold_costs_itself_and_not_the_process(make_work):
     """It ended the process: after three of them all long texts were worked on in threads, for good."""
     work = make_work()

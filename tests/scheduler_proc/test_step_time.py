@@ -24,7 +24,7 @@ def test_a_slow_device_gets_short_steps_and_none_ahead():
     times = StepTime(0.0)
     times.note(0.1, 0)
     times.note(0.1 + 512 * 0.005, 512)
-    budget = times.chunk_budget(512, decodes=False)
+    budget = times.chunk_budget(512)
     assert times.decode_s + budget * times.token_s == pytest.approx(STEP_LIMIT_S, rel=0.02)
     assert times.may_run_ahead(1, 0) and not times.may_run_ahead(1, budget)
     assert not times.may_run_ahead(3, 0), "three steps of decoding take too long as well"
@@ -43,6 +43,55 @@ def test_the_first_prompt_is_cut_by_a_guess():
     times.note(0.04, 100)
     assert times.token_s == pytest.approx(0.0004, rel=0.1)
     assert times.chunk_budget(512) == 512
+
+
+@pytest.mark.parametrize("chunk_s", [0.02, 0.05], ids=["shorter than a decode step", "as long"])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_many_short_prompts_after_many_decodes_leave_usable_estimates(decodes, chunk_s):
+    """The token time halved with each of them, until a division by it had no finite result: the scheduler ended."""
+    times = StepTime(0.01, token_s=0.004)
+    times.note(0.05, 0)
+    for _ in range(5000):
+        times.note(chunk_s, 5, decodes=decodes)
+        assert LEAST_CHUNK <= times.chunk_budget(512, decodes=decodes) <= 512
+        assert times.may_run_ahead(1, 5)
+
+
+@pytest.mark.parametrize("decode_s", [0.05, 0.5, 5.0])
+def test_prompts_that_nobody_decodes_beside_get_short_steps_whatever_decoding_took(decode_s):
+    times = StepTime(0.0, token_s=0.004)
+    for _ in range(20):
+        times.note(decode_s, 0)
+    for _ in range(200):
+        count = times.chunk_budget(4096, decodes=False)
+        assert count * 0.004 <= STEP_LIMIT_S
+        times.note(count * 0.004, count, decodes=False)
+
+
+@pytest.mark.parametrize("target_s", [0.0, 0.05])
+@pytest.mark.parametrize("before", [1, 30])
+def test_a_stalled_step_is_forgotten_though_all_others_have_chunks(before, target_s):
+    """The decode time was measured on steps without chunks alone: a stall in one counted while prompts went on."""
+    times = StepTime(target_s, token_s=0.0005)
+    for _ in range(before):
+        times.note(0.02, 0)
+    times.note(5.0, 0)
+    spans_s = []
+    for _ in range(100):
+        count = times.chunk_budget(8192)
+        spans_s.append(0.02 + count * 0.0005)
+        times.note(spans_s[-1], count)
+    assert max(spans_s) < 2 * STEP_LIMIT_S
+    assert spans_s[-1] == pytest.approx(target_s or STEP_LIMIT_S, rel=0.1)
+
+
+def test_a_decode_time_of_nothing_is_no_end():
+    """Two results that are taken in together."""
+    times = StepTime(0.0)
+    times.note(0.0, 0)
+    for _ in range(50):
+        times.note(0.1, 0)
+    assert times.decode_s == pytest.approx(0.1, rel=0.01)
 
 
 def test_before_anything_is_known_nothing_is_limited():

@@ -11,6 +11,7 @@ import pytest
 from common.errors import EXIT_CODES, ConfigError
 from common.model_cache import default_model_dir as default_model_path
 from common.model_cache import ready_model_dir
+from launcher.model_folders import folder_at_hand
 from worker_proc import default_model
 from worker_proc.default_model import WHEEL_NAME, WHEEL_VARIABLE
 from worker_proc.fetch_model import fetch_model, find_model, main
@@ -34,6 +35,27 @@ def test_a_local_folder_is_itself(tmp_path, cache, capsys):
     assert ready_model_dir(str(folder)) == folder
     assert main(["--model", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(folder)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_a_folder_with_something_endless_in_it_is_refused(name, make, tmp_path, cache, capsys):
+    """Whoever read it waited for ever: the check, and the engine until it was killed for loading too long."""
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} in {tmp_path} is a pipe or a device; a model folder holds files"):
+        ready_model_dir(str(tmp_path))
+    with pytest.raises(ConfigError, match="is a pipe or a device"):
+        find_model(str(tmp_path), tmp_path)
+    with pytest.raises(ConfigError, match=f"{name} in"):
+        folder_at_hand("--model", str(tmp_path))
+    assert main(["--model", str(tmp_path)]) == EXIT_CODES[ConfigError]
+
+
+def test_a_folder_that_contains_itself_is_a_folder(tmp_path, cache):
+    (tmp_path / "self").symlink_to(".")
+    (tmp_path / "loop").symlink_to("loop")
+    assert ready_model_dir(str(tmp_path / "self" / "self")) == tmp_path
 
 
 def test_the_default_model_that_is_there_is_not_fetched(cache):

@@ -11,6 +11,7 @@ from common.errors import ConfigError
 from tests.support.paged import PagedSequences
 from worker_proc.layers.linear import cpu_has_bfloat16
 from worker_proc.loader import load_model, resolve_dtype
+from worker_proc.loader.safetensors_checkpoint import SafetensorsCheckpoint
 from worker_proc.model_config import read_model_config
 
 CPU = torch.device("cpu")
@@ -71,6 +72,24 @@ def test_missing_shard_and_misplaced_tensor_are_named(tiny_model):
     (folder / shards[-1]).unlink()
     with pytest.raises(ConfigError, match=rf"1 of the {len(shards)} files .* are missing: {shards[-1]}; download"):
         load(folder)
+
+
+@pytest.mark.parametrize("file", ["../{0}/model.safetensors", "{1}/model.safetensors", "x/../model.safetensors"])
+def test_files_outside_of_the_folder_are_not_opened(file, tiny_model):
+    """An index is a stranger's: it may name any file of this machine."""
+    _, folder = tiny_model("Llama")
+    weight_map = {"model.norm.weight": file.format(folder.name, folder)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"names files outside of the folder: .*model\.safetensors"):
+        load(folder)
+
+
+def test_an_index_of_things_that_are_no_names_is_refused(tmp_path):
+    weight_map = {"a": None, "b": [1], "c": "\0", "d": 5, "e": "", "f": "."} | {f"w{n}": f"{n}" for n in range(1000)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigError, match=r"1005 of the 1005 files .* are missing") as caught:
+        SafetensorsCheckpoint(tmp_path)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("kept", ["embedding", "lm_head", "both"])

@@ -84,6 +84,14 @@ def test_saved_configs_are_read_as_transformers_reads_them(family, overrides, tm
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, got 'many'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 2048, got 1000000000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, got nan"),
+        ({"rope_theta": float("inf")}, "rope theta must be a finite number, got inf"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("-inf")}}, "rope factor must be a finite number"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [float("nan")] * 4}},
+            "rope long_factor must be a finite number, got nan",
+        ),
         ({"num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
@@ -99,9 +107,10 @@ def test_what_is_not_supported_is_one_line(overrides, message):
 def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*config.json: No such file"):
         read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot read .*config.json"):
-        read_model_config(tmp_path)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="cannot read .*config.json"):
+            read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="holds list, not a JSON object"):
         read_model_config(tmp_path)

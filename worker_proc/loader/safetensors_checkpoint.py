@@ -1,5 +1,6 @@
 """Reads a folder of safetensors files, one tensor at a time, so that memory never holds a second copy of the model."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,10 +47,13 @@ class SafetensorsCheckpoint:
 
     def _places(self) -> Iterator[tuple[str, safe_open]]:
         """Every tensor's name with the open file that holds it, file by file."""
+        names_of: dict[Path, list[str]] = {}
+        for name, path in self.names.items():
+            names_of.setdefault(path, []).append(name)
         for path in self.file_paths:
             with _open(path) as file:
                 present = set(file.keys())
-                for name in [name for name, holder in self.names.items() if holder == path]:
+                for name in names_of[path]:
                     if name not in present:
                         raise ConfigError(f"{path} does not hold {name}, which {INDEX_NAME} places there")
                     yield name, file
@@ -58,14 +62,16 @@ class SafetensorsCheckpoint:
         weight_map = read_json(self.model_dir / INDEX_NAME).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{self.model_dir / INDEX_NAME} has no weight_map")
-        names = {name: self.model_dir / str(file_name) for name, file_name in weight_map.items()}
-        files = sorted(set(names.values()))
-        if missing := [path.name for path in files if not path.is_file()]:
+        files = sorted({str(file_name) for file_name in weight_map.values()})
+        if outside := [file for file in files if file.startswith("/") or ".." in file.split("/")]:
+            raise ConfigError(f"{self.model_dir}: {INDEX_NAME} names files outside of the folder: {shorten(outside)}")
+        if missing := [file for file in files if not os.path.isfile(f"{self.model_dir}/{file}")]:
             raise ConfigError(
                 f"{self.model_dir}: {len(missing)} of the {len(files)} files that {INDEX_NAME} names are missing: "
                 f"{shorten(missing)}; download the model again"
             )
-        return names
+        paths = {file: self.model_dir / file for file in files}
+        return {name: paths[str(file_name)] for name, file_name in weight_map.items()}
 
     def _read_headers(self) -> dict[str, Path]:
         paths = sorted(self.model_dir.glob("*.safetensors"))

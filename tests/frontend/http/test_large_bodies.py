@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from array import array
 from unittest import mock
 
@@ -107,15 +108,37 @@ def test_a_body_with_more_items_than_the_loop_bears_is_refused(monkeypatch, body
 
 
 @pytest.mark.parametrize(
-    "value", ["[{" * 100, '\\"[' * 100, "\\", "\\\\", '"', [5] * 100, [[5] * 50, [6]], ["[[", "{{" * 50]]
+    "value",
+    ["[{" * 100, '\\"[' * 100, '\\\\"[{' * 50, "\\", "\\\\", '"', [5] * 100, [[5] * 50, [6]], ["[[", "{{" * 50]],
 )
-def test_texts_and_token_ids_are_no_items_to_be_counted(monkeypatch, value):
+@pytest.mark.parametrize("window", [1, 7, 1 << 16])
+def test_texts_and_token_ids_are_no_items_to_be_counted(monkeypatch, value, window):
     monkeypatch.setattr(large_json, "ITEM_LIMIT", 16)
+    monkeypatch.setattr(large_json, "WINDOW_BYTES", window)
     body = parse_large(json.dumps({"prompt": value}).encode(), ("prompt",))
     assert (body.values | body.token_ids)["prompt"] == (
         [array("i", entry) for entry in value] if isinstance(value[0], list)
         else array("i", value) if isinstance(value[0], int) else value
     )  # fmt: skip
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "rest",
+    [b'"' + b'\\"' * 500_000, b'"' + b"a" * 1_000_000, b'""a' * 300_000, b'"\\\\' * 300_000, b'"\\""' * 250_000],
+    ids=["escapes without an end", "no end", "many strings", "backslashes", "escapes"],
+)
+def test_no_body_takes_long_or_much_memory_to_be_counted(rest):
+    """A string without an end was looked for again from each of its quotes: 72 KB took 6 s, and the text process."""
+    body = b'{"a": "' + b"[" * 40_000 + b'", ' + rest
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as caught:
+            parse_large(body, ())
+        assert caught.value.code == "invalid_json"
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_a_body_holds_survives_its_message():
