@@ -10,8 +10,8 @@ and ends when B has it; the first and the last contain the client's own work, an
 `cpu_us` is CPU time per request, over all threads. `floor_us` is what the six messages would take in a bare ping-pong
 (benchmarks/ping_pong.py), whose ends wait in a poll or ask all the time, without a pause or after 2 ms of rest.
 `decode` is the time between one request's tokens when a step takes half a millisecond: no more than that, if the next
-plan is always there. `burst` sends eight requests at once, each of 16 tokens: 16 steps are the least. The last line is
-one JSON object.
+plan is always there. `burst` sends eight requests at once, each of 16 tokens: 16 steps are the least. `load` is the
+machine's when it began. The last line is one JSON object.
 """
 
 import argparse
@@ -216,6 +216,7 @@ def measure_burst(processes: Processes, count: int) -> dict[str, Any]:
 
 def measure(count: int, step_ms: float) -> dict[str, Any]:
     """All figures."""
+    load = round(os.getloadavg()[0], 1)
     with tempfile.TemporaryDirectory(prefix="hops-") as name:
         folder = Path(name)
         with Processes(folder / "plain", step_ms) as processes:
@@ -232,6 +233,7 @@ def measure(count: int, step_ms: float) -> dict[str, Any]:
         "floor_us": floor,
         "decode": {"step_us": DECODE_STEP_MS * 1000, "token_us": round(token_us, 1)},
         "burst": burst,
+        "load": load,
     }
 
 

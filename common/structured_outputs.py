@@ -84,6 +84,8 @@ class StructuredOutputs:
 
 
 def _schema_text(schema: Any) -> str:
+    if isinstance(schema, str) and len(schema) > TEXT_LIMIT:
+        raise _wrong(f"json: wanted a text of 1 to {TEXT_LIMIT} characters")
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = schema if isinstance(schema, str) else json.dumps(schema)

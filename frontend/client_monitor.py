@@ -38,9 +38,8 @@ class ClientMonitor:
         self._endpoint = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._connections = connections
         self._on_disconnect = on_disconnect
-        self._counts: Counter[bytes] = (
-            Counter()
-        )  # by transport: events may name another address than the one that is bound
+        # by transport: events may name another address than the one that is bound
+        self._counts: Counter[bytes] = Counter()
         self._someone_left = False
         self._is_open = True
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)

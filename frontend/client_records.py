@@ -4,15 +4,18 @@ Sinks collect, in the client's record, what the next flush sends to it. Called b
 `client_server`, which owns the socket and sends the records.
 """
 
+import dataclasses
 import hashlib
 import struct
 from array import array
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from common import client_messages as wire
 from common.errors import RequestError
 from common.wire import array_bytes, pack
 from frontend.events import Delta, Final
+from frontend.prompt_logprobs import TURN, in_turns
 from frontend.request import Request
 
 ROWS_LIMIT = 256
@@ -28,16 +31,29 @@ class ClientSink:
         client: who asked.
         request_id: the client's name for it.
         sample_count: how many outputs it is to have.
+        start: runs a coroutine as a task on the event loop.
+
+    Attributes:
+        request: None while the prompt is being encoded.
+        is_ending: the request has ended, and its final message is being written.
     """
 
-    __slots__ = ("aborted", "client", "request", "request_id", "sample_count")
+    __slots__ = ("_start", "aborted", "client", "is_ending", "request", "request_id", "sample_count")
 
-    def __init__(self, client: "ClientRecord", request_id: str, sample_count: int) -> None:
+    def __init__(
+        self,
+        client: "ClientRecord",
+        request_id: str,
+        sample_count: int,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._start = start
         self.client = client
         self.request_id = request_id
         self.sample_count = sample_count
-        self.request: Request | None = None  # None while the prompt is being encoded
+        self.request: Request | None = None
         self.aborted = False
+        self.is_ending = False
 
     def on_token(self, sample_index: int, text: str, token_id: int) -> None:
         """Put one more token into the client's next message."""
@@ -60,15 +76,33 @@ class ClientSink:
         self.client.touch()
 
     def on_final(self, final: Final) -> None:
-        """Put the result after the client's deltas."""
+        """Put the result after the client's deltas; one with many log probabilities is written by a task."""
+        if final.prompt_logprobs is None and sum(len(sample.logprobs or ()) for sample in final.samples) <= TURN:
+            self._end(final, final.samples, None)
+        else:
+            self.is_ending = True
+            self._start(self._end_in_turns(final))
+
+    async def _end_in_turns(self, final: Final) -> None:
+        try:
+            samples = [dataclasses.replace(each, logprobs=await _packable(each.logprobs)) for each in final.samples]
+            prompt_logprobs = await _packable(final.prompt_logprobs)
+        except BaseException:
+            if self.client.live.get(self.request_id) is self:
+                del self.client.live[self.request_id]  # `start` answers with the error
+            raise
+        if self.client.live.get(self.request_id) is self:
+            self._end(final, tuple(samples), prompt_logprobs)
+
+    def _end(self, final: Final, samples: tuple[wire.SampleResult, ...], prompt_logprobs: Any) -> None:
         usage = final.usage
         self.client.end(
             self.request_id,
             wire.Final(
                 request_id=self.request_id,
-                samples=final.samples,
+                samples=samples,
                 prompt_token_ids=final.prompt_token_ids,
-                prompt_logprobs=final.prompt_logprobs,
+                prompt_logprobs=prompt_logprobs,
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,
                 cached_tokens=usage.cached_tokens,
@@ -157,6 +191,25 @@ class ClientRecord:
         waiting += self.ends
         self.rows, self.ends = [], []
         return waiting
+
+
+class _Packable:
+    """Stands for an entry whose list has been made already."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, entry: wire.TokenLogprob) -> None:
+        self._fields = entry.to_list()
+
+    def to_list(self) -> list[Any]:
+        return self._fields
+
+
+async def _packable(entries: Iterable[wire.TokenLogprob | None] | None) -> Any:
+    """Turn log probabilities into lists ahead of packing, so that other tasks can run in between."""
+    if entries is None:
+        return None
+    return tuple(await in_turns(entry and _Packable(entry) for entry in entries))
 
 
 def error_reply(request_id: str, error: RequestError) -> wire.ErrorReply:

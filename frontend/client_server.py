@@ -14,6 +14,7 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import zmq
@@ -173,7 +174,7 @@ class ClientServer:
     def _fail_all(self, client: ClientRecord, error: RequestError) -> None:
         for sink in list(client.live.values()):
             sink.aborted = True
-            if sink.request is not None:
+            if sink.request is not None and not sink.is_ending:
                 self._engine.core.fail(sink.request.request_id, error)
             else:
                 sink.on_failed(error)
@@ -261,7 +262,7 @@ class ClientServer:
     def _generate(self, client: ClientRecord, message: wire.Generate) -> None:
         self._check_new(client, message.request_id)
         params = self._engine.make_params(message.params, model_defaults=message.model_defaults)
-        sink = ClientSink(client, message.request_id, params.n)
+        sink = ClientSink(client, message.request_id, params.n, partial(self._start, client, message.request_id))
         self._start_request(
             sink, message, params=params, stream=message.stream, starts_text=message.is_chat
         )  # fmt: skip
@@ -269,7 +270,7 @@ class ClientServer:
     def _embed(self, client: ClientRecord, message: wire.Embed) -> None:
         self._check_new(client, message.request_id)
         pooling = self._engine.check_pooling(message.pooling)
-        sink = EmbedSink(client, message.request_id, 1)
+        sink = EmbedSink(client, message.request_id, 1, partial(self._start, client, message.request_id))
         self._start_request(sink, message, params=EMBEDDING_PARAMS, stream=False, pooling=pooling)
 
     def _check_new(self, client: ClientRecord, request_id: str) -> None:

@@ -5,6 +5,7 @@ The parts that clients get unchanged come from `common.client_messages`.
 """
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,14 +74,14 @@ class Final:
     Attributes:
         samples: by index.
         prompt_token_ids: int32.
-        prompt_logprobs: one entry per prompt token, the first None; or None if not asked for.
+        prompt_logprobs: one entry per prompt token, the first None, made as they are taken; or None if not asked for.
         embedding: float32 [hidden size], of length 1, of a request that asked for one and was not aborted.
     """
 
     samples: tuple[SampleResult, ...]
     usage: Usage
     prompt_token_ids: "array[int]"
-    prompt_logprobs: "tuple[TokenLogprob | None, ...] | None"
+    prompt_logprobs: Iterable[TokenLogprob | None] | None
     timings: Timings
     embedding: "array[float] | None" = None
 

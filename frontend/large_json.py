@@ -119,7 +119,7 @@ def _check_count(values: Mapping[str, Any]) -> None:
 
 
 def too_deep() -> RequestError:
-    """The refusal of a body that cannot be read to its bottom: how deep that may be differs with who reads."""
+    """The refusal of a body that some process cannot read because of how deep it is nested."""
     return RequestError("the body is nested too deeply", code="invalid_json")
 
 

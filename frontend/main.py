@@ -269,6 +269,8 @@ class Frontend:
 
 
 def _warm_up(tokenizer: Tokenizer) -> None:
-    """Import what the first chat needs, while the model loads."""
+    """Import what the first chat needs, while the model loads, and have the tokenizer start its threads: if that fails
+    once, for want of memory, it fails for good."""
+    tokenizer.encode("a")
     if tokenizer.chat_template:
         from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401

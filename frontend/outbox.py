@@ -72,13 +72,12 @@ class Outbox:
 
     def flush(self) -> None:
         """Send the gathered requests, then the collected aborts, which may be theirs."""
-        self.gathers = False
-        if self._gathered:
-            *others, last = self._gathered
+        gathered, self._gathered, self.gathers = self._gathered, [], False
+        if gathered:
+            *others, last = gathered
             for data in others:
                 self._send(data, True)
             self._send(last)
-            self._gathered.clear()
         ids, samples = self._abort_ids, self._abort_samples
         if not (ids or samples):
             return

@@ -6,11 +6,13 @@ Knows nothing of sockets, clocks or other requests. `core.Core` feeds it tokens 
 import dataclasses
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from common.errors import RequestError
 from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
 from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
+from frontend.prompt_logprobs import PromptLogprobs
 from frontend.stop_strings import StopMatcher, StopStrings
 from frontend.tokenizer import Tokenizer
 
@@ -173,7 +175,7 @@ class Request:
         self.client_key = client_key
         self.stops = StopStrings(params.stop) if params.stop else None
         self.cached_count = 0
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.prompt_logprobs = None if params.prompt_logprobs is None else self._empty_prompt_logprobs()
         self.samples = [Sample(self, index) for index in range(params.n)]
         self.open_count = params.n
         self.message: AddRequest | None = None
@@ -223,17 +225,9 @@ class Request:
         self.sent_count, self.waits = -1, False
         return self.fruitless_count
 
-    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Take the log probabilities of the prompt's tokens, from the second on."""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=False)
-        texts = [detokenizer.push(token_id) for token_id in self.prompt_token_ids]
-        for entry in entries:
-            position = entry.row_index
-            if 0 <= position < len(texts):
-                token_id = self.prompt_token_ids[position]
-                self.prompt_logprobs[position] = self.describe(token_id, texts[position], entry)
+    def _empty_prompt_logprobs(self) -> PromptLogprobs:
+        detokenizer = partial(self.tokenizer.detokenizer, skip_special_tokens=False)
+        return PromptLogprobs(self.prompt_token_ids, detokenizer, self.describe)
 
     def describe(self, token_id: int, text: str, entry: TokenLogprobs) -> TokenLogprob:
         """A reported log probability, with the tokens' texts."""
@@ -261,11 +255,10 @@ class Request:
 
     def final(self) -> Final:
         """The whole request, once every sample has ended."""
-        prompt_logprobs = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
-        if self.params.prompt_logprobs is not None and prompt_logprobs is None:
-            prompt_logprobs = (None,) * len(self.prompt_token_ids)
         samples = tuple(sample.result() for sample in self.samples)
-        return Final(samples, self.usage(), self.prompt_token_ids, prompt_logprobs, self.timings, self.embedding)
+        return Final(
+            samples, self.usage(), self.prompt_token_ids, self.prompt_logprobs, self.timings, self.embedding
+        )  # fmt: skip
 
 
 def error_of(message: RequestFailed) -> RequestError:

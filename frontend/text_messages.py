@@ -225,7 +225,7 @@ class Json:
 
     @classmethod
     def of(cls, job_id: int, body: LargeBody) -> "Json":
-        """The message that brings a body; raises RequestError for what msgpack cannot hold."""
+        """The message that brings a body; raises RequestError for values that msgpack cannot hold."""
         try:
             values = msgspec.msgpack.encode(body.values)
         except OverflowError:
@@ -253,7 +253,11 @@ class Json:
         return message
 
     def value(self) -> LargeBody:
-        """What the job was for; raises RequestError if it is nested more deeply than this process can read."""
+        """What the job was for.
+
+        Raises:
+            RequestError: nested too deeply for this process, whose stack may be higher than that of the text process.
+        """
         lists = {name: list(lists) if nested else lists[0] for name, nested, lists in self.token_ids}
         try:
             return LargeBody(msgspec.msgpack.decode(self.values), lists)

@@ -235,5 +235,5 @@ def _settle(future: "asyncio.Future[Any]", value: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(value())
-    except Exception as error:  # whatever it is, somebody waits
+    except Exception as error:  # a result that cannot be had concerns whoever waits for it, and nobody else would tell
         future.set_exception(error)

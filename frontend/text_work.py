@@ -171,8 +171,11 @@ class TextWork:
 
 
 def started_threads(count: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads run already. Python starts one by waiting for its first step, which without memory it never
-    takes: the loop would stand still."""
+    """A thread pool whose threads already run.
+
+    Starting a thread later could block the event loop for good: Python waits for the new thread's first step, which
+    never comes if there is no memory for it.
+    """
     threads = ThreadPoolExecutor(count, thread_name_prefix=name)
     all_run = threading.Barrier(count + 1)
     for _ in range(count):

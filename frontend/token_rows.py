@@ -58,8 +58,8 @@ def rows_of(out: TokensOut) -> Iterator[Row]:
 def note_beginning(request: Request, row: Row) -> None:
     """Take what a sample's first rows tell of its prompt and of how it came to run."""
     request.cached_count = max(request.cached_count, row.cached_count)
-    if row.prompt_logprobs:
-        request.add_prompt_logprobs(row.prompt_logprobs)
+    if row.prompt_logprobs and request.prompt_logprobs is not None:
+        request.prompt_logprobs.add(row.prompt_logprobs)
     sample = request.samples[row.sample_index]
     sample.preemption_count = max(sample.preemption_count, row.preemption_count)
     if row.prefill_us >= 0 and request.timings.prefill_s is None:

@@ -1,13 +1,12 @@
 """Decode attention for Hopper: the operation of kernels/decode_attention.py by programs of one warp each.
 
-A warp waits for nobody: no barrier between warps, no maximum passed through shared memory. The tensor copy engine
-brings its keys and values, block by block (a block of one K/V head is a contiguous box of the cache), so that no
-instruction computes an element's address, and STAGES tiles are on their way while one is worked on. Products are
-turned round: keys are the rows of the first and dims the rows of the second, and the queries of a group their columns,
+No warp waits for another. The tensor copy engine fetches keys and values block by block (a block of one K/V head is a
+contiguous box of the cache), so that no instruction computes an element's address, and STAGES tiles are on their way
+while one is worked on. The products are transposed, so that the queries of a group are columns, of which 8 suffice:
 
     S [tile, 8] = K Q^T            O [head_dim, 8] = V^T P [tile, 8]
 
-where queries as rows would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
+As rows they would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
 machine code for sm_90 over all warps of a program (the plain kernel's in brackets): about 690 with a bfloat16 cache
 (1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
 
@@ -27,20 +26,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
+from kernels.decode_warp import QUERIES, box_rows_of, cache_descriptor, clean, copy_tile, merge, store_columns
 from kernels.kv_format import cache_format
 from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
-QUERIES = gl.constexpr(8)
-MERGED_PARTS = gl.constexpr(8)
 INT8 = gl.constexpr(1)
 FP8 = gl.constexpr(2)
 LEVELS = gl.constexpr(127.0 * 128.0)
@@ -58,41 +56,6 @@ def _unpacked(pairs, FORMAT: gl.constexpr):
         INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS,
         "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
-
-
-@gluon.jit
-def _box_rows(
-    table_ptr, tile, head, length,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,
-):  # fmt: skip
-    """The first row, in the cache as [rows, head_dim], of each box of a tile."""
-    rows = ()
-    for box in gl.static_range(TILE // BOX_ROWS):
-        # edge: blocks past the row's last one are not in the table; the last is copied again in their place
-        token = gl.minimum(tile * TILE + box * BOX_ROWS, ((length - 1) // BOX_ROWS) * BOX_ROWS)
-        block = gl.load(table_ptr + token // BLOCK_SIZE)
-        rows += ((block * KV_HEADS + head) * BLOCK_SIZE + token % BLOCK_SIZE,)
-    return rows
-
-
-@gluon.jit
-def _copy_tile(
-    key_desc, value_desc, box_rows, key_boxes, value_boxes, full, stage,
-    TILE: gl.constexpr, BOX_ROWS: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """Ask the copy engine for a tile of keys and of values; `full` tells when they are there."""
-    BOXES: gl.constexpr = TILE // BOX_ROWS
-    COLUMNS: gl.constexpr = key_boxes.shape[2]
-    mbarrier.expect(full.index(stage), 2 * TILE * HALVES * COLUMNS * key_boxes.dtype.primitive_bitwidth // 8)
-    for box in gl.static_range(BOXES):
-        for half in gl.static_range(HALVES):
-            place = (stage * HALVES + half) * BOXES + box
-            tma.async_copy_global_to_shared(
-                key_desc, [box_rows[box], half * COLUMNS], full.index(stage), key_boxes.index(place)
-            )
-            tma.async_copy_global_to_shared(
-                value_desc, [box_rows[box], half * COLUMNS], full.index(stage), value_boxes.index(place)
-            )
 
 
 @gluon.jit
@@ -150,19 +113,6 @@ def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _clean(values, token_count):
-    """Zeros for the vectors of a tile from `token_count` on, if any: past a row's end there may be NaN."""
-    TILE: gl.constexpr = values.shape[0]
-    HEAD_DIM: gl.constexpr = values.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [1, 1], [1, 0])
-    if token_count < TILE:
-        places = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
-        value = values.load(layout)
-        values.store(gl.where((places < token_count)[:, None], value, gl.zeros_like(value)))
-        fence_async_shared()
-
-
-@gluon.jit
 def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_token,
                  KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
     places = (blocks * KV_HEADS + head) * BLOCK_SIZE + in_block  # below 2^31, or a layer's cache had 256 GB
@@ -172,51 +122,13 @@ def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_to
 
 
 @gluon.jit
-def _merge(output_ptr, partials_ptr, statistics_ptr, first_program, part_count, GROUP: gl.constexpr,
-           HEAD_DIM: gl.constexpr):  # fmt: skip
-    """Merge the parts of one (row, K/V head): the second place of `first_program`, the first of those after it."""
-    layout: gl.constexpr = gl.BlockedLayout([1, HEAD_DIM // 32], [1, 32], [1, 1], [1, 0])
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    lane = gl.arange(0, MERGED_PARTS, layout=gl.SliceLayout(1, layout))
-    for query in range(GROUP):
-        maximum = float("-inf")
-        normaliser = 0.0
-        sums = gl.zeros([HEAD_DIM], gl.float32, gl.SliceLayout(0, layout))
-        for first_part in range(0, part_count, MERGED_PARTS):
-            parts = first_part + lane
-            is_part = parts < part_count
-            places = 2 * (first_program + parts) + (parts == 0).to(gl.int32)
-            statistic = statistics_ptr + places * (2 * QUERIES) + query
-            part_maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-            part_normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
-            part_places = (places * QUERIES + query)[:, None] * HEAD_DIM + dims[None, :]
-            part_sums = gl.load(partials_ptr + part_places, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
-            new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
-            weights = gl.exp2(part_maximum - new_maximum)
-            shrink = gl.exp2(maximum - new_maximum)
-            normaliser = normaliser * shrink + gl.sum(part_normaliser * weights, axis=0)
-            sums = sums * shrink + gl.sum(part_sums * weights[:, None], axis=0)
-            maximum = new_maximum
-        gl.store(output_ptr + query * HEAD_DIM + dims, (sums * (1.0 / normaliser)).to(output_ptr.dtype.element_ty))
-
-
-@gluon.jit
-def _store_columns(base_ptr, columns, first_dim: gl.constexpr, step: gl.constexpr, mma: gl.constexpr,
-                   GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
-    """Store [dims, 8] as rows [8, head_dim], every `step`-th dim."""
-    dims = first_dim + step * gl.arange(0, columns.shape[0], layout=gl.SliceLayout(1, mma))
-    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, mma))
-    places = queries[None, :] * HEAD_DIM + dims[:, None]
-    gl.store(base_ptr + places, columns.to(base_ptr.dtype.element_ty), mask=(queries < GROUP)[None, :])
-
-
-@gluon.jit
 def _hopper_decode_kernel(
     output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
-    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr, PDL: gl.constexpr,
+    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise(
@@ -293,8 +205,10 @@ def _hopper_decode_kernel(
         # 4. Ask for the first tiles.
         for ahead in gl.static_range(STAGES):
             if first_tile + ahead < tile_end:
-                box_rows = _box_rows(table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                _copy_tile(
+                box_rows = box_rows_of(
+                    table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
+                )
+                copy_tile(
                     key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
                     TILE, BOX_ROWS, HALVES,
                 )  # fmt: skip
@@ -321,7 +235,7 @@ def _hopper_decode_kernel(
         # 5. Accumulate. The blocks of a later tile are looked up before this one's work and asked for after it.
         for tile in range(first_tile, tile_end):
             stage = read % STAGES
-            later = _box_rows(table_ptr, tile + STAGES, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+            later = box_rows_of(table_ptr, tile + STAGES, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
             this_key_scale = key_scale
             this_value_scale = value_scale
             if FORMAT > 0:
@@ -331,7 +245,7 @@ def _hopper_decode_kernel(
             mbarrier.wait(full.index(stage), (read // STAGES) & 1)
             is_cut = (tile + 1) * TILE > length
             if FORMAT == 0:
-                _clean(value_tiles.index(stage), length - tile * TILE)
+                clean(value_tiles.index(stage), length - tile * TILE)
             scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
             if FORMAT > 0:
                 scores = scores * this_key_scale[:, None]
@@ -360,7 +274,7 @@ def _hopper_decode_kernel(
                 even_sums = mma_v2(even_values, operand, even_sums)
                 odd_sums = mma_v2(odd_values, operand, odd_sums)
             if tile + STAGES < tile_end:
-                _copy_tile(
+                copy_tile(
                     key_desc, value_desc, later, key_boxes, value_boxes, full, stage, TILE, BOX_ROWS, HALVES
                 )  # fmt: skip
             read += 1
@@ -373,15 +287,15 @@ def _hopper_decode_kernel(
         step: gl.constexpr = 1 if FORMAT == 0 else 2
         if (first_tile == 0) & (tile_end == row_tiles):
             share = (1.0 / normaliser)[None, :]
-            _store_columns(group_output_ptr, even_sums * share, 0, step, mma, GROUP, HEAD_DIM)
+            store_columns(group_output_ptr, even_sums * share, 0, step, 1, mma, GROUP, HEAD_DIM)
             if FORMAT > 0:
-                _store_columns(group_output_ptr, odd_sums * share, 1, step, mma, GROUP, HEAD_DIM)
+                store_columns(group_output_ptr, odd_sums * share, 1, step, 1, mma, GROUP, HEAD_DIM)
         elif tile_end > 0:
             part = program * 2 + (first_tile == 0).to(gl.int32)
             part_ptr = partials_ptr + part * (QUERIES * HEAD_DIM)
-            _store_columns(part_ptr, even_sums, 0, step, mma, GROUP, HEAD_DIM)
+            store_columns(part_ptr, even_sums, 0, step, 1, mma, GROUP, HEAD_DIM)
             if FORMAT > 0:
-                _store_columns(part_ptr, odd_sums, 1, step, mma, GROUP, HEAD_DIM)
+                store_columns(part_ptr, odd_sums, 1, step, 1, mma, GROUP, HEAD_DIM)
             statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
             gl.store(statistic, maximum)
             gl.store(statistic + QUERIES, normaliser)
@@ -392,7 +306,11 @@ def _hopper_decode_kernel(
             arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == part_count - 1:
                 gl.store(counter_ptr, 0)
-                _merge(group_output_ptr, partials_ptr, statistics_ptr, first_program, part_count, GROUP, HEAD_DIM)
+                # A (row, head) starts inside its first program's piece and at the start of every later one's.
+                merge(
+                    group_output_ptr, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
+                    GROUP, HEADS, HEAD_DIM, 64,
+                )  # fmt: skip
         work = segment_end
 
     # 7. Rows without tokens get zeros.
@@ -428,8 +346,8 @@ def launch(
     _hopper_decode_kernel[(plan.program_count,)](
         output,
         query,
-        _descriptor(key_cache, plan.tile_tokens),
-        _descriptor(value_cache, plan.tile_tokens),
+        cache_descriptor(key_cache, plan.tile_tokens),
+        cache_descriptor(value_cache, plan.tile_tokens),
         block_tables,
         row_slots,
         context_lengths,
@@ -447,20 +365,9 @@ def launch(
         DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
         HAS_ROW_COUNT=decode_row_count is not None,
         STAGES=plan.num_stages,
+        HEADS=triton.next_power_of_2(constants["GROUP"]),
         PDL=pdl,
         **constants,
         num_warps=plan.num_warps,
         **compile_options(plan.max_registers, pdl),
     )
-
-
-def _descriptor(cache_tensor: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
-    """Boxes of one block, or tile, of one K/V head, 128 bytes wide; travels by value with the launch."""
-    block_size, head_dim = cache_tensor.shape[2:]
-    lines = cache_tensor.view(-1, head_dim)
-    box_rows = min(block_size, tile_tokens)
-    if cache_tensor.element_size() == 1:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=8, rank=2)
-        return TensorDescriptor.from_tensor(lines.view(torch.int8), [box_rows, head_dim], layout)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(lines, [box_rows, 64], layout)

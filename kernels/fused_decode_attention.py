@@ -72,6 +72,9 @@ APART_ROWS = 2
 """Up to here the new token is a part of its own: 577 us a step of one row, not 640; of 16 rows 1,222, not 1,127."""
 
 MAX_SPLITS = 32
+WARPS_GROUP = 8
+SINGLE_WARPS = False
+"""Whether the engine takes kernels/fused_decode_warps.py where it can: not before a card has confirmed it."""
 
 
 def fused_decode_attention_reference(
@@ -119,6 +122,18 @@ def supports(head_dim: int, group: int, rotary_dim: int, sliding_window: int) ->
     return head_dim in (64, 128, 256) and group <= GROUP_ROWS and rotary_dim == head_dim and sliding_window == 0
 
 
+def can_take_warps(
+    dtype: torch.dtype, cache: torch.Tensor, group: int, *, capability_major: int,
+    triton_version: str = triton.__version__,
+) -> bool:  # fmt: skip
+    """Whether kernels/fused_decode_warps.py attends to a cache [block, head, position, dim] on a card of that
+    compute capability; `dtype` is the query's."""
+    block_size, head_dim = cache.shape[2:]
+    is_plain = cache.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
+    is_size = head_dim in (64, 128) and 8 <= block_size <= 128 and group <= WARPS_GROUP
+    return is_plain and is_size and capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
+
+
 @dataclass(frozen=True)
 class FusedDecodePlan:
     """Everything a launch fixes; a pure function of the bucket and the head shape."""
@@ -128,16 +143,23 @@ class FusedDecodePlan:
     num_warps: int
     is_apart: bool
     workspace_floats: int
+    single_warps: bool = False
 
 
-def launch_plan(row_count: int, kv_heads: int, head_dim: int, *, is_apart: bool | None = None) -> FusedDecodePlan:
+def launch_plan(
+    row_count: int, kv_heads: int, head_dim: int, *, is_apart: bool | None = None, single_warps: bool = False
+) -> FusedDecodePlan:
     """As many splits, a power of two, as keep the number of programs near what the card holds at once.
 
-    `is_apart`, whether the new token is a part of its own, overrides the measured choice.
+    `is_apart`, whether the new token is a part of its own, overrides the measured choice. `single_warps` takes
+    kernels/fused_decode_warps.py: pass it only where that can compute the call.
     """
-    splits = 1
-    while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= PROGRAM_TARGET:
+    splits = 2 if single_warps else 1
+    while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= PROGRAM_TARGET * (4 if single_warps else 1):
         splits *= 2
+    if single_warps:
+        floats = row_count * kv_heads * splits * WARPS_GROUP * (head_dim + 2)
+        return FusedDecodePlan(splits, 32, 1, is_apart=True, workspace_floats=floats, single_warps=True)
     floats = row_count * kv_heads * splits * GROUP_ROWS * (head_dim + 2)
     is_apart = row_count <= APART_ROWS if is_apart is None else is_apart
     return FusedDecodePlan(splits, 64 if head_dim <= 128 else 32, 4, is_apart, floats)
@@ -299,6 +321,13 @@ def fused_decode_attention(
     if rows == 0:
         return
     group = query_heads // kv_heads
+    if plan.single_warps:
+        from kernels import fused_decode_warps
+
+        inputs = (output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths, partials, counters)
+        early = launch_options(qkv)["PDL"]
+        fused_decode_warps.launch(*inputs, next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early)
+        return
     options = {
         "FORMAT": cache_format(k_cache.dtype), "NATIVE": is_native(qkv, k_cache), "KV_HEADS": kv_heads, "GROUP": group,
         "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SPLITS": plan.splits, "TILE": plan.tile, "ROWS": GROUP_ROWS,

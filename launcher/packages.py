@@ -35,8 +35,8 @@ def look_at_packages(config: EngineConfig) -> Findings:
 
 def declared() -> tuple[str, list[Requirement]]:
     """The range of Python and the requirements that hold on this machine: of the checkout, or as installed."""
-    if PROJECT_FILE.is_file():
-        project = tomllib.loads(PROJECT_FILE.read_text())["project"]
+    project = tomllib.loads(PROJECT_FILE.read_text()).get("project", {}) if PROJECT_FILE.is_file() else {}
+    if project.get("name") == "trireme":  # beside an installed package it may be that of another one
         python_range, lines = project["requires-python"], project["dependencies"]
     else:
         python_range = metadata.metadata("trireme")["Requires-Python"]

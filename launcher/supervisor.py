@@ -377,11 +377,11 @@ class Supervisor:
             raise ProcessLost(lost.process, f"{lost}; it is not started again: {limit}", lost.exit_code)
         names = self._to_restart(lost.process)
         logger.error("%s; starting again: %s (restart %d)", lost, ", ".join(names), self._restarts.count)
-        for name in names:
-            self._remove(name)
         self._remove_sockets(names)
         order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
         self._order([name for name in ("frontend", "scheduler") if name not in names], order)
+        for name in names:  # which may take a driver seconds
+            self._remove(name)
         self._restart_deadline_s = time.monotonic() + self.config.server.startup_timeout
         try:
             self._spawn(names)

@@ -222,10 +222,10 @@ class SchedulerCore:
 
     def plan_step(self) -> StepPlan | None:
         """The next step, to be sent before anything else happens; None when none may or can be planned now."""
-        in_flight, times = self.state.in_flight, self.state.step_time
-        if len(in_flight) > self.limits.run_ahead:
+        state, count = self.state, len(self.state.in_flight)
+        if count > self.limits.run_ahead:
             return None
-        if in_flight and not times.may_run_ahead(flight.chunk_tokens for flight in in_flight):
+        if count and not state.step_time.may_run_ahead(count, state.chunk_tokens_in_flight):
             return None
         plan = self._planner.plan_step()
         if plan is not None:

@@ -48,6 +48,11 @@ COMPILATION_INTERVAL_S = 0.001
 """How often a request that waits for its grammar is looked after."""
 CPU_TOKEN_S = 0.004
 """What a prompt token may take on a CPU: the first prompt of all is cut by this, the others by what it took."""
+HOLD_S = 0.0005
+"""How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer, since
+a poll waits whole milliseconds). Prompts that arrive right behind the first one can then join the second step, instead
+of waiting until two decode steps of the first have run. The worker does not idle: a step with a prompt usually takes
+longer than this, and if it does not, its result ends the wait."""
 SIZE_CLASSES = 20
 """Of steps by their tokens: up to 1, 2, 4, ... 524,288."""
 
@@ -240,6 +245,7 @@ class Loop:
         self._arrived_ids: list[int] = []
         self._changed = False
         self._stats_due_s = 0.0
+        self._hold_until_s = 0.0  # monotonic; 0: no step is held back
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
         self._failure: PeerFailed | None = None
 
@@ -275,6 +281,8 @@ class Loop:
             waits.append(self._stats_due_s - self._clocks.monotonic())
         if self._stop_at_s is not None:
             waits.append(self._stop_at_s - self._clocks.monotonic())
+        if self._hold_until_s:
+            waits.append(self._hold_until_s - self._clocks.monotonic())
         return max(0, int(min(waits) * 1000) + 1) if waits else None
 
     def _take_orders(self) -> None:
@@ -304,6 +312,7 @@ class Loop:
         for message in self._transport.results():
             if isinstance(message, StepResult):
                 self._changed = True
+                self._hold_until_s = 0.0
                 self._figures.add_result(message.parts_us)
                 self._outbox += self._core.handle_result(message)
 
@@ -325,7 +334,7 @@ class Loop:
         self._outbox += self._core.handle(message)
 
     def _plan(self) -> None:
-        while True:
+        while not self._holds():
             started_ns = time.perf_counter_ns()
             plan = self._core.plan_step()
             if plan is None:
@@ -338,6 +347,14 @@ class Loop:
             self._link.progress += 1
             self._changed = True
             self._traces.step()
+            if plan.chunk_slots and len(self._core.state.in_flight) == 1:
+                self._hold_until_s = self._clocks.monotonic() + HOLD_S
+
+    def _holds(self) -> bool:
+        """Whether the next step still waits for prompts that may arrive right behind the first (`HOLD_S`)."""
+        if self._hold_until_s and self._clocks.monotonic() >= self._hold_until_s:
+            self._hold_until_s = 0.0
+        return self._hold_until_s > 0.0
 
     def _report(self) -> None:
         if not self._changed or self._clocks.monotonic() < self._stats_due_s:

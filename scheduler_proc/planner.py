@@ -183,6 +183,7 @@ class Planner:
         counters.last_chunk_tokens = flight.chunk_tokens = sum(row.count for row in draft.chunks)
         counters.decode_tokens += flight.decode_count
         counters.chunk_tokens += flight.chunk_tokens
+        state.chunk_tokens_in_flight += flight.chunk_tokens
         return plan
 
     def _commit_chunks(self, draft: Draft, flight: Flight) -> None:

@@ -106,7 +106,7 @@ class State:
             which they are served next.
         free_slots: slots that a plan may give out, longest unused first.
         cleared_slots: slots that the next plan clears.
-        in_flight: plans without result, oldest first.
+        in_flight: plans without result, oldest first; chunk_tokens_in_flight: prompt tokens that they compute.
         pending_count: references to blocks that come back with plans in flight.
         planned_step, completed_step: the last step planned, the last whose result came.
         several_samples_count: live requests with more than one sample, some of which may have ended.
@@ -127,6 +127,7 @@ class State:
         self.free_slots = deque(range(limits.max_num_seqs))
         self.cleared_slots: list[int] = []
         self.in_flight: deque[Flight] = deque()
+        self.chunk_tokens_in_flight = 0
         self.pending_count = 0
         self.planned_step = 0
         self.completed_step = 0
@@ -238,6 +239,7 @@ class State:
     def land(self, flight: Flight) -> None:
         """The oldest plan's result has come: free the blocks that were given up while it used them."""
         self.completed_step = flight.step_id
+        self.chunk_tokens_in_flight -= flight.chunk_tokens
         for blocks in flight.released:
             self.pool.release(blocks)
             self.pending_count -= len(blocks)
@@ -265,6 +267,8 @@ class State:
         self._check_sequences(live)
         tables = [block for s in live for block in s.blocks]
         pending = [block for flight in self.in_flight for blocks in flight.released for block in blocks]
+        chunk_tokens = sum(flight.chunk_tokens for flight in self.in_flight)
+        assert chunk_tokens == self.chunk_tokens_in_flight, "the prompt tokens in flight are miscounted"
         assert len(pending) == self.pending_count, f"{len(pending)} blocks are pending, counted {self.pending_count}"
         self.pool.check(dict(Counter(tables + pending)))
         self.cache.check()

@@ -13,8 +13,6 @@ core (what a step took, and whether the next one may be planned) and by the plan
 and whether recomputing a victim's tokens is faster than swapping them).
 """
 
-from collections.abc import Iterable
-
 WEIGHT = 0.2
 """Share of the newest step in the running means."""
 STEP_LIMIT_S = 0.4
@@ -31,17 +29,16 @@ class StepTime:
     Args:
         target_s: time between tokens to aim for; 0 for none.
         token_s: what a prompt token is taken to need until one has been computed; 0 for unknown.
+
+    Attributes:
+        decode_s, token_s: seconds, as in the formula; None for unknown.
     """
 
     def __init__(self, target_s: float, token_s: float = 0.0) -> None:
         self.target_s = target_s
         self.decode_s: float | None = None
+        self.token_s: float | None = token_s or None
         self._chunk_s, self._chunk_tokens = token_s, 1.0 if token_s else 0.0
-
-    @property
-    def token_s(self) -> float | None:
-        """Seconds that a prompt token takes; None while no prompt has been computed."""
-        return self._chunk_s / self._chunk_tokens if self._chunk_tokens else None
 
     def note(self, step_s: float, chunk_tokens: int, *, decodes: bool = True) -> None:
         """A step with so many prompt tokens, and with decode rows or without, took so long."""
@@ -51,6 +48,7 @@ class StepTime:
         else:
             self._chunk_s = (1 - WEIGHT) * self._chunk_s + step_s - decode_s
             self._chunk_tokens = (1 - WEIGHT) * self._chunk_tokens + chunk_tokens
+            self.token_s = self._chunk_s / self._chunk_tokens
 
     def chunk_budget(self, most: int, *, decodes: bool = True) -> int:
         """Prompt tokens, at most `most`, with which a step takes no longer than it should.
@@ -67,10 +65,9 @@ class StepTime:
             spare_s = min(spare_s, self.target_s - decode_s)
         return max(int(min(most, spare_s / self.token_s)), min(most, LEAST_CHUNK))
 
-    def may_run_ahead(self, chunk_tokens: Iterable[int]) -> bool:
-        """Whether one more step may be planned behind those in flight, which hold so many prompt tokens each."""
-        decode_s, token_s = self.decode_s or 0.0, self.token_s or 0.0
-        return sum(decode_s + count * token_s for count in chunk_tokens) <= AHEAD_LIMIT_S
+    def may_run_ahead(self, step_count: int, chunk_tokens: int) -> bool:
+        """Whether one more step may be planned behind so many in flight, which hold so many prompt tokens together."""
+        return step_count * (self.decode_s or 0.0) + chunk_tokens * (self.token_s or 0.0) <= AHEAD_LIMIT_S
 
     def admits(self) -> bool:
         """Whether another sequence may join those that decode: not once they alone miss the target."""

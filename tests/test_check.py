@@ -162,6 +162,16 @@ def found_packages(monkeypatch, versions: dict[str, str | None], **groups) -> di
     return {status: [entry.text for entry in entries if entry.status == status] for status in (OK, WARNING, PROBLEM)}
 
 
+def test_the_project_file_of_another_package_is_passed_over(monkeypatch, tmp_path):
+    """Some are installed into the folder that holds all packages, where ours would be."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    monkeypatch.setattr(packages, "PROJECT_FILE", tmp_path / "pyproject.toml")
+    monkeypatch.setattr(packages.metadata, "metadata", lambda _: {"Requires-Python": ">=3.11"})
+    monkeypatch.setattr(packages.metadata, "requires", lambda _: ["pyzmq>=26", "ruff; extra == 'test'"])
+    python_range, requirements = packages.declared()
+    assert (python_range, [item.name for item in requirements]) == (">=3.11", ["pyzmq"])
+
+
 def test_packages_of_this_environment_are_in_their_ranges(monkeypatch):
     found = found_packages(monkeypatch, {})
     assert found[WARNING] == found[PROBLEM] == [] and len(found[OK]) == 2

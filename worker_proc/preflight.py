@@ -216,7 +216,7 @@ class Preflight:
             later = weight_bytes + self._slot_bytes(limits.max_num_seqs, wanted, model.config.vocab_size)
             available = gpu_share_bytes(config.cache.gpu_memory_utilization, card.free_bytes, card.total_bytes, later)
         size = choose_size(config, limits, specs, limit, available)
-        if not self._card:
+        if not self._card:  # for a card it was made above; it refuses sizes that its addresses cannot reach
             SlotMemory(limits.max_num_seqs, size.max_model_len, config.cache.block_size, META)
         self._describe_cache(size, specs[0], available)
         self._describe_length(size, limit)

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from worker_proc.pending import PendingStep
 from worker_proc.spans import span
 
+STEP_TIMEOUT_S = 60
+"""How long a step may be under way on a device, where the longest take seconds; then the device is taken to hang."""
+
 
 class InlineReporter:
     """Sends each result before the next step.
@@ -40,6 +43,9 @@ class InlineReporter:
     def check(self) -> None:
         """Nothing to check: errors are raised at once."""
 
+    def note_quiet(self, milliseconds: int) -> None:
+        """Nothing is ever on its way."""
+
     def close(self) -> None:
         """Nothing is left to send."""
 
@@ -58,6 +64,7 @@ class ThreadReporter:
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._handed_count = self._sent_count = 0
         self._error: Exception | None = None
+        self._quiet_ms = self._sent_before_quiet = 0
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
         self._thread.start()
 
@@ -76,6 +83,18 @@ class ThreadReporter:
         """Raise the error of a step that failed, if one did."""
         if self._error is not None:
             raise self._error
+
+    def note_quiet(self, milliseconds: int) -> None:
+        """Nothing came in for so long while steps are on their way. Counted, not timed: the machine may be paused.
+
+        Raises:
+            RuntimeError: no step has arrived for STEP_TIMEOUT_S.
+        """
+        if self._sent_count != self._sent_before_quiet:
+            self._sent_before_quiet, self._quiet_ms = self._sent_count, 0
+        self._quiet_ms += milliseconds
+        if self._quiet_ms >= STEP_TIMEOUT_S * 1000:
+            raise RuntimeError(f"the device does not respond: no step has come back for {STEP_TIMEOUT_S} s")
 
     def close(self) -> None:
         """End the thread once it has reported its steps; do not wait for a GPU that hangs."""

@@ -126,7 +126,11 @@ class Worker:
                     return decode_for_worker(self._receive_plan())
                 except WireError as error:  # the requests of a plan that is left out would wait for ever
                     raise WireError(f"a message of the scheduler cannot be read: {error}") from None
-            if not ready and reporter.is_idle and not runner.prepare_next():
+            if ready:
+                continue
+            if not reporter.is_idle:
+                reporter.note_quiet(QUIET_MS)
+            elif not runner.prepare_next():
                 quiet_ms = None
 
     def _stop_ordered(self) -> bool:

@@ -97,8 +97,10 @@ def aspects(workload: Workload, *, hopper: bool) -> Aspects:
         single_warps = {"kernel": _single_warps(quantised)} if hopper else {}
         return single_warps | _decode_aspects(quantised)
     if workload.operation == "few_rows":
+        has_warps = hopper and workload.cache == "auto"
         return {
             "new token": [{"is_apart": True}, {"is_apart": False}],
+            "kernel": [{"single_warps": True}] * has_warps,
             "warps": [{"num_warps": 2}],
             "tile": [{"tile": 32}],
         }

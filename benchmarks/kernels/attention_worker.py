@@ -72,7 +72,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return raced(workload, request["ways"])
     except Exception as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
-        return {"failed": f"{type(error).__name__}: {reason}"[:REASON_CHARACTERS], "fault": _is_fault(error)}
+        return {"failed": f"{type(error).__name__}: {reason}"[:REASON_CHARACTERS], "last": _is_fault(error)}
 
 
 def _is_fault(error: Exception) -> bool:
@@ -95,7 +95,7 @@ def main() -> None:
     for line in sys.stdin:
         found = answer(json.loads(line))
         print(json.dumps(found), file=answers, flush=True)
-        if found.get("fault"):
+        if found.get("last"):
             return
 
 

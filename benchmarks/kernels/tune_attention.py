@@ -10,9 +10,10 @@ of their names, such as `decode`, `few_rows_b8` or `int8`.
 Round by round, some at a time: ways are compiled by as many processes as there are cores; one that spills much or
 leaves no room for its programs is left out; the rest are checked against float32 and timed by one process, in CUDA
 graphs over inputs larger than the level-2 cache. The first round tries each choice by itself, later ones combine those
-that helped, most promising first, while there is time. A way that fails, hangs or takes the GPU with it is reported and
-costs itself alone. Last, the fastest few of each workload, the plan that ships and, where it computes the same, torch
-are timed in turn. These are what is kept, a JSON line each, and what the last table shows beside the card's limit.
+that helped, most promising first, while there is time. A way that fails, hangs or takes the GPU with it is reported; it
+costs itself alone, and one that has lost a process is not tried again over the same type of cache. Last, the fastest
+few of each workload, the plan that ships and, where it computes the same, torch are timed in turn. These are what is
+kept, a JSON line each, and what the last table shows beside the card's limit.
 
 Plans are not changed by this: whoever reads the table changes `launch_plan`.
 """
@@ -45,7 +46,7 @@ from benchmarks.kernels.pretended_gpu import Card
 from benchmarks.kernels.worker_processes import Answer, WorkerProcess, ask_all
 
 WORKER = "benchmarks.kernels.attention_worker"
-COMPILE_S, TIME_S = 120.0, 120.0  # for one answer
+COMPILE_S, TIME_S = 120.0, 45.0  # for one answer
 ROUNDS = 3
 COMBINATIONS = 6  # of a workload, in a round
 FINALISTS = 3
@@ -103,13 +104,14 @@ class Sweep:
     def __init__(self, chosen: list[Workload], card: Card, timer: Asked, processes: int, end_s: float) -> None:
         self.courses = [Course(workload) for workload in chosen]
         self._card, self._timer, self._processes, self._end_s = card, timer, processes, end_s
+        self._lost: set[tuple[str, str, str]] = set()
 
     def run(self, rounds: int = ROUNDS, most_choices: int | None = None) -> None:
         """All rounds, or those there is time for; of `most_choices` of each workload, all by default."""
         for number in range(rounds):
             ways = [(course, way) for course in self.courses for way in self._ways(course, number, most_choices)]
             print(f"round {number + 1}: {len(ways)} ways", flush=True)
-            size = 8 * self._processes or len(ways)
+            size = 8 * self._processes or max(1, len(ways))
             for first in range(0, len(ways), size):
                 for course, options in self._possible(ways[first : first + size]):
                     self._try(course, options)
@@ -145,12 +147,17 @@ class Sweep:
     def _try(self, course: Course, options: Options) -> None:
         if self.is_over():
             return
-        request = {"do": "time", "workload": course.workload.to_json(), "options": options}
-        answer = self._timer.ask(request, TIME_S)
+        workload, key = course.workload, key_of(options)
+        kind = (workload.operation, workload.cache, key)
+        if kind in self._lost:
+            self._fail(course, options, "lost a process before")
+            return
+        answer = self._timer.ask({"do": "time", "workload": workload.to_json(), "options": options}, TIME_S)
+        if answer.get("lost") or answer.get("last"):
+            self._lost.add(kind)
         if "failed" in answer:
             self._fail(course, options, answer["failed"])
             return
-        key = key_of(options)
         course.moved = {name: answer[name] for name in ("bytes_moved", "flops") if name in answer}
         course.us[key], course.ways[key] = statistics.median(answer["us"]), options
         print(f"{course.workload.name:<44} {course.us[key]:>10.2f} us  {described(options)}", flush=True)

@@ -1,6 +1,7 @@
 """Processes that answer requests, one JSON line for another, each within its time: lost ones are replaced.
 
-Knows neither requests nor answers, but that `{"failed": "why"}` stands for an answer that did not come. Called by
+Knows neither requests nor answers, but that `{"failed": "why"}` stands for an answer that did not come, `"lost": true`
+beside it says that the process is gone, and `"last": true` in an answer that the process ends with it. Called by
 tune_attention.
 """
 
@@ -48,14 +49,18 @@ class WorkerProcess:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
             self.close()
-            return {"failed": f"no answer within {timeout_s:g} s"}
+            return {"failed": f"no answer within {timeout_s:g} s", "lost": True}
         except OSError:
             line = ""
         try:
-            return dict(json.loads(line))
+            answer = dict(json.loads(line))
         except ValueError:
             code = self.close()
-            return {"failed": f"the process ended with {code}" if not line else f"no answer but {line.strip()[:80]!r}"}
+            reason = f"no answer but {line.strip()[:80]!r}" if line else f"the process ended with {code}"
+            return {"failed": reason, "lost": True}
+        if answer.get("last"):
+            self.close()
+        return answer
 
     def _start(self) -> None:
         self._lines = queue.SimpleQueue()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.errors import RequestError
 from common.structured_outputs import WHITESPACE
 
 
@@ -70,7 +71,19 @@ def call_grammar(
             Parts of a schema that cannot be enforced are ignored, since tools are rarely described for that purpose.
         parallel: allow any number of calls, else one.
         opening_id: the special token that is the format's opening, if there is one.
+
+    Raises:
+        RequestError: a schema that is nested too deeply, or whose definitions are none.
     """
+    try:
+        return _call_grammar(form, functions, parallel=parallel, opening_id=opening_id)
+    except RecursionError:
+        raise RequestError("tools: a function's parameters are nested too deeply", param="tools") from None
+
+
+def _call_grammar(
+    form: ToolFormat, functions: Sequence[Mapping[str, Any]], *, parallel: bool, opening_id: int | None
+) -> str:
     definitions: dict[str, Any] = {}
     choices = [_call_schema(form, function, f"{i}_", definitions) for i, function in enumerate(functions)]
     call = {"anyOf": choices}
@@ -94,7 +107,10 @@ def _call_schema(
     """A call of one function; the definitions of its schema go to the common ones, under names of their own."""
     parameters = _rebased(function.get("parameters") or {"type": "object"}, prefix)
     for key in ("$defs", "definitions"):
-        own = parameters.pop(key, {})
+        own = parameters.pop(key, None) or {}
+        if not isinstance(own, dict):
+            text = f"tools: {key} of {function['name']!r:.80}: wanted an object that holds schemas by name"
+            raise RequestError(text, param="tools")
         definitions.update({prefix + name: schema for name, schema in own.items()})
     return {
         "type": "object",

@@ -12,10 +12,11 @@ from frontend.engine import Engine
 from frontend.events import Final, SampleResult
 from frontend.http import generation
 from frontend.http.anthropic_blocks import Blocks, message_body, stop_fields
+from frontend.http.bodies import read_body
 from frontend.http.chat_start import StartedChat, chat_prompt_of, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
-from frontend.http.requests import ChatRequest, read_body
+from frontend.http.requests import ChatRequest
 from frontend.http.streams import EventStream, answer_or_abort
 
 

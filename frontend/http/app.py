@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from common.config import ServerOptions
 from common.errors import RequestError
 from frontend.engine import Engine
+from frontend.http.bodies import Bodies
 from frontend.http.endpoints import ENDPOINTS
 from frontend.http.errors import error_response
 from frontend.http.history import History
@@ -44,6 +45,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
         exception_handlers={RequestError: _on_refused, HTTPException: _on_http_error},
     )
     app.state.engine = engine
+    app.state.bodies = Bodies()
     app.state.history = History(engine)
     app.state.metrics = Metrics(engine, options.metrics_prefix)
     app.state.openapi = document(ENDPOINTS, root_path=options.root_path, has_keys=bool(options.api_key))

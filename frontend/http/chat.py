@@ -9,11 +9,12 @@ from frontend.chat.answer import AnswerParser
 from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
+from frontend.http.bodies import read_body
 from frontend.http.chat_start import StartedChat, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse
 from frontend.http.replies import ChatReply, finals_usage, prompt_fields, usage_dict
-from frontend.http.requests import ChatRequest, read_body
+from frontend.http.requests import ChatRequest
 from frontend.http.streams import EventStream, answer_or_abort
 
 
@@ -30,8 +31,8 @@ async def chat_completions(request: Request) -> Response:
         writer = DirectWriter(request.scope)
         return EventStream(_events(reply, chat, body, writer), chat.stream.abort, writer)
     [final] = await answer_or_abort(request.receive, generation.finals([chat.stream]), chat.stream.abort)
-    choices = [reply.choice(sample, chat.form) for sample in final.samples]
-    return JsonResponse(reply.whole(choices, finals_usage([final])) | prompt_fields(final, reply))
+    choices = [await reply.choice(sample, chat.form) for sample in final.samples]
+    return JsonResponse(reply.whole(choices, finals_usage([final])) | await prompt_fields(final, reply))
 
 
 async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest, writer: DirectWriter) -> AsyncIterator[bytes]:

@@ -1,6 +1,7 @@
 """`/v1/completions`: text or token ids in, their continuation out; several prompts at once, echo, log probabilities."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from starlette.requests import Request
@@ -10,14 +11,24 @@ from common.errors import RequestError
 from frontend.engine import Engine, RequestStream
 from frontend.events import Final, TokenLogprob
 from frontend.http import generation
+from frontend.http.bodies import read_body
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, name_fields, not_supported
 from frontend.http.output_form import form_field, structured_outputs
 from frontend.http.prompts import completion_prompts
-from frontend.http.replies import NO_ECHO, CompletionReply, Echo, finals_usage, prompt_fields, usage_dict
-from frontend.http.requests import CompletionRequest, read_body, sampling_values
+from frontend.http.replies import (
+    NO_ECHO,
+    CompletionReply,
+    Echo,
+    ShownToken,
+    finals_usage,
+    prompt_fields,
+    usage_dict,
+)
+from frontend.http.requests import CompletionRequest, sampling_values
 from frontend.http.streams import EventStream, answer_or_abort
 from frontend.prompt import Prompt
+from frontend.prompt_logprobs import in_turns
 
 
 async def completions(request: Request) -> Response:
@@ -46,10 +57,13 @@ async def completions(request: Request) -> Response:
     wanted = body.max_tokens != 0
     choices: list[dict[str, Any]] = []
     for prompt, final in zip(prompts, finals, strict=True):
-        echo = _echo(engine, prompt, final.prompt_token_ids, final.prompt_logprobs) if body.echo else NO_ECHO
+        echo = NO_ECHO
+        if body.echo:
+            echo = await _echo(engine, reply, prompt, final.prompt_token_ids, final.prompt_logprobs)
+        fields = await prompt_fields(final, reply, logprobs_wanted=body.prompt_logprobs is not None)
         for sample in final.samples:
-            choice = reply.choice(len(choices), sample, echo, output_wanted=wanted)
-            choices.append(choice | prompt_fields(final, reply, logprobs_wanted=body.prompt_logprobs is not None))
+            choice = await reply.choice(len(choices), sample, echo, output_wanted=wanted)
+            choices.append(choice | fields)
     return JsonResponse(reply.whole(choices, finals_usage(finals, output_wanted=wanted)))
 
 
@@ -70,7 +84,7 @@ async def _events(
         request = streams[at].request
         if body.echo and at not in echoed:
             echoed.add(at)
-            echo = _echo(engine, prompts[at], request.prompt_token_ids, request.prompt_logprobs)
+            echo = await _echo(engine, reply, prompts[at], request.prompt_token_ids, request.prompt_logprobs)
             yield b"".join(reply.echo_chunk(at * n + index, echo) for index in range(n))
         if is_direct and not streams[0].direct:
             streams[0].direct = [writer.of_texts(*reply.plain_parts(index)) for index in range(n)]
@@ -106,14 +120,23 @@ def _check_own(body: CompletionRequest) -> None:
         raise RequestError(f"logprobs: wanted 0 or more, got {body.logprobs}", param="logprobs")
 
 
-def _echo(
-    engine: Engine, prompt: Prompt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None
+async def _echo(
+    engine: Engine,
+    reply: CompletionReply,
+    prompt: Prompt,
+    token_ids: Sequence[int],
+    logprobs: Iterable[TokenLogprob | None] | None,
 ) -> Echo:
     """The prompt as text, and as tokens whose texts join to it."""
     detokenizer = engine.tokenizer.detokenizer(skip_special_tokens=False)
-    texts = [detokenizer.push(token_id) for token_id in token_ids]
-    texts[-1] += detokenizer.finish()
-    if isinstance(prompt, str) and "".join(texts[1:]) == prompt:
-        texts[0] = ""  # the tokenizer's own BOS is no part of the prompt's text
-    entries = logprobs if logprobs is not None else [None] * len(texts)
-    return Echo("".join(texts), tuple(zip(texts, entries, strict=True)))
+
+    def shown() -> Iterator[ShownToken]:
+        last = len(token_ids) - 1
+        for at, (token_id, entry) in enumerate(zip(token_ids, logprobs or repeat(None), strict=False)):
+            text = detokenizer.push(token_id)
+            yield reply.shown(text + detokenizer.finish() if at == last else text, entry)
+
+    tokens = await in_turns(shown())
+    if isinstance(prompt, str) and "".join(text for text, _, _ in tokens[1:]) == prompt:
+        tokens[0] = ("", None, None)  # the tokenizer's own BOS is no part of the prompt's text
+    return Echo("".join(text for text, _, _ in tokens), tuple(tokens))

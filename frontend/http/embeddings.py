@@ -16,9 +16,10 @@ from common.wire import array_bytes
 from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
+from frontend.http.bodies import read_body
 from frontend.http.errors import name_fields
 from frontend.http.prompts import completion_prompts
-from frontend.http.requests import EmbeddingsRequest, read_body
+from frontend.http.requests import EmbeddingsRequest
 from frontend.http.streams import answer_or_abort
 from frontend.request_checks import EMBEDDING_PARAMS
 

@@ -27,6 +27,8 @@ ERROR_TYPES = {
 
 
 ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+_UNREAD = ("body_too_large", "bodies_too_large")
+"""Codes of errors after which the rest of a body would have to be read, if the connection stayed open."""
 _ANTHROPIC_PATH = "/v1/messages"
 _RESPONSES_PATH = "/v1/responses"
 _NAMES_KEY = "trireme.field_names"
@@ -107,7 +109,7 @@ def _path(scope: Scope) -> str:
 
 def error_response(error: RequestError, scope: Scope) -> JsonResponse:
     """The whole response for an error, with `retry-after` where asking again makes sense."""
-    headers = {"connection": "close"} if error.status == 413 else {}  # or the rest of the body would have to be read
+    headers = {"connection": "close"} if error.code in _UNREAD else {}
     if error.retry_after_ms is not None or error.status == 429:
         headers["retry-after"] = str(max(1, math.ceil((error.retry_after_ms or 1000) / 1000)))
     if error.status == 401:

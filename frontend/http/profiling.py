@@ -10,8 +10,8 @@ from common.errors import RequestError
 from common.messages import Profile
 from common.profiling import STEP_LIMIT
 from frontend.engine import Engine
+from frontend.http.bodies import read_body
 from frontend.http.errors import JsonResponse
-from frontend.http.requests import read_body
 
 
 class ProfileRequest(msgspec.Struct, kw_only=True):

@@ -16,8 +16,13 @@ import msgspec
 from frontend.chat.answer import AnswerForm, AnswerParser
 from frontend.chat.parts import CallArguments, CallStart, Content, Message, Part, Reasoning
 from frontend.events import Delta, Final, SampleResult, TokenLogprob, TopLogprob, Usage
+from frontend.prompt_logprobs import in_turns
 
 _encoder = msgspec.json.Encoder()
+
+
+ShownToken = tuple[str, float | None, Any]
+"""A token's share of the text, its log probability, and the likeliest ones by text; None where there is nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,11 @@ class Echo:
 
     Attributes:
         text: the prompt's text.
-        tokens: each token's share of the text, with its log probability if asked for (never for the first).
+        tokens: each of its tokens, with log probabilities if asked for (never for the first).
     """
 
     text: str
-    tokens: tuple[tuple[str, TokenLogprob | None], ...]
+    tokens: tuple[ShownToken, ...]
 
 
 NO_ECHO = Echo("", ())
@@ -120,7 +125,7 @@ class ChatReply(Reply):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def choice(self, sample: SampleResult, form: AnswerForm) -> dict[str, Any]:
+    async def choice(self, sample: SampleResult, form: AnswerForm) -> dict[str, Any]:
         """One choice of a whole body."""
         message: dict[str, Any] = {"role": "assistant", "content": sample.text}
         if not form.is_plain:
@@ -128,7 +133,7 @@ class ChatReply(Reply):
         choice = {
             "index": sample.index,
             "message": message,
-            "logprobs": self._logprobs(sample.logprobs),
+            "logprobs": await self._whole_logprobs(sample.logprobs),
             "finish_reason": _finish_reason(sample.finish_reason, bool(message.get("tool_calls"))),
             "stop_reason": sample.stop_reason,
         }
@@ -190,6 +195,12 @@ class ChatReply(Reply):
             return None
         return {"content": [self._logprob(entry) for entry in entries]}
 
+    async def _whole_logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        """The same for a whole output, which may be long."""
+        if self.logprob_count is None or entries is None:
+            return None
+        return {"content": await in_turns(msgspec.Raw(_encoder.encode(self._logprob(entry))) for entry in entries)}
+
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         top = entry.top[: self.logprob_count]
         return {
@@ -210,11 +221,13 @@ class CompletionReply(Reply):
         super().__init__(reply_id, model, logprob_count=logprob_count, token_ids=token_ids)
         self._offsets: dict[int, int] = {}
 
-    def choice(self, index: int, sample: SampleResult, echo: Echo, *, output_wanted: bool = True) -> dict[str, Any]:
+    async def choice(
+        self, index: int, sample: SampleResult, echo: Echo, *, output_wanted: bool = True
+    ) -> dict[str, Any]:
         """One choice of a whole body; without the output if only the echo is wanted."""
         tokens = list(echo.tokens)
         if output_wanted:
-            tokens += [(entry.text, entry) for entry in sample.logprobs or ()]
+            tokens += await in_turns(self.shown(entry.text, entry) for entry in sample.logprobs or ())
         choice = {
             "index": index,
             "text": echo.text + (sample.text if output_wanted else ""),
@@ -234,7 +247,7 @@ class CompletionReply(Reply):
         choice = {
             "index": index,
             "text": delta.text,
-            "logprobs": self._logprobs(index, [(entry.text, entry) for entry in delta.logprobs]),
+            "logprobs": self._logprobs(index, [self.shown(entry.text, entry) for entry in delta.logprobs]),
             "finish_reason": delta.finish_reason,
         }
         if delta.finish_reason:
@@ -244,28 +257,31 @@ class CompletionReply(Reply):
     def _make_plain_parts(self, index: int) -> tuple[bytes, bytes]:
         return self._start + b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}]}\n\n'
 
-    def _logprobs(self, index: int, tokens: list[tuple[str, TokenLogprob | None]]) -> dict[str, Any] | None:
+    def shown(self, text: str, entry: TokenLogprob | None) -> ShownToken:
+        """A token as `logprobs` shows it; for an echo this is most of the work."""
+        return (text, None, None) if entry is None else (text, entry.logprob, self._top(text, entry))
+
+    def _logprobs(self, index: int, tokens: list[ShownToken]) -> dict[str, Any] | None:
         if self.logprob_count is None:
             return None
         offset = self._offsets.get(index, 0)
         offsets = []
-        for text, _ in tokens:
+        for text, _, _ in tokens:
             offsets.append(offset)
             offset += len(text)
         self._offsets[index] = offset
         return {
-            "tokens": [text for text, _ in tokens],
-            "token_logprobs": [entry.logprob if entry else None for _, entry in tokens],
-            "top_logprobs": [self._top(text, entry) if entry else None for text, entry in tokens],
+            "tokens": [text for text, _, _ in tokens],
+            "token_logprobs": [logprob for _, logprob, _ in tokens],
+            "top_logprobs": [top for _, _, top in tokens],
             "text_offset": offsets,
         }
 
-    def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
+    def _top(self, text: str, entry: TokenLogprob) -> msgspec.Raw:
         """Log probabilities by token; the chosen one under its share of the text, as `tokens` has it."""
-        if not self.logprob_count:
-            return {}
         others = [t for t in reversed(entry.top[: self.logprob_count]) if t.token_id != entry.token_id]
-        return {**{_key(t.text, t.raw): t.logprob for t in others}, text: entry.logprob}
+        top = {**{_key(t.text, t.raw): t.logprob for t in others}, text: entry.logprob} if self.logprob_count else {}
+        return msgspec.Raw(_encoder.encode(top))
 
 
 def _key(text: str, raw: bytes) -> str:
@@ -315,17 +331,18 @@ def finals_usage(finals: Sequence[Final], *, output_wanted: bool = True) -> dict
     return usage_dict([final.usage for final in finals], output_wanted=output_wanted)
 
 
-def prompt_fields(final: Final, reply: Reply, *, logprobs_wanted: bool = True) -> dict[str, Any]:
+async def prompt_fields(final: Final, reply: Reply, *, logprobs_wanted: bool = True) -> dict[str, Any]:
     """The prompt in a whole reply, in vLLM's form: its token ids, and their log probabilities by id."""
     fields: dict[str, Any] = {"prompt_token_ids": list(final.prompt_token_ids)} if reply.token_ids else {}
     if logprobs_wanted and final.prompt_logprobs is not None:
-        fields["prompt_logprobs"] = [entry and _by_token_id(entry) for entry in final.prompt_logprobs]
+        fields["prompt_logprobs"] = await in_turns(entry and _by_token_id(entry) for entry in final.prompt_logprobs)
     return fields
 
 
-def _by_token_id(entry: TokenLogprob) -> dict[str, Any]:
+def _by_token_id(entry: TokenLogprob) -> msgspec.Raw:
     own = TopLogprob(entry.token_id, entry.text, entry.raw, entry.logprob, entry.rank)
-    return {
+    by_token_id = {
         str(top.token_id): {"logprob": top.logprob, "rank": top.rank, "decoded_token": top.text}
         for top in (*entry.top, own)
     }
+    return msgspec.Raw(_encoder.encode(by_token_id))

@@ -4,21 +4,16 @@ Field names and defaults are OpenAI's, with vLLM's additions. A field that is nu
 are accepted, and each is logged once. `SamplingParams` checks the ranges of sampling parameters.
 """
 
-import asyncio
 import logging
 import re
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from starlette.requests import Request
 
 from common.errors import RequestError
-from frontend.engine import Engine
 from frontend.large_json import parse_json
 
-QUICK_BYTES = 1 << 16
-"""Bodies up to this size are parsed on the spot: in 3 ms the worst of them, token ids and texts in a tenth of it."""
 _FIELD_PATH = re.compile(r"\$\.(\w+)")
 REPORTED_AT_ONCE = 32
 SHOWN_LIMIT = 300
@@ -287,38 +282,9 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-_ID_FIELDS: dict[type[msgspec.Struct], tuple[str, ...]] = {
-    CompletionRequest: ("prompt",),
-    EmbeddingsRequest: ("input",),
-    DetokenizeRequest: ("tokens",),
-}
-"""Fields that may hold many token ids; in a large body these are arrays, and lists of arrays."""
 _SAMPLING_NAMES = [name for name in SamplingFields.__struct_fields__ if name not in QueueFields.__struct_fields__]
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-
-async def read_body(request: Request, kind: type[T], empty: bytes = b"") -> T:
-    """The body of an HTTP request as an object of `kind`; a large one is parsed beside the event loop.
-
-    Args:
-        empty: what stands for a body that is missing.
-
-    Raises:
-        RequestError: not JSON, not an object, or a field of the wrong type; `param` names it.
-    """
-    body = await request.body() or empty
-    if len(body) <= QUICK_BYTES:
-        return decode(body, kind)
-    await asyncio.sleep(0)  # it took a few milliseconds to put together
-    engine: Engine = request.app.state.engine
-    id_fields = _ID_FIELDS.get(kind, ())
-    parsed = await engine.parse(body, id_fields)
-    stand_ins: dict[str, Any] = {name: [[]] if isinstance(ids, list) else [] for name, ids in parsed.token_ids.items()}
-    values = _checked(parsed.values | stand_ins, kind)
-    for name, ids in parsed.token_ids.items():
-        setattr(values, name, ids)
-    return values
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -327,10 +293,11 @@ def decode(body: bytes, kind: type[T]) -> T:
     Raises:
         RequestError: not JSON, not an object, or a field of the wrong type; `param` names it.
     """
-    return _checked(parse_json(body), kind)
+    return checked(parse_json(body), kind)
 
 
-def _checked(values: dict[str, Any], kind: type[T]) -> T:
+def checked(values: dict[str, Any], kind: type[T]) -> T:
+    """The values of a body as an object of `kind`; raises RequestError as `decode` does."""
     _report_unknown(values, kind)
     try:
         return msgspec.convert(values, kind)

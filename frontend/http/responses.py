@@ -14,10 +14,11 @@ from common.errors import RequestError
 from frontend.engine import Engine
 from frontend.events import Final
 from frontend.http import generation
+from frontend.http.bodies import read_body
 from frontend.http.chat_start import StartedChat, start_chat
 from frontend.http.direct import DirectWriter
 from frontend.http.errors import JsonResponse, not_supported
-from frontend.http.requests import ChatRequest, ResponseFormat, read_body
+from frontend.http.requests import ChatRequest, ResponseFormat
 from frontend.http.response_items import Items, ResponseHead
 from frontend.http.streams import EventStream, answer_or_abort
 

@@ -11,10 +11,11 @@ from starlette.responses import Response
 from common.errors import RequestError
 from frontend.chat.tools import Tools
 from frontend.engine import Engine
+from frontend.http.bodies import read_body
 from frontend.http.errors import JsonResponse
 from frontend.http.generation import check_model
 from frontend.http.prompts import chat_prompt
-from frontend.http.requests import DetokenizeRequest, TokenizeRequest, read_body
+from frontend.http.requests import DetokenizeRequest, TokenizeRequest
 
 TEXTS_AT_ONCE = 500
 IDS_AT_ONCE = 16_384

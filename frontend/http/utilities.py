@@ -10,10 +10,11 @@ from starlette.responses import Response
 from common.errors import RequestError
 from common.version import own_version
 from frontend.engine import Engine
+from frontend.http.bodies import read_body
 from frontend.http.errors import JsonResponse
 from frontend.http.generation import check_model
 from frontend.http.metrics import CONTENT_TYPE, Metrics
-from frontend.http.requests import AbortRequest, read_body
+from frontend.http.requests import AbortRequest
 
 _STARTED_AT_S = int(time.time())
 

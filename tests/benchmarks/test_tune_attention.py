@@ -147,11 +147,39 @@ def test_a_kernel_that_has_no_room_is_not_timed():
     assert "shared memory" in why_not(kernel | {"shared_bytes": 240_000}, {}, Card())
 
 
+class Breaking(Here):
+    """Answers as a card does that one way takes with it."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, request, timeout_s):
+        self.asked.append((request["workload"]["operation"], request["options"]))
+        return {"failed": "no answer within 45 s", "lost": True} if request["options"] else {"us": [1.0], "flops": 1}
+
+
+def test_what_has_lost_a_process_is_not_tried_again():
+    lengths = [(512,), (512, 512)]
+    rows = [Workload("few_rows", row, "int8") for row in lengths]
+    breaking = Breaking()
+    sweep = Sweep(rows, Card(), breaking, processes=0, end_s=float("inf"))
+    sweep.run(rounds=2, most_choices=1)
+    assert breaking.asked == [("few_rows", {}), ("few_rows", {"is_apart": True}), ("few_rows", {})]
+    assert [list(course.failed.values()) for course in sweep.courses] == [
+        ["no answer within 45 s"],
+        ["lost a process before"],
+    ]
+
+
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
 WAYS_TO_BE_LOST = {
     "dies": ("import sys; sys.stdin.readline(); sys.exit(3)", "the process ended with 3"),
     "hangs": ("import sys; sys.stdin.readline(); sys.stdin.read()", "no answer within 0.4 s"),
     "talks": ("print('hello', flush=True)", "no answer but 'hello'"),
+    "says so": (
+        "import json, sys; print(json.dumps({'failed': 'a fault', 'last': True}), flush=True); sys.stdin.read()",
+        "a fault",
+    ),
 }
 
 

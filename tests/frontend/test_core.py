@@ -268,7 +268,7 @@ def test_log_probabilities_of_the_prompt(memory_engine, submit):
     ids = events.request.prompt_token_ids
     entries = tuple(m.TokenLogprobs(position, -1.0, 3, array("i"), array("f")) for position in range(1, len(ids)))
     memory_engine.tokens(0, [5], prompt_logprobs=((0, entries),), finish="length")
-    found = events.end.prompt_logprobs
+    found = list(events.end.prompt_logprobs)
     assert found[0] is None
     assert "a" + "".join(entry.text for entry in found[1:]) == "a🌊b"
 

@@ -5,6 +5,7 @@ An allocation that fails raises MemoryError; in the tokenizer it is a panic, whi
 
 import threading
 from array import array
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,3 +171,9 @@ def test_threads_are_there_before_memory_is_short():
     assert sorted(pool.map(abs, [-1, -2, -3])) == [1, 2, 3]
     assert {thread for thread in threading.enumerate() if thread not in before} == set(started)
     pool.shutdown()
+
+
+def test_the_tokenizers_threads_too():
+    texts: list[str] = []
+    main._warm_up(SimpleNamespace(encode=texts.append, chat_template=""))
+    assert texts

@@ -127,6 +127,17 @@ def test_what_no_message_holds_is_done_in_a_thread(make_work, tokenizer):
     assert ids == tokenizer.encode(tokenizer.render(CHAT), add_special_tokens=False)
 
 
+def test_a_result_that_cannot_be_had_is_an_error_for_whoever_waits():
+    """Nobody told them, so they waited for ever."""
+
+    async def settled():
+        future = asyncio.get_running_loop().create_future()
+        text_pool._settle(future, lambda: 1 // 0)
+        return future
+
+    assert isinstance(asyncio.run(settled()).exception(), ZeroDivisionError)
+
+
 def test_the_work_of_a_process_that_is_killed_is_done_all_the_same(make_work, tokenizer, monkeypatch):
     work = make_work()
 

@@ -76,7 +76,7 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
 def inline_asm(text, constraints, args, dtype, is_pure, pack):
     """`gl.inline_asm_elementwise`: words of packed elements in and out; what only orders instructions does nothing."""
     text = getattr(text, "value", text)
-    if "griddepcontrol" in text:
+    if "griddepcontrol" in text or "prefetch" in text:
         return None
     if "pmevent" in text:
         return args[0]

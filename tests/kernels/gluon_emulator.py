@@ -93,6 +93,7 @@ def _copy(descriptor, place, barrier, target, pred=True):
     box, tensor = descriptor.box, descriptor.tensor
     assert list(target.shape) == box, f"a box of {box} into {target.shape}"
     starts = [int(each) for each in place]
+    assert min(starts) >= 0, f"a box of {box} at {starts} of {list(tensor.shape)}"
     found = tensor
     for axis, (start, size) in enumerate(zip(starts, box, strict=True)):
         first = min(start, tensor.shape[axis])
@@ -201,6 +202,7 @@ class _Program:
             floor=torch.floor, exp=torch.exp, exp2=lambda x: torch.exp2(torch.as_tensor(x, dtype=torch.float32)),
             max=torch.amax,
             sum=lambda x, axis: torch.sum(x, axis, dtype=x.dtype), expand_dims=torch.unsqueeze,
+            reshape=torch.reshape, rsqrt=torch.rsqrt, broadcast=torch.broadcast_tensors,
             associative_scan=lambda x, axis, function: torch.cumsum(x, axis, dtype=x.dtype),
             convert_layout=lambda x, layout: x, cast=lambda x, dtype: torch.as_tensor(x, dtype=dtype),
             inline_asm_elementwise=inline_asm, allocate_shared_memory=self._allocate, num_warps=lambda: num_warps,

@@ -49,6 +49,10 @@ class Pointer:
     def __add__(self, places: torch.Tensor | int) -> Pointer:
         return Pointer(self.storage, self.places + torch.as_tensor(places).to(torch.int64))
 
+    def to(self, dtype: torch.dtype) -> Pointer:
+        """As a number it is still the same place."""
+        return self
+
     def masked(self, mask: torch.Tensor | bool, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Places and which of them count, both of `shape`; those that count lie inside the tensor."""
         places = self.places.expand(shape)

@@ -13,13 +13,13 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 
 
 @gluon.jit
-def _copied(desc, output_ptr, BYTES: gl.constexpr, WAITS: gl.constexpr, PHASE: gl.constexpr):
+def _copied(desc, output_ptr, FIRST: gl.constexpr, BYTES: gl.constexpr, WAITS: gl.constexpr, PHASE: gl.constexpr):
     line: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     tile = gl.allocate_shared_memory(gl.bfloat16, [8, 64], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full.index(0), count=1)
     mbarrier.expect(full.index(0), BYTES)
-    tma.async_copy_global_to_shared(desc, [8, 0], full.index(0), tile)
+    tma.async_copy_global_to_shared(desc, [FIRST, 0], full.index(0), tile)
     if WAITS:
         mbarrier.wait(full.index(0), PHASE)
     rows = gl.arange(0, 8, layout=gl.SliceLayout(1, line))
@@ -27,11 +27,14 @@ def _copied(desc, output_ptr, BYTES: gl.constexpr, WAITS: gl.constexpr, PHASE: g
     gl.store(output_ptr + rows[:, None] * 64 + columns[None, :], tile.load(line))
 
 
-def copied(bytes_expected: int = 1024, waits: bool = True, phase: int = 0, row_count: int = 16) -> tuple:
+def copied(
+    bytes_expected: int = 1024, waits: bool = True, phase: int = 0, row_count: int = 16, first_row: int = 8
+) -> tuple:
     source = torch.randn(row_count, 64).to(torch.bfloat16)
     output = torch.zeros(8, 64, dtype=torch.bfloat16)
     descriptor = TensorDescriptor.from_tensor(source, [8, 64], SHARED.value)
-    EmulatedKernel(_copied)[(1,)](descriptor, output, BYTES=bytes_expected, WAITS=waits, PHASE=phase, num_warps=1)
+    constants = {"FIRST": first_row, "BYTES": bytes_expected, "WAITS": waits, "PHASE": phase}
+    EmulatedKernel(_copied)[(1,)](descriptor, output, **constants, num_warps=1)
     return output, source[8:]
 
 
@@ -61,6 +64,8 @@ def test_the_wrong_phase_does_not_wait():
 def test_a_copy_from_outside_the_tensor_is_an_error():
     with pytest.raises(AssertionError, match=r"a box of \[8, 64\] at \[8, 0\] of \[12, 64\]"):
         copied(row_count=12)
+    with pytest.raises(AssertionError, match=r"a box of \[8, 64\] at \[-8, 0\] of \[16, 64\]"):
+        copied(first_row=-8)
 
 
 @gluon.jit

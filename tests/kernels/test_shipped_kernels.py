@@ -45,14 +45,15 @@ def check(found):
         assert kernel["registers"] * kernel["threads"] <= 65_536, kernel
 
 
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
     """A process that compiles into a fresh folder."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with WorkerProcess.of_module("benchmarks.kernels.attention_worker") as worker:
-        yield worker
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        with WorkerProcess.of_module("benchmarks.kernels.attention_worker") as worker:
+            yield worker
 
 
 def test_attention_over_8_bit_caches_compiles(compiler):
@@ -69,7 +70,10 @@ def test_attention_over_8_bit_caches_compiles(compiler):
     assert "failed" in ask(compiler, KERNELS["decode"], tile_tokens=100), "no power of two"
 
 
-@pytest.mark.parametrize(("cache", "programs"), [("auto", 4), ("int8", 8), ("fp8", 8)])
+@pytest.mark.parametrize(
+    ("cache", "programs"),
+    [("fp8", 8), pytest.param("auto", 4, marks=pytest.mark.slow), pytest.param("int8", 8, marks=pytest.mark.slow)],
+)
 def test_decode_attention_by_single_warps_compiles(cache, programs, compiler):
     """With a spill or two at most, and with room for as many programs on a multiprocessor as its plan has."""
     found = ask(compiler, replace(KERNELS["decode"], cache=cache), specialised=True)
@@ -77,6 +81,13 @@ def test_decode_attention_by_single_warps_compiles(cache, programs, compiler):
     (kernel,) = found["kernels"]
     assert kernel["threads"] == 32 and kernel["stack_bytes"] <= 16, kernel
     assert resident_programs(kernel, CARD["shared_memory_per_block_optin"]) >= programs
+
+
+def test_few_rows_by_single_warps_compile(compiler):
+    found = ask(compiler, Workload("few_rows", (512,)), single_warps=True)
+    assert "failed" not in found, found
+    (kernel,) = (kernel for kernel in found["kernels"] if "warps" in kernel["name"])
+    assert (kernel["threads"], kernel["stack_bytes"]) == (32, 0), kernel
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ def test_without_a_target_steps_of_a_fast_device_are_not_limited():
     times = StepTime(0.0)
     times.note(0.1, 4096)
     assert times.chunk_budget(8192) == 8192 and times.admits()
-    assert times.may_run_ahead([4096, 4096])
+    assert times.may_run_ahead(2, 8192)
     times.note(0.004, 0)
     assert times.chunk_budget(8192) == times.chunk_budget(8192, decodes=False) == 8192
-    assert times.may_run_ahead([0, 0, 0])
+    assert times.may_run_ahead(3, 0)
 
 
 def test_a_slow_device_gets_short_steps_and_none_ahead():
@@ -26,7 +26,8 @@ def test_a_slow_device_gets_short_steps_and_none_ahead():
     times.note(0.1 + 512 * 0.005, 512)
     budget = times.chunk_budget(512)
     assert times.decode_s + budget * times.token_s == pytest.approx(STEP_LIMIT_S, rel=0.02)
-    assert times.may_run_ahead([0]) and not times.may_run_ahead([budget])
+    assert times.may_run_ahead(1, 0) and not times.may_run_ahead(1, budget)
+    assert not times.may_run_ahead(3, 0), "three steps of decoding take too long as well"
 
 
 def test_prompts_get_as_long_as_decoding_takes_where_that_is_too_long_already():
@@ -38,7 +39,7 @@ def test_prompts_get_as_long_as_decoding_takes_where_that_is_too_long_already():
 
 def test_the_first_prompt_is_cut_by_a_guess():
     times = StepTime(0.0, token_s=0.004)
-    assert times.chunk_budget(512) == 100 and not times.may_run_ahead([100])
+    assert times.chunk_budget(512) == 100 and not times.may_run_ahead(1, 100)
     times.note(0.04, 100)
     assert times.token_s == pytest.approx(0.0004, rel=0.1)
     assert times.chunk_budget(512) == 512
@@ -53,7 +54,7 @@ def test_many_short_prompts_after_many_decodes_leave_usable_estimates(decodes, c
     for _ in range(5000):
         times.note(chunk_s, 5, decodes=decodes)
         assert LEAST_CHUNK <= times.chunk_budget(512, decodes=decodes) <= 512
-        assert times.may_run_ahead([5])
+        assert times.may_run_ahead(1, 5)
 
 
 @pytest.mark.parametrize("decode_s", [0.05, 0.5, 5.0])
@@ -105,6 +106,7 @@ def test_learns_the_two_times_and_divides_the_target():
     assert times.decode_s == pytest.approx(0.004) and times.token_s == pytest.approx(10e-6)
     assert times.chunk_budget(8192) == pytest.approx(600, abs=2)
     assert times.chunk_budget(100) == 100
+    assert times.chunk_budget(8192, decodes=False) == 8192, "nobody waits for a next token"
 
 
 def test_a_short_chunk_says_little_about_the_time_of_a_token():

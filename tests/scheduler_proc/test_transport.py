@@ -50,6 +50,7 @@ class Inbox:
 
 def test_a_request_that_finds_no_memory_is_refused_alone(monkeypatch):
     transport = object.__new__(SocketTransport)
+    transport._requests, transport._readable = "requests", {"requests"}
     sent = []
     transport._requests = object()
     transport._readable = {transport._requests}

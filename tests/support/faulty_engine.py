@@ -56,10 +56,21 @@ def break_worker() -> Callable[..., int]:
     access, memory = Order(signal.SIGUSR1), Order(signal.SIGUSR2)
     broken = False
 
-    def execute_or_fail(self: Any, plan: Any) -> Any:
-        nonlocal broken
+    def use_device() -> None:
         if broken:
             raise torch.AcceleratorError(f"{ILLEGAL_ACCESS}\nCompile with `TORCH_USE_CUDA_DSA` for more")
+
+    class Reporter(ThreadReporter):
+        """One that finds out too, where no further step is planned."""
+
+        def note_quiet(self, milliseconds: int) -> None:
+            """Nothing came in for so long."""
+            use_device()
+            super().note_quiet(milliseconds)
+
+    def execute_or_fail(self: Any, plan: Any) -> Any:
+        nonlocal broken
+        use_device()
         if memory.take():
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         step = execute(self, plan)
@@ -70,7 +81,7 @@ def break_worker() -> Callable[..., int]:
         return step
 
     runner.CpuRunner.execute = execute_or_fail
-    worker.Worker._make_reporter = lambda self, _: ThreadReporter(self._send_result, lambda _: None)
+    worker.Worker._make_reporter = lambda self, _: Reporter(self._send_result, lambda _: None)
     return main.main
 
 

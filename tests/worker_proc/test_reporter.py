@@ -3,11 +3,13 @@
 import queue
 import threading
 from array import array
+from types import SimpleNamespace
 
 import pytest
 
 from common.messages import StepResult, decode_from_worker
-from worker_proc.reporter import InlineReporter, ThreadReporter
+from worker_proc.reporter import STEP_TIMEOUT_S, InlineReporter, ThreadReporter
+from worker_proc.worker import QUIET_MS, Worker
 
 DEADLINE_S = 30
 
@@ -52,6 +54,52 @@ def test_a_failed_step_wakes_the_issuing_thread_and_raises_there():
     reporter.close()
     assert sent_steps(sent) == [1]
     assert woken.empty()
+
+
+class Hanging(Step):
+    """A step that the device does not finish until it is let go."""
+
+    def __init__(self, step_id: int) -> None:
+        super().__init__(step_id)
+        self.may_end = threading.Event()
+
+    def result(self, report_us: int = 0) -> StepResult:
+        assert self.may_end.wait(DEADLINE_S)
+        return super().result(report_us)
+
+
+def test_a_device_that_hangs_ends_the_wait_and_a_slow_one_does_not():
+    """The thread that issues steps turned all the time, so that nobody noticed: requests waited for ever."""
+    sent: queue.Queue[bytes] = queue.Queue()
+    reporter = ThreadReporter(sent.put, pytest.fail)
+    steps = [Hanging(1), Hanging(2)]
+    for step in steps:
+        reporter.report(step)
+        assert not reporter.is_idle
+        reporter.note_quiet(STEP_TIMEOUT_S * 1000 - 1)
+        if step is steps[0]:
+            step.may_end.set()
+            sent.get(timeout=DEADLINE_S)
+            while reporter._sent_count == 0:
+                pass
+    with pytest.raises(RuntimeError, match="the device does not respond: no step has come back for 60 s"):
+        reporter.note_quiet(1)
+    steps[1].may_end.set()
+    reporter.close()
+
+
+def test_the_worker_looks_at_the_device_while_it_waits_for_plans():
+    class Broken(ThreadReporter):
+        is_idle = False
+
+        def note_quiet(self, milliseconds: int) -> None:
+            raise RuntimeError(f"quiet for {milliseconds} ms")
+
+    worker = object.__new__(Worker)
+    worker._poller = SimpleNamespace(poll=lambda timeout_ms: [])
+    worker._link, worker._plans = SimpleNamespace(wake_fd=-1), None
+    with pytest.raises(RuntimeError, match=f"quiet for {QUIET_MS} ms"):
+        worker._next_plan(None, object.__new__(Broken))
 
 
 def test_a_result_carries_what_the_report_before_it_took():

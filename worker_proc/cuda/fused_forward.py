@@ -118,7 +118,10 @@ class FusedForward:
         self._workspace = Workspace.allocate(max_tokens, config.hidden_size, widest, dtype, device)
         self._rope_table = rope_table(model, max_positions)
         decode_plan = self._decode_plan(max_rows)
-        floats = [self._fused_plan(rows).workspace_floats for rows in range(1, fused.MAX_ROWS + 1)]
+        fused_plans = [
+            self._fused_plan(rows, warps) for rows in range(1, fused.MAX_ROWS + 1) for warps in (False, True)
+        ]
+        floats = [plan.workspace_floats for plan in fused_plans]
         floats.append(self._decode_plan(max_rows, quantised=True, specialised=True).workspace_floats)
         self._partials = torch.empty(max(decode_plan.workspace_floats, *floats), device=device)
         self._decode_counters = torch.zeros(decode_plan.counter_count, dtype=torch.int32, device=device)
@@ -191,9 +194,10 @@ class FusedForward:
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         if self._is_fused(bucket, attention):
             following = min(index + 1, len(cache.key_caches) - 1)
+            plan = self._fused_plan(bucket.rows, self._takes_warps(key_cache))
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
-                self._partials, self._decode_counters, self._fused_plan(bucket.rows), new, scale=attention.scale,
+                self._partials, self._decode_counters, plan, new, scale=attention.scale,
                 k_scales=key_scales, v_scales=value_scales,
                 next_caches=(cache.key_caches[following], cache.value_caches[following]),
             )  # fmt: skip
@@ -321,8 +325,16 @@ class FusedForward:
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
 
-    def _fused_plan(self, rows: int) -> fused.FusedDecodePlan:
-        return fused.launch_plan(rows, self.config.kv_head_count, self.config.head_dim)
+    def _takes_warps(self, cache: torch.Tensor) -> bool:
+        group = self.config.head_count // self.config.kv_head_count
+        if not fused.SINGLE_WARPS or cache.device.type != "cuda":
+            return False
+        major = torch.cuda.get_device_capability(cache.device)[0]
+        return fused.can_take_warps(self._qkv.dtype, cache, group, capability_major=major)
+
+    def _fused_plan(self, rows: int, single_warps: bool) -> fused.FusedDecodePlan:
+        sizes = (self.config.kv_head_count, self.config.head_dim)
+        return fused.launch_plan(rows, *sizes, single_warps=single_warps)
 
     def _decode_plan(self, rows: int, quantised: bool = False, specialised: bool = False) -> decode.DecodePlan:
         config = self.config

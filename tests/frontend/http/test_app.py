@@ -12,6 +12,7 @@ from common.config import ServerOptions
 from common.messages import RequestFailed
 from frontend.http import protocol, server, streams
 from frontend.http import requests as bodies
+from frontend.http.bodies import QUICK_BYTES
 from frontend.http.middleware import BODY_LIMIT_BYTES
 from frontend.http.replies import ChatReply
 
@@ -35,7 +36,7 @@ def body_for(path):
 )  # fmt: skip
 def test_what_is_no_json_object_is_refused_in_json(api, path, body):
     response = api.post(path, body)
-    assert response.status_code == (413 if len(body) > bodies.QUICK_BYTES else 400)
+    assert response.status_code == (413 if len(body) > QUICK_BYTES else 400)
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 

@@ -1,7 +1,10 @@
 """`/v1/completions`: the forms of prompts, echo, log probabilities, several prompts at once."""
 
+import asyncio
+import json
 from array import array
 
+import msgspec
 import pytest
 
 from frontend.events import SampleResult, TokenLogprob, TopLogprob
@@ -128,7 +131,7 @@ def test_likeliest_tokens_of_the_same_text_are_all_shown():
     chosen = TokenLogprob(8, "", b"\xf1", -2.0, 2, (*pieces, TopLogprob(5, "a", b"a", -9.0, 5)))
     sample = SampleResult(0, "", array("i", [8]), "length", None, (chosen,))
     reply = CompletionReply("id", "tiny", logprob_count=5, token_ids=False)
-    logprobs = reply.choice(0, sample, NO_ECHO)["logprobs"]
+    logprobs = json.loads(msgspec.json.encode(asyncio.run(reply.choice(0, sample, NO_ECHO))))["logprobs"]
     assert logprobs["top_logprobs"] == [
         {"bytes:\\xf0": -1.0, "": -2.0, "bytes:\\xf2": -3.0, "bytes:\\xf3": -4.0, "a": -9.0}
     ]

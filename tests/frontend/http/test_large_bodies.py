@@ -1,16 +1,21 @@
 """A body that is parsed beside the event loop is answered as it would be on the spot, and costs the loop little."""
 
+import asyncio
 import json
 import tracemalloc
 from array import array
+from unittest import mock
 
+import msgspec
 import pytest
 
 from common.errors import RequestError
 from frontend import large_json
-from frontend.http import requests
+from frontend.http import app, bodies
 from frontend.large_json import LargeBody, parse_large
 from frontend.text_messages import Json, decode_from_text_process
+from tests.frontend.http.test_app import GOOD, exchange, serve
+from tests.frontend.http.test_wire import post
 
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": None}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -68,7 +73,7 @@ def answer(api, path, body):
 def test_a_large_body_is_answered_like_a_small_one(api, monkeypatch, path, body):
     headers = json.dumps(body | {"request_id": "r", "seed": 1}).encode()
     small = answer(api, path, headers)
-    monkeypatch.setattr(requests, "QUICK_BYTES", 0)
+    monkeypatch.setattr(bodies, "QUICK_BYTES", 0)
     large = answer(api, path, headers)
     if isinstance(small[1], dict) and "created_at" in small[1]:
         large[1]["created_at"] = small[1]["created_at"]
@@ -79,7 +84,7 @@ def test_a_large_body_is_answered_like_a_small_one(api, monkeypatch, path, body)
 @pytest.mark.parametrize("body", RAW)
 def test_a_large_body_that_is_none_is_refused_like_a_small_one(api, monkeypatch, body):
     small = answer(api, "/v1/completions", body)
-    monkeypatch.setattr(requests, "QUICK_BYTES", 0)
+    monkeypatch.setattr(bodies, "QUICK_BYTES", 0)
     assert answer(api, "/v1/completions", body) == small
     assert small[0] == 400
 
@@ -146,8 +151,55 @@ def test_what_a_body_holds_survives_its_message():
         Json.of(1, LargeBody({"a": 2**70}))
 
 
+def test_a_body_that_only_the_text_process_can_nest_so_deeply_is_refused(monkeypatch):
+    """The loop's stack is higher: a body of 990 levels came back, and whoever had sent it waited for ever."""
+    too_high = mock.Mock(side_effect=RecursionError)
+    message = Json.of(1, LargeBody({"a": [[]]}))
+    monkeypatch.setattr(msgspec.msgpack, "decode", too_high)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        message.value()
+    monkeypatch.setattr(msgspec.msgpack, "encode", too_high)
+    with pytest.raises(RequestError, match="nested too deeply"):
+        Json.of(1, LargeBody({}))
+
+
 @pytest.mark.parametrize("body", [{"pooling": 5, "input": "x"}, {"input": "x", "encoding_format": "x" * 50_000}])
 def test_an_error_does_not_repeat_all_that_was_sent(api, body):
     response = api.post("/v1/embeddings", body)
     assert response.status_code == 400
     assert len(response.text) < 1000
+
+
+def test_all_bodies_together_are_held_within_a_limit(make_api, monkeypatch):
+    """Hundreds of connections that each sent most of a large body filled the memory."""
+    monkeypatch.setattr(bodies, "HELD_LIMIT_BYTES", 100_000)
+    served = bodies.Bodies()
+    monkeypatch.setattr(app, "Bodies", lambda: served)
+    api = make_api(port=0).ready()
+    start = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 190000\r\n\r\n" + b" " * 160_000
+
+    async def talk(address):
+        _, first = await asyncio.open_connection(*address)
+        first.write(start)
+        while served.held_bytes != 160_000 - bodies.QUICK_BYTES:
+            await asyncio.sleep(0)
+        refused = await exchange(address, start)
+        small = await exchange(address, post("/v1/completions", b'{"prompt": "x", "max_tokens": 1}'))
+        assert b"200 OK" in small, "small bodies are taken all the same"
+        assert served.held_bytes == 160_000 - bodies.QUICK_BYTES
+        first.transport.abort()
+        while served.held_bytes:
+            await asyncio.sleep(0)
+        return refused, await exchange(address, GOOD)
+
+    refused, good = serve(api, talk)
+    assert b"429 Too Many Requests" in refused
+    assert b"connection: close" in refused and b"retry-after: 1" in refused
+    assert b'"code":"bodies_too_large"' in refused
+    assert b"200 OK" in good
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"prompt": 5}', b'{"prompt": "x", "max_tokens": 2}', b" " * 99_999])
+def test_a_body_is_let_go_whatever_came_of_it(api, body):
+    api.post("/v1/completions", body)
+    assert api.app.state.bodies.held_bytes == 0

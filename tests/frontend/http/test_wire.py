@@ -40,8 +40,8 @@ def test_a_client_of_http_1_0_gets_no_chunks(make_api, path, stream):
         "/v1/messages": {"messages": CHAT["messages"], "max_tokens": 3},
     }
     body = json.dumps({**fields[path], "stream": stream, "temperature": 0}).encode()
-    [(old_head, old)] = replies(make_api, post(path, body, version="1.0", x_request_id="r"))
-    [(new_head, new)] = replies(make_api, post(path, body, x_request_id="r"))
+    sent = [post(path, body, version=version, x_request_id="r") for version in ("1.0", "1.1")]
+    (old_head, old), (new_head, new) = replies(make_api, *sent)
     assert b"200 OK" in old_head
     assert b"chunked" not in old_head
     assert (b"chunked" in new_head) == stream
@@ -163,7 +163,7 @@ def test_a_stream_that_fails_says_so_in_its_clients_form(api, path, body, name):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 3])
 def test_a_client_that_leaves_takes_all_its_requests_along(make_api, stream, count):
     """Of several on one connection only the last heard of it: the others were computed for nobody, one by one."""
     api = make_api(port=0).ready()
@@ -201,12 +201,12 @@ def test_what_cannot_be_read_is_refused_behind_the_answers_to_what_came_before(m
     """The refusal was written into the stream that had begun."""
     body = json.dumps({**BODY, "max_tokens": 40, "stream": stream}).encode()
     good = post("/v1/completions", body).replace(b"connection: close\r\n", b"")
-    [(_, alone)] = replies(make_api, post("/v1/completions", body))
 
     async def talk(address):
-        return await exchange(address, good * 2 + rest)
+        return await exchange(address, post("/v1/completions", body)), await exchange(address, good * 2 + rest)
 
-    reply = serve(make_api(port=0).ready(), talk)
+    alone, reply = serve(make_api(port=0).ready(), talk)
+    alone = alone.partition(b"\r\n\r\n")[2]
     first, second, refused = reply.split(b"HTTP/1.1 ")[1:]
     for answer in (first, second):
         assert answer.startswith(b"200 OK")

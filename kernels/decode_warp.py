@@ -1,0 +1,141 @@
+"""What the decode kernels of single warps on Hopper have in common: tiles by the copy engine, columns, merging.
+
+A tile holds some tokens of one K/V head, in blocks that are contiguous boxes of the cache; a group's queries are the
+eight columns of what products give. Called by kernels/decode_attention_hopper.py and kernels/fused_decode_warps.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+QUERIES = gl.constexpr(8)
+
+
+@gluon.jit
+def box_rows_of(
+    table_ptr, tile, head, length,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,
+):  # fmt: skip
+    """The first row, in the cache as [rows, head_dim], of each box of a tile."""
+    rows = ()
+    for box in gl.static_range(TILE // BOX_ROWS):
+        # edge: blocks past the row's last one are not in the table; the last is copied again in their place
+        token = gl.minimum(tile * TILE + box * BOX_ROWS, ((length - 1) // BOX_ROWS) * BOX_ROWS)
+        block = gl.load(table_ptr + token // BLOCK_SIZE)
+        rows += ((block * KV_HEADS + head) * BLOCK_SIZE + token % BLOCK_SIZE,)
+    return rows
+
+
+@gluon.jit
+def copy_tile(
+    key_desc, value_desc, box_rows, key_boxes, value_boxes, full, stage,
+    TILE: gl.constexpr, BOX_ROWS: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Ask the copy engine for a tile of keys and of values; `full` tells when they are there."""
+    BOXES: gl.constexpr = TILE // BOX_ROWS
+    COLUMNS: gl.constexpr = key_boxes.shape[2]
+    mbarrier.expect(full.index(stage), 2 * TILE * HALVES * COLUMNS * key_boxes.dtype.primitive_bitwidth // 8)
+    for box in gl.static_range(BOXES):
+        for half in gl.static_range(HALVES):
+            place = (stage * HALVES + half) * BOXES + box
+            tma.async_copy_global_to_shared(
+                key_desc, [box_rows[box], half * COLUMNS], full.index(stage), key_boxes.index(place)
+            )
+            tma.async_copy_global_to_shared(
+                value_desc, [box_rows[box], half * COLUMNS], full.index(stage), value_boxes.index(place)
+            )
+
+
+@gluon.jit
+def clean(values, token_count):
+    """Zeros for the vectors of a tile from `token_count` on, if any: past a row's end there may be NaN."""
+    TILE: gl.constexpr = values.shape[0]
+    HEAD_DIM: gl.constexpr = values.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [1, 1], [1, 0])
+    if token_count < TILE:
+        places = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+        value = values.load(layout)
+        values.store(gl.where((places < token_count)[:, None], value, gl.zeros_like(value)))
+        fence_async_shared()
+
+
+@gluon.jit
+def store_columns(
+    base_ptr, columns, first_dim: gl.constexpr, step: gl.constexpr, repeats: gl.constexpr, mma: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Store [dims, 8] as rows [8, head_dim], every `step`-th dim; every `repeats`-th column is a row."""
+    dims = first_dim + step * gl.arange(0, columns.shape[0], layout=gl.SliceLayout(1, mma))
+    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, mma))
+    is_row = (queries % repeats == 0) & (queries // repeats < GROUP)
+    places = (queries // repeats)[None, :] * HEAD_DIM + dims[:, None]
+    gl.store(base_ptr + places, columns.to(base_ptr.dtype.element_ty), mask=is_row[None, :])
+
+
+@gluon.jit
+def merge(
+    output_ptr, partials_ptr, statistics_ptr, first_place, step, first_shift, part_count,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, NUMBERS: gl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one (row, K/V head), NUMBERS sums a thread at a time; HEADS: GROUP's power of two.
+
+    Part i is at `first_place` + i * `step`, the first at `first_shift` beyond that: in `partials` [place, 8, HEAD_DIM]
+    the sums, in `statistics` [place, 2, 8] maxima (powers of two) and normalisers. A thread has some dims of one head
+    of all parts, so that nothing is exchanged between threads.
+    """
+    PARTS: gl.constexpr = 32 * NUMBERS // (HEADS * HEAD_DIM)
+    LANES: gl.constexpr = 32 // HEADS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // LANES], [1, HEADS, LANES], [1, 1, 1], [2, 1, 0])
+    pair_layout: gl.constexpr = gl.SliceLayout(2, layout)
+    row_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
+    lane = gl.arange(0, PARTS, layout=gl.SliceLayout(1, pair_layout))
+    heads = gl.arange(0, HEADS, layout=gl.SliceLayout(0, pair_layout))
+    maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, pair_layout))
+    normaliser = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, pair_layout))
+    sums = gl.zeros([HEADS, HEAD_DIM], gl.float32, row_layout)
+    for first_part in range(0, part_count, PARTS):
+        parts = first_part + lane
+        places = first_place + parts * step + gl.where(parts == 0, first_shift, 0)
+        is_part = (parts < part_count)[:, None] & (heads < GROUP)[None, :]
+        pairs = places[:, None] * QUERIES + heads[None, :]
+        columns = gl.expand_dims(gl.expand_dims(dims, 0), 0)
+        part_sums = gl.load(
+            partials_ptr + gl.expand_dims(pairs, 2) * HEAD_DIM + columns, mask=gl.expand_dims(is_part, 2), other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        statistic = statistics_ptr + places[:, None] * (2 * QUERIES) + heads[None, :]
+        part_maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        part_normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
+        new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
+        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # edge: heads past the group
+        weights = gl.exp2(part_maximum - base[None, :])
+        shrink = gl.exp2(maximum - base)
+        normaliser = normaliser * shrink + gl.sum(part_normaliser * weights, axis=0)
+        shrink_rows = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, row_layout)), 1)
+        sums = sums * shrink_rows + gl.sum(part_sums * gl.expand_dims(weights, 2), axis=0)
+        maximum = new_maximum
+    share = 1.0 / gl.where(heads < GROUP, normaliser, 1.0)
+    result = sums * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, row_layout)), 1)
+    row_heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, row_layout))
+    row_dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
+    gl.store(
+        output_ptr + row_heads[:, None] * HEAD_DIM + row_dims[None, :], result.to(output_ptr.dtype.element_ty),
+        mask=(row_heads < GROUP)[:, None],
+    )  # fmt: skip
+
+
+def cache_descriptor(cache_tensor: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
+    """Boxes of one block, or tile, of one K/V head, 128 bytes wide; travels by value with the launch."""
+    block_size, head_dim = cache_tensor.shape[2:]
+    lines = cache_tensor.view(-1, head_dim)
+    box_rows = min(block_size, tile_tokens)
+    if cache_tensor.element_size() == 1:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=8, rank=2)
+        return TensorDescriptor.from_tensor(lines.view(torch.int8), [box_rows, head_dim], layout)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(lines, [box_rows, 64], layout)
