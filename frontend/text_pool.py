@@ -58,7 +58,7 @@ class TextProcess:
 
     Attributes:
         ready: it has loaded its tokenizer.
-        jobs: size and future of its open jobs, by job number, in the order in which it does them.
+        jobs: load and future of its open jobs, by job number, in the order in which it does them.
         heard_at_s: when it last sent a message, or got a job while it had none; monotonic.
     """
 
@@ -75,14 +75,14 @@ class TextProcess:
         """Whether one job has taken longer than on any reasonable machine."""
         if not self.jobs:
             return False
-        size = next(iter(self.jobs.values()))[0]
-        limit_s = PATIENCE_S + size / SLOWEST_PER_S if self.ready else START_PATIENCE_S
+        load = next(iter(self.jobs.values()))[0]
+        limit_s = PATIENCE_S + load / SLOWEST_PER_S if self.ready else START_PATIENCE_S
         return time.monotonic() - self.heard_at_s > limit_s
 
     @property
     def load(self) -> int:
         """Characters that it still has to work on."""
-        return sum(size for size, _ in self.jobs.values())
+        return sum(load for load, _ in self.jobs.values())
 
 
 class TextPool:
@@ -100,8 +100,11 @@ class TextPool:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._next_check: asyncio.TimerHandle | None = None
 
-    def submit(self, size: int, job: Callable[[int], ForTextProcess]) -> Awaitable[Any] | None:
+    def submit(self, load: int, job: Callable[[int], ForTextProcess]) -> Awaitable[Any] | None:
         """Hand a job to the process with the least to do; None if there is none, or the job does not fit a message.
+
+        Args:
+            load: the job's, as so many characters of text.
 
         The result raises what the job does (RequestError), or ProcessEnded.
         """
@@ -119,7 +122,7 @@ class TextPool:
         if not process.jobs:
             process.heard_at_s = time.monotonic()
         self._check_later()
-        process.jobs[self._next_job_id] = (size, future)
+        process.jobs[self._next_job_id] = (load, future)
         # No high-water mark: it never waits, and may come before the process. Long frames are not copied.
         process.socket.send_multipart(frames, zmq.NOBLOCK, copy=all(len(f) <= zmq.COPY_THRESHOLD for f in frames))
         return future

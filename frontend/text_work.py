@@ -32,6 +32,8 @@ THREAD_LIMIT = 16_384
 PENDING_LIMIT = 1 << 28
 """Characters that may be waiting or worked on; more are refused."""
 THREAD_COUNT = 2
+BYTES_PER_CHARACTER = 32
+"""Of JSON, which a process parses in no more time than it may take to encode a character: a hung one is noticed."""
 TRIES = 2
 """Text processes that may hang on one job; if the second one does too, it is the text's fault, and it is refused."""
 
@@ -108,7 +110,10 @@ class TextWork:
             RequestError: no JSON object, too many values in it, or too much waits already.
         """
         return await self._run(
-            len(body), lambda job_id: ParseJson(job_id, body, id_fields), lambda: parse_large(body, id_fields)
+            len(body),
+            lambda job_id: ParseJson(job_id, body, id_fields),
+            lambda: parse_large(body, id_fields),
+            load=len(body) // BYTES_PER_CHARACTER,
         )
 
     def close(self) -> None:
@@ -120,14 +125,20 @@ class TextWork:
         if self._pool is not None:
             self._pool.close()
 
-    async def _run(self, size: int, job: Callable[[int], ForTextProcess], work: Callable[[], T]) -> T:
-        """Have a process do `job`, or a thread do `work`, which is the same; `size` in characters."""
+    async def _run(
+        self, size: int, job: Callable[[int], ForTextProcess], work: Callable[[], T], load: int | None = None
+    ) -> T:
+        """Have a process do `job`, or a thread do `work`, which is the same; `size` in characters.
+
+        Args:
+            load: how many characters take as long to encode; by default as many.
+        """
         if self._pending + size > PENDING_LIMIT:
             text = "too much text is waiting to be encoded; try again in a moment"
             raise RequestError(text, code="too_many", status=429, retry_after_ms=1000)
         self._pending += size
         try:
-            return await self._done_somewhere(size, job, work)
+            return await self._done_somewhere(size, job, work, size if load is None else load)
         except (ProcessEnded, asyncio.CancelledError):
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
@@ -136,9 +147,11 @@ class TextWork:
         finally:
             self._pending -= size
 
-    async def _done_somewhere(self, size: int, job: Callable[[int], ForTextProcess], work: Callable[[], T]) -> T:
+    async def _done_somewhere(
+        self, size: int, job: Callable[[int], ForTextProcess], work: Callable[[], T], load: int
+    ) -> T:
         tries = 0
-        while size > THREAD_LIMIT and self._pool is not None and (waiting := self._pool.submit(size, job)):
+        while size > THREAD_LIMIT and self._pool is not None and (waiting := self._pool.submit(load, job)):
             try:
                 result: T = await waiting
                 return result

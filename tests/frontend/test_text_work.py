@@ -179,6 +179,19 @@ def test_the_work_of_a_process_that_hangs_is_done_by_another(hung_process, token
     assert work.processes(), "threads did the work, for which everybody waits"
 
 
+@pytest.mark.timeout(30)
+def test_a_large_body_waits_no_longer_for_a_process_that_hangs_than_parsing_may_take(hung_process):
+    """It was given the time of a text as long, three minutes for eight megabytes."""
+    work, process = hung_process
+    body = b'{"user": "' + b"x" * 2_000_000 + b'"}'
+
+    async def both() -> list:
+        return await asyncio.gather(*(work.texts.parse(body, ()) for _ in range(2)))
+
+    assert [len(parsed.values["user"]) for parsed in work.run(both())] == [2_000_000] * 2
+    assert process not in work.processes().values() and work.processes()
+
+
 def test_a_text_on_which_processes_hang_is_refused_and_no_other(hung_process, tokenizer, monkeypatch):
     work, _ = hung_process
     is_hung = text_pool.TextProcess.is_hung.fget
