@@ -56,7 +56,8 @@ def unpack(
     except WireError:
         raise
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"not a msgpack message: {type(error).__name__}: {error}") from None
+        reason = ": ".join(filter(None, (type(error).__name__, str(error))))  # some have no text
+        raise WireError(f"not a msgpack message: {reason}") from None
     if not isinstance(fields, list) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < 256:
         raise WireError("a message is a msgpack array that starts with a type code from 0 to 255")
     return fields[0], fields[1:]

@@ -48,3 +48,9 @@ def test_arrays_are_little_endian_on_the_wire():
 def test_a_message_over_the_limit_is_refused_before_it_is_parsed():
     with pytest.raises(WireError, match="exceeds the limit of 10"):
         unpack(pack([1, b"x" * 100]), limit_bytes=10)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01", b"\x91\x01\x01", b"\x91" * 5000, b"\x92\x01\xa1\xff"])
+def test_bytes_that_are_no_msgpack_are_refused_with_a_whole_sentence(data):
+    with pytest.raises(WireError, match=r"^not a msgpack message: \w.*[^: ]$"):
+        unpack(data)
