@@ -1,7 +1,7 @@
 """Messages from a client to the frontend."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -289,13 +289,13 @@ def _prompt_to_wire(prompt: Any) -> Any:
         RequestError: what was given is no prompt. Nothing is left out.
     """
     if isinstance(prompt, Mapping):
-        prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        prompt = _prompt_of_map(prompt)
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, array) and prompt.typecode == "i":
         return array_bytes(prompt)
     try:
-        if isinstance(prompt, bytes | bytearray | memoryview | set | frozenset):
+        if isinstance(prompt, bytes | bytearray | memoryview | set | frozenset) or not isinstance(prompt, Iterable):
             raise TypeError(f"got {type(prompt).__name__}")
         entries = list(prompt)
         kinds = set(map(type, entries))
@@ -307,6 +307,16 @@ def _prompt_to_wire(prompt: Any) -> Any:
     except (TypeError, OverflowError) as error:
         wanted = "wanted a text, a list of token ids (int32), or a list of chat messages"
         raise RequestError(f"prompt: {wanted}: {error}", param="prompt") from None
+
+
+def _prompt_of_map(prompt: Mapping[Any, Any]) -> Any:
+    """The ids, else the text, of a map that has nothing beside them; raises RequestError."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    if not given or not given.keys() <= {"prompt_token_ids", "prompt"}:
+        names = ", ".join(sorted(map(str, given))) or "neither"
+        wanted = "wanted a map with `prompt_token_ids` or `prompt` and nothing else"
+        raise RequestError(f"prompt: {wanted}, got {names}", param="prompt")
+    return given.get("prompt_token_ids", given.get("prompt"))
 
 
 def _prompt_from_wire(value: Any) -> Prompt:

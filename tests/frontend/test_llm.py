@@ -9,7 +9,7 @@ import pytest
 
 from common import client_messages as wire
 from common.cli import OptionParser, config_from
-from common.errors import ConfigError, StartupError
+from common.errors import ConfigError, RequestError, StartupError
 from frontend import llm
 
 
@@ -62,6 +62,7 @@ def test_the_engines_log_goes_to_a_logger_with_its_levels(caplog):
         ([1, 2], [[1, 2]]),
         ([[1, 2], [3]], [[1, 2], [3]]),
         ({"prompt_token_ids": (1, 2)}, [[1, 2]]),
+        ({"prompt_token_ids": [1, 2], "prompt": "text", "multi_modal_data": None}, [[1, 2]]),
         ([{"prompt": "text"}, array("i", [1])], ["text", [1]]),
         ([np.int64(5), np.int64(6)], [[5, 6]]),
         (np.array([5, 6]), [[5, 6]]),
@@ -73,3 +74,21 @@ def test_prompts_of_all_shapes(prompts, plain):
     sent = [wire.Generate(request_id="a", prompt=prompt).to_wire() for prompt in llm._as_many(prompts)]
     received = [wire.decode_from_client(data).prompt for data in sent]
     assert [prompt if isinstance(prompt, str) else list(prompt) for prompt in received] == plain
+
+
+@pytest.mark.parametrize(
+    ("prompt", "got"),
+    [
+        ({"prompt": "text", "multi_modal_data": {"image": "x"}}, "got multi_modal_data, prompt"),
+        ({"prompt_token_ids": [1], "cache_salt": "s"}, "got cache_salt, prompt_token_ids"),
+        ({"role": "user", "content": "text"}, "got content, role"),
+        ({"prompt": None}, "got neither"),
+        ({}, "got neither"),
+        (5, "got int"),
+        (None, "got NoneType"),
+    ],
+)
+def test_what_is_more_or_less_than_a_prompt_is_refused_and_named(prompt, got):
+    """An image beside a text was left out without a word."""
+    with pytest.raises(RequestError, match=f"^prompt: wanted .*{got}$"):
+        wire.Generate(request_id="a", prompt=prompt).to_wire()
