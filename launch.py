@@ -9,7 +9,7 @@
 
 Only the entry: it imports nothing until it can report a missing package or handle an early Ctrl-C. The verbs are in
 `launcher.command`, the supervisor in `launcher.supervisor`. Exit codes: 0 stopped as told, 1 a process was lost, 2 a
-configuration or request that cannot be served, 3 a failed start, 130 interrupted.
+configuration or request that cannot be served, 3 a failed start, 130 interrupted, 141 nobody reads what a verb prints.
 """
 
 import sys
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 OWN = ("common", "frontend", "launcher")
 INTERRUPTED = 130
+UNREAD = 141
+"""As shells report a program that SIGPIPE ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from launcher.command import run
 
-        return run(sys.argv[1:] if argv is None else argv)
+        code = run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # `head`, for one, reads no further than it has to
+        from common.processes import discard_stdout
+
+        discard_stdout()
+        return UNREAD
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in OWN:
             raise

@@ -4,7 +4,7 @@
 file outlives its process, so whoever binds first removes a file that nobody serves. If two engines did so at the same
 moment, both would find nobody, and the second would remove the first one's file. Used by `sockets` and `http_socket`.
 
-`is_locked` tells a directory in use from one that a killed process left behind. Used by `run_dir` and the model loader.
+`is_locked` tells a directory in use from one that a killed process left behind. Used by `run_dir`.
 """
 
 import contextlib

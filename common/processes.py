@@ -203,6 +203,13 @@ def open_standard_files() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
+def discard_stdout() -> None:
+    """Let what is written to stdout from now on, or still waits there, go nowhere: its reader is gone."""
+    fd = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(fd, sys.stdout.fileno())
+    os.close(fd)
+
+
 def raise_file_limit() -> None:
     """Let this process and its children open as many files as they may: every client connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

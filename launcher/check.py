@@ -7,13 +7,11 @@ tokenizer too (`frontend.preflight`), what needs torch in a process of its own (
 each, the verdict last. Exit code 0 if nothing speaks against a start, 1 otherwise. Called by `launcher.command`.
 """
 
-import contextlib
 import dataclasses
 import errno
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.cli import program_name
@@ -25,6 +23,7 @@ from common.model_cache import is_hub_id
 from common.processes import Child, DeathPipe, raise_file_limit
 from common.recording import SUFFIX, check_new
 from common.run_dir import RunDir, base_dir
+from common.scratch import scratch_folder
 from launcher import serve
 from launcher.model_folders import check_model_folder, folder_at_hand
 from launcher.supervisor import engine_rooms
@@ -86,7 +85,7 @@ def _look(found: Findings, config: EngineConfig) -> None:
         base = base_dir()
     if base is None:
         return
-    with _scratch(base) as scratch, _WorkerPart(config, scratch) as worker:
+    with scratch_folder(base, "trireme-check-") as scratch, _WorkerPart(config, scratch) as worker:
         found.extend(look_at_packages(config))
         _look_at_run_directory(found)
         _look_at_http(found, config)
@@ -101,13 +100,6 @@ def _look(found: Findings, config: EngineConfig) -> None:
         found.extend(texts or Findings())
         if folder := found.values.get("model_dir"):
             found.extend(preflight.look_at_embeddings(config, folder))
-
-
-@contextlib.contextmanager
-def _scratch(base: Path) -> Iterator[Path]:
-    """A folder for the worker's part; no engine's run directory, as it has no lock."""
-    with tempfile.TemporaryDirectory(prefix="trireme-check-", dir=base) as name:
-        yield Path(name)
 
 
 def _with_folders_at_hand(found: Findings, config: EngineConfig) -> EngineConfig:

@@ -20,7 +20,7 @@ from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from, is_given, program_name
 from common.config import EngineConfig, ServerOptions, is_loopback, with_changes
 from common.errors import ConfigError, TriremeError
-from common.processes import Wakeup, raise_file_limit, seconds_since_start
+from common.processes import Wakeup, discard_stdout, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.version import own_version
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor
@@ -95,7 +95,10 @@ def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Names
     run_dir.write("ready.json", text)
     if arguments.ready_file:
         write_atomically(Path(arguments.ready_file), text)
-    print(line, file=sys.stdout if arguments.once is None else sys.stderr, flush=True)
+    try:
+        print(line, file=sys.stdout if arguments.once is None else sys.stderr, flush=True)
+    except BrokenPipeError:  # no reason not to serve
+        discard_stdout()
 
 
 class _Answer(threading.Thread):
@@ -126,7 +129,7 @@ def _run_once(supervisor: Supervisor, wakeup: Wakeup, prompt: str) -> int:
     answer.start()
     supervisor.run_until(lambda: answer.done)
     supervisor.stop(0.0)
-    if isinstance(answer.error, TriremeError):
+    if isinstance(answer.error, TriremeError | BrokenPipeError):
         raise answer.error
     if answer.error:
         raise TriremeError(f"no answer: {answer.error}")

@@ -234,3 +234,9 @@ def test_the_bench_verb_keeps_nothing_unless_told_where(monkeypatch):
     monkeypatch.setattr("benchmarks.throughput.main", lambda *arguments: calls.append(arguments))
     assert launch.main(["bench", "--smoke"]) == 0
     assert calls == [(["--output", "", "--smoke"], "launch.py bench")]
+
+
+def test_what_a_killed_check_left_is_removed_by_the_next(capsys, model, tmp_path):
+    (tmp_path / "trireme-check-left").mkdir()
+    assert checked(capsys, model)[0] == 0
+    assert list(tmp_path.glob("trireme-*")) == []

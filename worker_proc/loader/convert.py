@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from common.scratch import scratch_folder
 from worker_proc.loader.gguf_config import make_config, make_generation_config
 from worker_proc.loader.gguf_file import GgufFile
 from worker_proc.loader.gguf_tokenizer import make_tokenizer, make_tokenizer_config
-from worker_proc.loader.scratch import scratch_folder
 
 LINK_NAME = "model.gguf"
 
