@@ -19,6 +19,8 @@ from frontend.http.direct import CYCLE_KEY
 from frontend.http.errors import error_body
 
 HEAD_LIMIT_BYTES = 64 << 10
+PIPELINE_LIMIT = 256
+"""Requests of one connection that may be without an answer: thousands fit into one read, in which the loop waits."""
 HEAD_TIMEOUT_S = 60.0
 """How long a connection may take to send a request's head."""
 BODY_TIMEOUT_S = 60.0
@@ -65,12 +67,15 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes from the client; ends the connection if a request's head has no end."""
         self._unset_keepalive_if_required()
+        rest = data
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._go_on_without_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("this is no HTTP request")
+            while rest:
+                rest = self._parse(rest)
+        except httptools.HttpParserError as error:
+            refusal = error.__context__
+            if not isinstance(refusal, RequestError):
+                refusal = RequestError("this is no HTTP request", code="bad_request")
+            self._refuse(refusal)
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -80,7 +85,10 @@ class Protocol(HttpToolsProtocol):
             self._await_body()
 
     def on_message_begin(self) -> None:
-        """The parser has seen the start of a request."""
+        """The parser has seen the start of a request; an error raised here ends its work."""
+        if len(self._unanswered()) >= PIPELINE_LIMIT:
+            text = f"{PIPELINE_LIMIT} requests of this connection wait for their answers already"
+            raise RequestError(text, code="too_many", status=429)
         self._in_head, self._head_bytes = True, 0
         self._await_head()
         super().on_message_begin()
@@ -89,7 +97,7 @@ class Protocol(HttpToolsProtocol):
         """The parser has seen the end of the head."""
         self._in_head = False
         if self.parser.should_upgrade():
-            return  # the parser ends here, see `_go_on_without_upgrade`
+            return  # the parser ends here, see `_without_upgrade`
         self._in_body = True
         self._stop_timer()
         super().on_headers_complete()
@@ -104,16 +112,24 @@ class Protocol(HttpToolsProtocol):
                 self._stop_timer()
             super().on_message_complete()
 
-    def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Parse the request again without its Upgrade header, with which the body would count as another protocol's."""
+    def _parse(self, data: bytes) -> bytes:
+        """Feed the parser; what is to be parsed next, if it has ended before the end."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._without_upgrade(data[upgrade.args[0] :])
+        return b""
+
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """The request again without its Upgrade header, with which the body would count as another protocol's."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         if method == b"CONNECT":  # wishes for another protocol by itself
             self.send_400_response("this is no proxy: CONNECT is not served")
-            return
+            return b""
         lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] not in (b"upgrade", b"connection")]
         self.parser = httptools.HttpRequestParser(self)
-        self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+        return b"\r\n".join(lines) + b"\r\n\r\n" + rest
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not an HTTP request, and close."""
@@ -132,7 +148,7 @@ class Protocol(HttpToolsProtocol):
         """Answer the request that is being read with an error and close; once those before it are answered."""
         mine = self.cycle if self._in_body else None
         if any(cycle is not mine for cycle in self._unanswered()):
-            self._refusal = error
+            self._refusal = self._refusal or error
             return
         if mine is not None:
             has_begun = mine.response_started

@@ -23,8 +23,14 @@ def post(path: str, body: bytes, *, version: str = "1.1", **headers: str) -> byt
 def replies(make_api, *requests: bytes) -> list[tuple[bytes, bytes]]:
     """Head and body of each reply."""
 
+    return [reply.partition(b"\r\n\r\n")[::2] for reply in raw_replies(make_api, *requests)]
+
+
+def raw_replies(make_api, *requests: bytes) -> list[bytes]:
+    """All that comes back for each, until the connection ends."""
+
     async def talk(address):
-        return [(await exchange(address, sent)).partition(b"\r\n\r\n")[::2] for sent in requests]
+        return [await exchange(address, sent) for sent in requests]
 
     return serve(make_api(port=0).ready(), talk)
 
@@ -213,3 +219,38 @@ def test_what_cannot_be_read_is_refused_behind_the_answers_to_what_came_before(m
         assert len(answer.partition(b"\r\n\r\n")[2]) == len(alone)
     assert refused.startswith(b"400 Bad Request")
     assert b'"code":"bad_request"' in refused
+
+
+GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+UPGRADE = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
+
+
+@pytest.mark.parametrize("request_bytes", [GET, UPGRADE], ids=["plain", "upgrade"])
+@pytest.mark.parametrize("more", [-1, 0, 1, 4000])
+def test_a_connection_has_no_more_requests_unanswered_than_it_may(make_api, request_bytes, more):
+    """Fourteen thousand in one read kept everybody waiting for 5 s; with an upgrade in each, the loop's stack ended."""
+    count = protocol.PIPELINE_LIMIT + more
+    [reply] = raw_replies(make_api, request_bytes * (count - 1) + GET.replace(b"host: x", b"connection: close"))
+    answered, refused = min(count, protocol.PIPELINE_LIMIT), more > 0
+    assert reply.count(b"HTTP/1.1 200 OK") == answered
+    assert reply.count(b"HTTP/1.1 429 Too Many Requests") == reply.count(b"HTTP/1.1 4") == refused
+    if refused:
+        error = json.loads(reply.rpartition(b"\r\n\r\n")[2])["error"]
+        assert "256 requests of this connection wait for their answers already" in error["message"]
+
+
+def test_more_requests_than_that_may_follow_the_answers(make_api):
+    """The limit is of those that wait, not of a connection's life."""
+
+    async def talk(address):
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(3):
+            writer.write(GET * (protocol.PIPELINE_LIMIT // 2))
+            for _ in range(protocol.PIPELINE_LIMIT // 2):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b"200 OK" in head
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+        writer.close()
+        await writer.wait_closed()
+
+    serve(make_api(port=0).ready(), talk)
