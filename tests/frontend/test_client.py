@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from itertools import islice
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,31 +52,6 @@ def test_chat_may_fill_the_context(run_frontend):
         final = client.chat([{"role": "user", "content": "hello"}])
         request = frontend.scheduler.added[-1]
         assert request.params.max_tokens == 2048 - final.prompt_tokens
-
-
-@pytest.mark.timeout(30)
-def test_a_second_thread_is_refused_while_the_first_one_waits(frontend, monkeypatch):
-    """ZeroMQ aborted the process of whoever shared a client between threads."""
-    with Client(frontend.endpoint) as client:
-        waits, go_on = threading.Event(), threading.Event()
-        poll = client._poller.poll
-
-        def held_poll(wait_ms):
-            waits.set()
-            go_on.wait()
-            return poll(wait_ms)
-
-        monkeypatch.setattr(client, "_poller", SimpleNamespace(poll=held_poll))
-        pings = []
-        thread = threading.Thread(target=lambda: pings.append(client.ping()))
-        thread.start()
-        waits.wait()
-        for call in (client.status, lambda: client.submit("the sea"), lambda: client.abort("x")):
-            with pytest.raises(RuntimeError, match="another thread is using this client; give each thread a client"):
-                call()
-        go_on.set()
-        thread.join()
-        assert len(pings) == 1 and client.status().state == "serving", "one thread after the other may use it"
 
 
 def test_batch_keeps_the_order(frontend):
