@@ -20,6 +20,8 @@ DEFAULT_MODEL = "default"
 
 TIMEOUT_LIMIT_S = 86_400
 FRONTEND_WORKERS_LIMIT = 64
+PORT_LIMIT = 65_535
+"""ZeroMQ takes a larger port modulo 65,536, without a word."""
 
 _UNITS = {"": 1, "k": 1000, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -368,8 +370,8 @@ def check(config: EngineConfig) -> None:
 
 
 def _check_server(server: ServerOptions) -> None:
-    if not 0 <= server.port <= 65535:
-        raise ConfigError(f"--port is {server.port}; wanted 0 to 65535")
+    if not 0 <= server.port <= PORT_LIMIT:
+        raise ConfigError(f"--port is {server.port}; wanted 0 to {PORT_LIMIT}")
     if bool(server.ssl_keyfile) != bool(server.ssl_certfile):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; only one was given")
     for name, seconds in (("shutdown", server.shutdown_timeout), ("startup", server.startup_timeout)):
@@ -393,10 +395,11 @@ def _check_client_endpoint(server: ServerOptions) -> None:
             f"--client-keys is given, but --client-endpoint is {endpoint or 'an ipc:// one'}: keys are for a tcp:// "
             "endpoint, such as tcp://0.0.0.0:5555; a socket file is its owner's alone without them"
         )
-    if endpoint and not re.fullmatch(r"ipc://.+|tcp://([^:\[\]\s]+|\[[\da-fA-F:.]+\]):[1-9]\d{0,4}", endpoint):
+    form = re.fullmatch(r"ipc://.+|tcp://([^:\[\]\s]+|\[[\da-fA-F:.]+\]):([1-9]\d{0,4})", endpoint)
+    if endpoint and not (form and int(form[2] or 0) <= PORT_LIMIT):
         raise ConfigError(
-            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp://ADDRESS:PORT with a port other than 0, such "
-            "as tcp://127.0.0.1:5555"
+            f"--client-endpoint is {endpoint}; wanted ipc://PATH or tcp://ADDRESS:PORT with a port from 1 to "
+            f"{PORT_LIMIT}, such as tcp://127.0.0.1:5555"
         )
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if endpoint.startswith("tcp://") and not (is_loopback(host) or server.client_keys):

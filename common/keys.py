@@ -169,11 +169,11 @@ class AuthorisedKeys:
         """Whose key it is; None if it may not connect."""
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
-            now_s = time.time()
+            now_s = time.monotonic()  # a clock that is set back must not keep a revoked key
             if changed_ns != self._changed_ns or now_s >= self._next_look_s:
                 self._read_changed()
                 self._changed_ns = changed_ns
-                settled = now_s - changed_ns / 1e9 > SETTLED_S
+                settled = time.time() - changed_ns / 1e9 > SETTLED_S
                 self._next_look_s = now_s + RELOAD_INTERVAL_S if settled else 0.0
         except OSError:
             return None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import zmq
 
+from common.config import PORT_LIMIT
 from common.errors import StartupError
 from common.file_locks import directory_lock
 from common.keys import ClientKeys, KeyPair
@@ -132,6 +133,13 @@ def connect_client(
     Raises:
         StartupError: not an endpoint.
     """
+    port = endpoint.rpartition(":")[2]
+    is_tcp = endpoint.startswith("tcp://") and port.isdecimal() and 0 < int(port) <= PORT_LIMIT
+    if not is_tcp and not endpoint.startswith("ipc://"):
+        raise StartupError(
+            f"cannot connect to {endpoint!r}: wanted ipc://PATH or tcp://ADDRESS:PORT with a port from 1 to "
+            f"{PORT_LIMIT}, such as tcp://127.0.0.1:5555"
+        )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.LINGER, 0)
@@ -152,7 +160,7 @@ def connect_client(
         monitor.close()
         socket.close()
         context.term()
-        raise StartupError(f"cannot connect to {endpoint!r}: {error}") from None
+        raise StartupError(f"cannot connect to {endpoint!r}: {_reason(error, endpoint)}") from None
     return context, socket, monitor
 
 
@@ -187,6 +195,11 @@ def _allow_ipv6(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         socket.set(zmq.IPV6, 1)
 
 
+def _reason(error: zmq.ZMQError, endpoint: str) -> str:
+    """What ZeroMQ says, without the endpoint that its Python binding repeats."""
+    return str(error).removesuffix(f" (addr={endpoint!r})")
+
+
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     try:
         _allow_ipv6(socket, endpoint)
@@ -194,7 +207,7 @@ def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     except zmq.ZMQError as error:
         if error.errno == zmq.EADDRINUSE:
             raise StartupError(f"cannot bind {endpoint}: it is in use; choose another --client-endpoint") from None
-        raise StartupError(f"cannot bind {endpoint}: {error}") from None
+        raise StartupError(f"cannot bind {endpoint}: {_reason(error, endpoint)}") from None
     if endpoint.startswith("ipc://"):
         path = Path(endpoint.removeprefix("ipc://"))
         if path.exists():

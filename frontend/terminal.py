@@ -15,7 +15,7 @@ from common.cli import VerbParser, program_name
 from common.errors import ConfigError
 from common.run_dir import Instance, instances
 from frontend.client import Client
-from frontend.terminal_chat import ANSWER_TOKENS, Chat
+from frontend.terminal_chat import ANSWER_TOKENS, Chat, note
 from frontend.terminal_status import show
 
 DESCRIPTIONS = {
@@ -37,6 +37,8 @@ def run(verb: str, arguments: Sequence[str]) -> int:
     if verb == "stop":
         return stop(choose(instances(), parsed.pid))
     endpoint = parsed.client_endpoint or client_endpoint(choose(instances(), parsed.pid))
+    if parsed.client_endpoint:  # there may be nobody, which takes its time to tell
+        note(f"connecting to {endpoint}; Ctrl-C gives up")
     params: dict[str, Any] = {"max_tokens": parsed.max_tokens}
     if parsed.temperature is not None:
         params["temperature"] = parsed.temperature

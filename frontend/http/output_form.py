@@ -14,8 +14,10 @@ def form_field(body: GenerationRequest) -> str:
     if body.response_format is not None and body.response_format.type != "text":
         return "response_format"
     guided = [f"guided_{kind}" for kind in _GUIDED if getattr(body, f"guided_{kind}") is not None]
-    asks_for_calls = getattr(body, "tool_choice", None) not in (None, "auto", "none")
-    return guided[0] if guided else "tools" if asks_for_calls and not body.structured_outputs else "structured_outputs"
+    if guided:
+        return guided[0]
+    must_call = getattr(body, "tool_choice", None) not in (None, "auto", "none")
+    return "tools" if must_call and not body.structured_outputs else "structured_outputs"
 
 
 def structured_outputs(body: GenerationRequest) -> StructuredOutputs | None:

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 
 import pytest
 import zmq
@@ -70,6 +71,20 @@ def test_authorised_keys_follow_the_folder(folder):
     assert authorised.name_of(bob) == "bob"
     os.rename(folder / "clients", folder / "elsewhere")
     assert authorised.name_of(bob) is None
+
+
+def test_a_clock_that_is_set_back_does_not_keep_a_key_that_was_written_over(folder, monkeypatch):
+    monkeypatch.setattr("common.keys.RELOAD_INTERVAL_S", 0.0)
+    public = read_pair(make_client_keys(folder, "alice")).public
+    path = folder / "clients" / "alice.key"
+    for old in (path, path.parent):
+        os.utime(old, (1.0, 1.0))
+    authorised = AuthorisedKeys(folder)
+    assert authorised.name_of(public) == "alice"
+    now_s = time.time()
+    monkeypatch.setattr("common.keys.time.time", lambda: now_s - 3600)
+    path.write_text(path.read_text().replace(public.decode(), zmq.curve_keypair()[0].decode()))
+    assert authorised.name_of(public) is None
 
 
 def test_a_file_that_is_no_key_ends_the_start_and_later_costs_only_itself(folder):

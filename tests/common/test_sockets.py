@@ -10,7 +10,7 @@ from common.config import ServerOptions
 from common.errors import StartupError
 from common.file_locks import directory_lock
 from common.http_socket import bind_http
-from common.sockets import bind_client_router, new_context
+from common.sockets import bind_client_router, connect_client, new_context
 
 
 @pytest.fixture
@@ -86,8 +86,18 @@ def test_an_endpoint_in_a_directory_that_another_program_locks_is_refused(contex
 
 
 def test_an_endpoint_in_no_directory_is_refused(context, tmp_path):
-    with pytest.raises(StartupError, match="cannot bind .*No such file or directory"):
+    with pytest.raises(StartupError, match="cannot bind .*No such file or directory") as caught:
         bind_client_router(context, f"ipc://{tmp_path}/nowhere/client.sock")
+    assert "addr=" not in str(caught.value), "the endpoint is named already"
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["nonsense", "", "http://127.0.0.1:5555", *(f"tcp://127.0.0.1{port}" for port in ("", ":0", ":70000"))]
+)
+def test_what_is_no_endpoint_is_not_connected_to(endpoint):
+    """ZeroMQ takes port 70000 for port 4464."""
+    with pytest.raises(StartupError, match="cannot connect to .*: wanted ipc://PATH or tcp://ADDRESS:PORT with"):
+        connect_client(endpoint)
 
 
 def test_a_port_in_use_names_the_option(context):

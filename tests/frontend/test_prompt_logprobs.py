@@ -67,18 +67,24 @@ def test_they_are_described_only_as_they_are_taken(ended, monkeypatch):
     assert PROMPT.endswith("".join(described))
 
 
-@pytest.mark.parametrize("fails_meanwhile", [False, True])
-def test_a_client_of_the_socket_gets_them_in_one_end(ended, fails_meanwhile):
-    _, final = ended
+@pytest.fixture
+def ending(ended):
+    """A client of the socket whose request's end is being written, the request's sink, and the work that writes."""
     started = []
     client = ClientRecord({}, b"me")
     sink = client.live["a"] = ClientSink(client, "a", 1, started.append)
-    sink.on_final(final)
+    sink.on_final(ended[1])
+    return client, sink, started[0]
+
+
+@pytest.mark.parametrize("fails_meanwhile", [False, True])
+def test_a_client_of_the_socket_gets_them_in_one_end(ended, ending, fails_meanwhile):
+    (_, final), (client, sink, writing) = ended, ending
     assert client.messages() == [], "all of it was written in one turn"
     assert sink.is_ending
     if fails_meanwhile:
         sink.on_failed(RequestError("this client's key was revoked", code="key_revoked", status=401))
-    asyncio.run(started[0])
+    asyncio.run(writing)
     [end] = [wire.decode_to_client(message) for message in client.messages()]
     assert not client.live
     if fails_meanwhile:
@@ -88,14 +94,10 @@ def test_a_client_of_the_socket_gets_them_in_one_end(ended, fails_meanwhile):
         assert end.samples == final.samples
 
 
-def test_an_end_that_cannot_be_written_leaves_the_id_free(ended, monkeypatch):
+def test_an_end_that_cannot_be_written_leaves_the_id_free(ended, ending, monkeypatch):
     """The client's record was kept for ever, and its id was in use."""
-    _, final = ended
-    started = []
-    client = ClientRecord({}, b"me")
-    sink = client.live["a"] = ClientSink(client, "a", 1, started.append)
-    sink.on_final(final)
-    monkeypatch.setattr(final.prompt_logprobs, "_describe", mock.Mock(side_effect=MemoryError))
+    client, _, writing = ending
+    monkeypatch.setattr(ended[1].prompt_logprobs, "_describe", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):  # which the socket's server answers
-        asyncio.run(started[0])
+        asyncio.run(writing)
     assert not client.live

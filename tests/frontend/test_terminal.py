@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from common.client_messages import StatusReply
-from common.errors import RequestError
+from common.errors import EngineDeadError, RequestError
 from common.run_dir import Instance
+from frontend import terminal
 from frontend.terminal_chat import Chat, read_lines
 from frontend.terminal_status import describe, duration, line_count, show
 
@@ -169,3 +170,17 @@ def test_a_refused_question_is_forgotten_and_the_talk_goes_on(talk, capsys):
 def test_a_path_is_no_command(talk):
     client, _ = talk("/etc/hosts is what?")
     assert contents(client.asked[0]) == ["u:/etc/hosts is what?"]
+
+
+def test_an_endpoint_that_was_given_is_told_before_it_is_waited_for(monkeypatch, capfd):
+    """Where nobody answers, the chat was silent for half a minute."""
+    told = []
+
+    def nobody(endpoint: str, **_: object) -> None:
+        told.append(capfd.readouterr().err)
+        raise EngineDeadError("nobody")
+
+    monkeypatch.setattr(terminal, "Client", nobody)
+    with pytest.raises(EngineDeadError):
+        terminal.run("chat", ["--client-endpoint", "tcp://127.0.0.1:1"])
+    assert told == ["connecting to tcp://127.0.0.1:1; Ctrl-C gives up\n"]
