@@ -5,16 +5,18 @@
         for delta in client.chat([{"role": "user", "content": "Hello"}], {"max_tokens": 200}, stream=True):
             print(delta.text, end="", flush=True)
 
-Needs pyzmq and msgpack only. A client belongs to one thread at a time; connections are cheap, so give each thread its
-own. Errors: `RequestError` for what the engine refuses or ends with an error, `EngineDeadError` if there is no engine
-at the endpoint or the connection is lost, `AccessError` if the keys are wrong, `TimeoutError` if an answer does not
-come in time. After a loss the client reconnects by itself: requests that were live are gone, new ones work.
+Needs pyzmq and msgpack only. A client belongs to one thread at a time, and refuses a second one (RuntimeError);
+connections are cheap, so give each thread its own. Errors: `RequestError` for what the engine refuses or ends with an
+error, `EngineDeadError` if there is no engine at the endpoint or the connection is lost, `AccessError` if the keys are
+wrong, `TimeoutError` if an answer does not come in time. After a loss the client reconnects by itself: requests that
+were live are gone, new ones work.
 """
 
 import contextlib
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol, TypeVar, Unpack, overload
 
 import zmq
@@ -83,6 +85,7 @@ class Client:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._closed = False
+        self._use = threading.RLock()
         try:
             self.welcome = self._call(client_requests.hello(name), HELLO_ID)
         except BaseException:
@@ -288,11 +291,22 @@ class Client:
         raise_error(reply)
         return reply
 
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """For what uses the sockets: two threads at once would have ZeroMQ abort the process."""
+        if not self._use.acquire(blocking=False):
+            raise RuntimeError("another thread is using this client; give each thread a client of its own")
+        try:
+            yield
+        finally:
+            self._use.release()
+
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
-        if self._monitor in dict(self._poller.poll(wait_ms)):
-            self._look_at_connection()
-        self._drain()
+        with self._used():
+            if self._monitor in dict(self._poller.poll(wait_ms)):
+                self._look_at_connection()
+            self._drain()
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -309,6 +323,11 @@ class Client:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
+        with self._used():
+            self._await_connection()
+            self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+
+    def _await_connection(self) -> None:
         deadline_s = time.monotonic() + self.timeout_s
         self._look_at_connection()
         while not self._connection.is_up:
@@ -318,7 +337,6 @@ class Client:
             if wait_ms <= 0 or not self._monitor.poll(wait_ms):
                 raise self._connection.unreachable(self.timeout_s)
             self._look_at_connection()
-        self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
 
     def _call(self, call: Call[T, ReplyT], request_id: str | None = None) -> T:
         inbox = self._state.open(request_id)

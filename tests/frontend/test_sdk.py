@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import inspect
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,3 +243,28 @@ def test_an_endpoint_that_is_none_is_refused_and_leaves_nothing_open():
         asyncio.run(main())
         gc.collect()
     assert not caught
+
+
+@pytest.mark.timeout(30)
+def test_a_second_thread_is_refused_while_the_first_one_waits(frontend, monkeypatch):
+    """ZeroMQ aborted the process of whoever shared a client between threads."""
+    with Client(frontend.endpoint) as client:
+        waits, go_on = threading.Event(), threading.Event()
+        poll = client._poller.poll
+
+        def held_poll(wait_ms):
+            waits.set()
+            go_on.wait()
+            return poll(wait_ms)
+
+        monkeypatch.setattr(client, "_poller", SimpleNamespace(poll=held_poll))
+        pings = []
+        thread = threading.Thread(target=lambda: pings.append(client.ping()))
+        thread.start()
+        waits.wait()
+        for call in (client.status, lambda: client.submit("the sea"), lambda: client.abort("x")):
+            with pytest.raises(RuntimeError, match="another thread is using this client; give each thread a client"):
+                call()
+        go_on.set()
+        thread.join()
+        assert len(pings) == 1 and client.status().state == "serving", "one thread after the other may use it"
