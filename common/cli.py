@@ -232,7 +232,8 @@ def _parser_of(item: Field) -> Callable[[str], Any]:
     if item.type is float:
         return _number
     assert item.type is str or get_origin(item.type) is tuple, f"option {item.name} has no parser for {item.type}"
-    return str
+    synonyms = item.metadata["synonyms"]
+    return (lambda text: synonyms.get(text, text)) if synonyms else str
 
 
 def _count(text: str) -> int:

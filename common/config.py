@@ -9,6 +9,7 @@ import dataclasses
 import ipaddress
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def option(
     help: str,
     *flags: str,
     choices: tuple[str, ...] = (),
+    synonyms: Mapping[str, str] | None = None,
     count: bool = False,
     repeat: bool = False,
     hidden: bool = False,
@@ -58,14 +60,15 @@ def option(
         help: one sentence for `--help`.
         flags: all names, the first is derived from the field's name if none is given.
         choices: the only values allowed.
+        synonyms: other engines' names for some of them.
         count: the value is an integer in human notation (`8k`).
         repeat: the option may be given several times and collects a tuple.
         hidden: not shown in `--help` (set by the program itself).
         metavar: what `--help` calls its value; by default N or the last word of its name.
     """
     metadata = {
-        "help": help, "flags": flags, "choices": choices, "count": count, "repeat": repeat, "hidden": hidden,
-        "metavar": metavar,
+        "help": help, "flags": flags, "choices": choices, "synonyms": synonyms or {}, "count": count,
+        "repeat": repeat, "hidden": hidden, "metavar": metavar,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -84,7 +87,8 @@ class ModelOptions:
         "auto", "format of the weights; dummy uses random ones", choices=("auto", "safetensors", "gguf", "dummy")
     )
     dtype: str = option("auto", "element type of weights and activations",
-                        choices=("auto", "float32", "bfloat16", "float16"))  # fmt: skip
+                        choices=("auto", "float32", "bfloat16", "float16"),
+                        synonyms={"float": "float32", "half": "float16"})  # fmt: skip
     device: str = option("auto", "where the worker runs", choices=("auto", "cpu", "cuda"))
     max_model_len: int = option(
         0, "most tokens of a request, prompt and output; 0: the model's limit, or what fits into the cache",
@@ -113,6 +117,7 @@ class CacheOptions:
         "auto",
         "element type of the KV cache; int8 and fp8 take about half the memory of 16 bits",
         choices=("auto", "int8", "fp8"),
+        synonyms={"fp8_e4m3": "fp8"},
     )
     gpu_memory_utilization: float = option(
         0.9, "share of the GPU's memory that the worker may use", "--gpu-memory-utilization", "--mem-fraction-static"

@@ -64,6 +64,10 @@ def _bind_unix(path: str) -> socket.socket:
         raise
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"--uds {path} is in use, or is another kind of file: choose another path, or remove the file"
+            ) from None
         raise ConfigError(f"--uds {path}: {error.strerror or error}") from None
     return listener
 

@@ -48,6 +48,18 @@ def test_counts_in_human_notation(text: str, number: int):
     assert parse("--max-model-len", text).model.max_model_len == number
 
 
+@pytest.mark.parametrize(
+    ("flag", "text", "wanted"),
+    [("--dtype", "half", "float16"), ("--dtype", "float", "float32"), ("--kv-cache-dtype", "fp8_e4m3", "fp8")],
+)
+def test_other_engines_names_of_values(flag: str, text: str, wanted: str, tmp_path):
+    """On the command line and in a file; `--help` names ours alone."""
+    file = tmp_path / "options.yaml"
+    file.write_text(f"{flag.removeprefix('--')}: {text}\n")
+    for config in (parse(flag, text), parse("--config", str(file))):
+        assert wanted in (config.model.dtype, config.cache.kv_cache_dtype)
+
+
 def test_repeatable_options_collect():
     assert parse("--api-key", "a", "b", "--api-key", "c").server.api_key == ("a", "b", "c")
 

@@ -52,7 +52,7 @@ def test_unix_socket_is_private_and_replaces_a_stale_one(tmp_path):
     with bind_http(ServerOptions(uds=str(path))) as listener:
         assert listener.fileno() >= 0
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with pytest.raises(ConfigError, match="Address already in use"):
+        with pytest.raises(ConfigError, match="http.sock is in use, or is another kind of file: choose another path"):
             bind_http(ServerOptions(uds=str(path)))
 
 

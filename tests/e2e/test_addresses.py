@@ -25,7 +25,7 @@ def refusal(server: Server) -> str:
     ("option", "address", "told"),
     [
         ("--client-endpoint", "ipc://{}/client.sock", "another engine serves there"),
-        ("--uds", "{}/http.sock", "Address already in use"),
+        ("--uds", "{}/http.sock", "is in use, or is another kind of file"),
     ],
 )
 def test_a_second_engine_at_an_address_in_use_is_refused(tiny_model_dir, tmp_path, option, address, told):
