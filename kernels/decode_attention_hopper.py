@@ -32,7 +32,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
-from kernels.decode_warp import QUERIES, box_rows_of, cache_descriptor, clean, copy_tile, merge, store_columns
+from kernels.decode_warp import (
+    QUERIES,
+    block_barrier,
+    box_rows_of,
+    cache_descriptor,
+    clean,
+    copy_tile,
+    merge,
+    store_columns,
+)
 from kernels.kv_format import cache_format
 from kernels.paged_kv import compile_options
 
@@ -302,7 +311,7 @@ def _hopper_decode_kernel(
             first_program = segment_start // piece
             part_count = (segment_start + row_tiles - 1) // piece - first_program + 1
             counter_ptr = counters_ptr + row * KV_HEADS + head
-            gl.thread_barrier()  # all threads' parts are written before the counter says so
+            block_barrier()  # all threads' parts are written before the counter says so
             arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == part_count - 1:
                 gl.store(counter_ptr, 0)

@@ -22,8 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
-from kernels.decode_attention_hopper import (
+from kernels.decode_warp import (
     QUERIES,
+    block_barrier,
     box_rows_of,
     cache_descriptor,
     clean,
@@ -266,7 +267,7 @@ def fused_decode_warps_kernel(
                 gl.store(statistic_ptr + QUERIES + columns // REPEATS, normaliser, mask=is_query)
             # 5. Let the last to finish merge the parts.
             if parts > 1:
-                gl.thread_barrier()  # all threads' parts are written before the counter says so
+                block_barrier()  # all threads' parts are written before the counter says so
                 if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
                     gl.store(counters_ptr + pair, 0)
                     merge(output_ptr, partials_ptr, statistics_ptr, pair * SPLITS, 1, 0, parts,

@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from kernels.decode_warp import block_barrier
 from tests.kernels.gluon_assembly import inline_asm
 from tests.kernels.gluon_memory import DTYPES, BarrierRow, Baton, ElementType, Pointer, Shared, torch_dtype_of
 
@@ -197,7 +198,7 @@ class _Program:
             arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), zeros_like=torch.zeros_like,
-            load=_load, store=_store, atomic_add=_atomic_add, thread_barrier=lambda: None, static_range=range,
+            load=_load, store=_store, atomic_add=_atomic_add, static_range=range,
             minimum=_both(torch.minimum), maximum=_both(torch.maximum), where=_where, abs=torch.abs,
             floor=torch.floor, exp=torch.exp, exp2=lambda x: torch.exp2(torch.as_tensor(x, dtype=torch.float32)),
             max=torch.amax,
@@ -229,7 +230,7 @@ class _Program:
         self.functions[function] = emulated
         products = self.products
         replaced = {
-            fence_async_shared: lambda: None, mma_v2: _mma, warpgroup_mma: products.start,
+            fence_async_shared: lambda: None, block_barrier: lambda: None, mma_v2: _mma, warpgroup_mma: products.start,
             warpgroup_mma_wait: products.wait,
             mbarrier: SimpleNamespace(
                 MBarrierLayout=mbarrier.MBarrierLayout, init=_init, expect=_expect,
