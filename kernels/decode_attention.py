@@ -57,7 +57,7 @@ from kernels.decode_tile import (
     whole_sums,
 )
 from kernels.kv_format import cache_format, vector_bytes
-from kernels.launch import launch_options, let_next_start, wait_for_inputs
+from kernels.launch import launch_options, let_next_start, takes_gluon, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
     HeadShape,
@@ -144,9 +144,8 @@ def can_specialise(
     """
     is_plain = sliding_window == 0 and soft_cap == 0
     is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= SPECIALISED_GROUP
-    is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
     dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
-    return is_plain and is_size and is_here and dtype in dtypes
+    return is_plain and is_size and dtype in dtypes and takes_gluon(capability_major, triton_version)
 
 
 def launch_plan(

@@ -60,7 +60,7 @@ from kernels.decode_tile import (
 from kernels.fused_decode_parts import fused_decode_parts_kernel
 from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
-from kernels.launch import launch_options, let_next_start, wait_for_inputs
+from kernels.launch import launch_options, let_next_start, takes_gluon, wait_for_inputs
 from kernels.new_token import NewTokens, new_queries, norm_gains, rotation, stored_new_token
 from kernels.paged_kv import LOG2_E, attend_row, gather_row
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
@@ -131,7 +131,7 @@ def can_take_warps(
     block_size, head_dim = cache.shape[2:]
     is_plain = cache.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
     is_size = head_dim in (64, 128) and 8 <= block_size <= 128 and group <= WARPS_GROUP
-    return is_plain and is_size and capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
+    return is_plain and is_size and takes_gluon(capability_major, triton_version)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from kernels.launch import HOPPER_SHARED_BYTES
+from kernels.launch import HOPPER_SHARED_BYTES, takes_gluon
 from kernels.paged_kv import HeadShape, wanted
 
 MAX_ROWS = 1024
@@ -86,9 +86,8 @@ def can_specialise(
     is_plain = sliding_window == 0 and soft_cap == 0
     head_dims = (128,) if quantised else (64, 128)
     is_size = shape.head_dim in head_dims and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
-    is_here = capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
     dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
-    return is_plain and is_size and is_here and dtype in dtypes
+    return is_plain and is_size and dtype in dtypes and takes_gluon(capability_major, triton_version)
 
 
 def launch_plan(
