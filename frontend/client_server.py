@@ -237,6 +237,7 @@ class ClientServer:
         """Run work that takes time as a task; its errors become replies."""
 
         async def guarded() -> None:
+            """The work, and in any case an answer: whoever asked would wait for ever."""
             try:
                 await work
             except RequestError as error:

@@ -14,6 +14,7 @@ Called by attention_worker.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -70,7 +71,7 @@ def require(error: float, allowed: float, what: str) -> None:
         raise WrongResult(f"{what}: relative error {error:.2e}, allowed {allowed:.2e}")
 
 
-class _PagedTrial:
+class _PagedTrial(ABC):
     """Decode or prefill attention over paged inputs; subclasses say how it is launched."""
 
     query_tokens: int
@@ -85,22 +86,22 @@ class _PagedTrial:
         self._workspace: tuple[torch.Tensor, torch.Tensor] | None = None
         self.heads = (workload.query_heads, workload.kv_heads, workload.head_dim)
 
+    @abstractmethod
     def new_tokens(self, length: int) -> int:
         """Of a row with so many tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(self, options: Options, inputs: PagedInputs) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """A launch, its poisoned output, and the counters that it must leave at zero."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reference(self, inputs: PagedInputs, dtype: torch.dtype) -> torch.Tensor:
         """By torch, in `dtype` throughout."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def moved(self) -> dict[str, int]:
         """What a call must move or compute, as `Report.add` takes it."""
-        raise NotImplementedError
 
     def workspace(self, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
         """NaN, and zeros: shared by the calls of a graph, as by an engine's layers, and made anew for each way."""
