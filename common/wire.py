@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from common.errors import WireError, shown
+from common.errors import WireError, first_line, shown
 
 INT32_MAX = 2**31 - 1
 UINT64_MAX = 2**64 - 1
@@ -56,8 +56,7 @@ def unpack(
     except WireError:
         raise
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        reason = ": ".join(filter(None, (type(error).__name__, str(error))))  # some have no text
-        raise WireError(f"not a msgpack message: {reason}") from None
+        raise WireError(f"not a msgpack message: {first_line(error)}") from None
     if not isinstance(fields, list) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < 256:
         raise WireError("a message is a msgpack array that starts with a type code from 0 to 255")
     return fields[0], fields[1:]
