@@ -83,7 +83,6 @@ class StepProgram:
         self._inputs = StepInputs.allocate(layout.rows, max_tokens, device)
         self._workspace = SamplingWorkspace.allocate(layout.rows, vocabulary, device)
         self.sampled = SampledTokens.allocate(layout.rows, 1, device)
-        self._logits = torch.empty(0)
         self.uses_graphs = forward.capturable and not eager and device.type == "cuda"
         self._graphs: dict[tuple[Bucket, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._without_graph: set[Bucket] = set()
