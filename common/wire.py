@@ -158,12 +158,12 @@ class FieldReader:
             raise self._fail(what, f"an integer in [{low}, {high}]", value)
         return value
 
-    def optional_integer(self, what: str, low: int = 0, high: int = INT32_MAX) -> int | None:
-        """An integer in [low, high], or nil."""
+    def optional_integer(self, what: str, low: int = 0) -> int | None:
+        """An integer from `low` to INT32_MAX, or nil."""
         if self._index < len(self._fields) and self._fields[self._index] is None:
             self._index += 1
             return None
-        return self.integer(what, low, high)
+        return self.integer(what, low)
 
     def number(self, what: str) -> float:
         """A finite float (an integer is taken too)."""
