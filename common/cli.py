@@ -198,7 +198,7 @@ def _checked_text(item: Field, text: str, where: str) -> Any:
 def _add_option(section: Any, group_name: str, item: Field) -> None:
     metadata = item.metadata
     keywords: dict[str, Any] = {"dest": f"{_PREFIX}{group_name}.{item.name}", "default": argparse.SUPPRESS}
-    keywords["help"] = argparse.SUPPRESS if metadata["hidden"] else metadata["help"] + _shown_default(item)
+    keywords["help"] = metadata["help"] + _shown_default(item)
     flags = flags_of(item)
     if item.type is bool:
         section.add_argument(*flags, action=argparse.BooleanOptionalAction, **keywords)

@@ -50,7 +50,6 @@ def option(
     synonyms: Mapping[str, str] | None = None,
     count: bool = False,
     repeat: bool = False,
-    hidden: bool = False,
     metavar: str = "",
 ) -> Any:
     """A dataclass field that is a command line option.
@@ -63,12 +62,11 @@ def option(
         synonyms: other engines' names for some of them.
         count: the value is an integer in human notation (`8k`).
         repeat: the option may be given several times and collects a tuple.
-        hidden: not shown in `--help` (set by the program itself).
         metavar: what `--help` calls its value; by default N or the last word of its name.
     """
     metadata = {
         "help": help, "flags": flags, "choices": choices, "synonyms": synonyms or {}, "count": count,
-        "repeat": repeat, "hidden": hidden, "metavar": metavar,
+        "repeat": repeat, "metavar": metavar,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from common.errors import WireError, shown
+from common.errors import WireError, first_line, shown
 
 INT32_MAX = 2**31 - 1
 UINT64_MAX = 2**64 - 1
@@ -56,8 +56,7 @@ def unpack(
     except WireError:
         raise
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        reason = ": ".join(filter(None, (type(error).__name__, str(error))))  # some have no text
-        raise WireError(f"not a msgpack message: {reason}") from None
+        raise WireError(f"not a msgpack message: {first_line(error)}") from None
     if not isinstance(fields, list) or not fields or type(fields[0]) is not int or not 0 <= fields[0] < 256:
         raise WireError("a message is a msgpack array that starts with a type code from 0 to 255")
     return fields[0], fields[1:]
@@ -159,12 +158,12 @@ class FieldReader:
             raise self._fail(what, f"an integer in [{low}, {high}]", value)
         return value
 
-    def optional_integer(self, what: str, low: int = 0, high: int = INT32_MAX) -> int | None:
-        """An integer in [low, high], or nil."""
+    def optional_integer(self, what: str, low: int = 0) -> int | None:
+        """An integer from `low` to INT32_MAX, or nil."""
         if self._index < len(self._fields) and self._fields[self._index] is None:
             self._index += 1
             return None
-        return self.integer(what, low, high)
+        return self.integer(what, low)
 
     def number(self, what: str) -> float:
         """A finite float (an integer is taken too)."""

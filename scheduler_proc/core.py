@@ -279,13 +279,13 @@ class SchedulerCore:
             self._finish_interval_s += 0.1 * ((now - self._finished_at_s) / count - self._finish_interval_s)
         self._finished_at_s = now
 
-    def fail_all(self, error_code: str, message: str, status: int = 503) -> list[ForFrontend]:
+    def fail_all(self, error_code: str, message: str) -> list[ForFrontend]:
         """End every live request with an error, at shutdown or when the worker is gone."""
         requests = list(self.state.requests.values())
         self._started_ids = array("i")
         for request in requests:
             self.state.end_request(request)
-        return [RequestFailed(r.message.request_id, error_code, message, status) for r in requests]
+        return [RequestFailed(r.message.request_id, error_code, message, status=503) for r in requests]
 
     # ---- figures
 

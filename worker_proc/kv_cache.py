@@ -125,7 +125,7 @@ def choose_size(
     """
     block_size = config.cache.block_size
     block_bytes = sum(spec.block_bytes(block_size) for spec in specs)
-    wanted = min(config.model.max_model_len or model_limit, model_limit)
+    wanted = wanted_length(config.model.max_model_len, model_limit)
     if cut := length_is_cut(config.model.max_model_len, model_limit):
         logger.warning("%s", cut)
     useful = limits.max_num_seqs * div_ceil(wanted, block_size)
@@ -145,6 +145,11 @@ def choose_size(
             f"{block_bytes}"
         )
     return CacheSize(min(wanted, capacity), block_count, host_block_count, block_bytes)
+
+
+def wanted_length(max_model_len: int, model_limit: int) -> int:
+    """Tokens of the longest request that is asked for: --max-model-len, where 0 and too much are the model's limit."""
+    return min(max_model_len or model_limit, model_limit)
 
 
 def length_is_cut(max_model_len: int, model_limit: int) -> str:

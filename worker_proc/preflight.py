@@ -29,6 +29,7 @@ from worker_proc.kv_cache import (
     choose_size,
     gpu_share_bytes,
     length_is_cut,
+    wanted_length,
 )
 from worker_proc.loader import Checkpoint, build_model, check_fits, open_checkpoint, resolve_dtype
 from worker_proc.model_config import read_model_config
@@ -210,7 +211,7 @@ class Preflight:
         """Its size: exact on a CPU; on a GPU at most this, as what graphs and buffers take is measured at start."""
         config, limit = self._config, model.config.context_limit
         limits = step_limits(config.scheduler, self._card.name if self._card else "cpu")
-        wanted = min(config.model.max_model_len or limit, limit)
+        wanted = wanted_length(config.model.max_model_len, limit)
         available = config.cache.cpu_kv_cache_bytes
         if card := self._card:
             later = weight_bytes + self._slot_bytes(limits.max_num_seqs, wanted, model.config.vocab_size)

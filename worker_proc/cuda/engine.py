@@ -21,7 +21,7 @@ from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.cuda.step_program import Forward, StepProgram
-from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size, gpu_share_bytes
+from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size, gpu_share_bytes, wanted_length
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.slots import TOKEN_MARGIN
 
@@ -50,7 +50,7 @@ def cuda_runner(
     prepare_thread()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     model_limit = model.config.context_limit
-    max_len = min(config.model.max_model_len or model_limit, model_limit)
+    max_len = wanted_length(config.model.max_model_len, model_limit)
     device = model.model.norm.weight.device
     with torch.inference_mode():
         forward = _forward(model, limits, max_len, fixed_order=config.worker.deterministic)
