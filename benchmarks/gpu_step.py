@@ -41,11 +41,12 @@ class StepBench:
     """
 
     def __init__(
-        self, model_dir: str, max_num_seqs: int, max_num_batched_tokens: int, eager: bool, deterministic: bool = False
-    ) -> None:
+        self, model_dir: str, max_num_seqs: int, max_num_batched_tokens: int, eager: bool, deterministic: bool = False,
+        kv_cache_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         config = EngineConfig(
             model=ModelOptions(model=model_dir, load_format="dummy", max_model_len=0),
-            cache=CacheOptions(),
+            cache=CacheOptions(kv_cache_dtype=kv_cache_dtype),
             scheduler=SchedulerOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
             worker=WorkerOptions(enforce_eager=eager, deterministic=deterministic),
         )
@@ -58,7 +59,7 @@ class StepBench:
         model = load_model(Path(model_dir), device=device, dtype=dtype, load_format="dummy")
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - start
-        specs = cache_specs(model_config, dtype, "auto")
+        specs = cache_specs(model_config, dtype, kv_cache_dtype)
         limits = step_limits(config.scheduler, "H200")
         self.runner, self.size = cuda_runner(config, limits, model, specs, model_config.vocab_size)
         self.ready_s = time.perf_counter() - start
@@ -202,12 +203,15 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="the batch-invariant pass, to see what it costs")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--output", default=str(records.RESULTS_DIR / "gpu_step.jsonl"), help="'' keeps nothing")
     args = parser.parse_args()
     bench = StepBench(
-        args.model, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, args.deterministic
-    )
+        args.model, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, args.deterministic,
+        args.kv_cache_dtype,
+    )  # fmt: skip
     options = {"deterministic": True} if args.deterministic else {}
+    options |= {"kv_cache_dtype": args.kv_cache_dtype} if args.kv_cache_dtype != "auto" else {}
     print(f"loaded in {bench.load_s:.1f} s, ready in {bench.ready_s:.1f} s", bench.size, flush=True)
     cases = [(kind, *map(int, case.split("x"))) for kind in ("decode", "chunk") for case in getattr(args, kind)]
     entries = []

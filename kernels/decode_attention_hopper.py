@@ -41,6 +41,7 @@ from kernels.decode_warp import (
     copy_tile,
     merge,
     store_columns,
+    wait_for_kernel_ahead,
 )
 from kernels.kv_format import cache_format
 from kernels.paged_kv import compile_options
@@ -122,11 +123,21 @@ def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_token,
+def _load_blocks(table_ptr, tile, tile_end, length, places, BLOCK_SIZE: gl.constexpr):
+    """The block id of each token of a tile; 0 past the row's or the piece's end."""
+    tokens = tile * places.shape[0] + places
+    return gl.load(table_ptr + tokens // BLOCK_SIZE, mask=(tokens < length) & (tile < tile_end), other=0)
+
+
+@gluon.jit
+def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, tile, tile_end, length, places,
                  KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
-    places = (blocks * KV_HEADS + head) * BLOCK_SIZE + in_block  # below 2^31, or a layer's cache had 256 GB
-    key_scale = gl.load(key_scales_ptr + places, mask=is_token, other=0.0)
-    value_scale = gl.load(value_scales_ptr + places, mask=is_token, other=0.0)
+    """The scales of a tile's tokens, float32; 0 past the row's or the piece's end."""
+    tokens = tile * places.shape[0] + places
+    is_token = (tokens < length) & (tile < tile_end)
+    scale_places = (blocks * KV_HEADS + head) * BLOCK_SIZE + tokens % BLOCK_SIZE  # below 2^31, or a layer had 256 GB
+    key_scale = gl.load(key_scales_ptr + scale_places, mask=is_token, other=0.0)
+    value_scale = gl.load(value_scales_ptr + scale_places, mask=is_token, other=0.0)
     return key_scale.to(gl.float32), value_scale.to(gl.float32)
 
 
@@ -139,11 +150,6 @@ def _hopper_decode_kernel(
     STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
@@ -211,15 +217,27 @@ def _hopper_decode_kernel(
         first_tile = gl.maximum(work - segment_start, 0)
         tile_end = segment_end - segment_start  # not above 0 where this piece ends before the first tile
 
-        # 4. Ask for the first tiles.
+        # 4. Ask for the first tiles; for that of the new token when the kernel ahead has stored it.
+        early_end = tile_end
+        if PDL:
+            early_end = gl.minimum(tile_end, (length - 1) // TILE)
         for ahead in gl.static_range(STAGES):
-            if first_tile + ahead < tile_end:
+            if first_tile + ahead < early_end:
                 box_rows = box_rows_of(
                     table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
                 )
                 copy_tile(
                     key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
                     TILE, BOX_ROWS, HALVES,
+                )  # fmt: skip
+        if PDL:
+            wait_for_kernel_ahead()
+            late_tile = gl.maximum(early_end, first_tile)
+            if (late_tile < tile_end) & (late_tile < first_tile + STAGES):
+                box_rows = box_rows_of(table_ptr, late_tile, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+                copy_tile(
+                    key_desc, value_desc, box_rows, key_boxes, value_boxes, full,
+                    (read + late_tile - first_tile) % STAGES, TILE, BOX_ROWS, HALVES,
                 )  # fmt: skip
         group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
         first_query, second_query, unit = _query_operands(group_ptr, mma, FORMAT, GROUP, HEAD_DIM)
@@ -233,24 +251,27 @@ def _hopper_decode_kernel(
         places = gl.arange(0, TILE, layout=token_layout)
         key_scale = gl.full([TILE], 1.0, gl.float32, token_layout)
         value_scale = key_scale
+        next_blocks = gl.zeros([TILE], gl.int32, token_layout)
         if FORMAT > 0:
-            tokens = first_tile * TILE + places
-            is_token = (tokens < length) & (first_tile < tile_end)
-            blocks = gl.load(table_ptr + tokens // BLOCK_SIZE, mask=is_token, other=0)
             key_scale, value_scale = _load_scales(
-                key_scales_ptr, value_scales_ptr, blocks, head, tokens % BLOCK_SIZE, is_token, KV_HEADS, BLOCK_SIZE
-            )
+                key_scales_ptr, value_scales_ptr, _load_blocks(table_ptr, first_tile, tile_end, length, places, BLOCK_SIZE),
+                head, first_tile, tile_end, length, places, KV_HEADS, BLOCK_SIZE,
+            )  # fmt: skip
+            next_blocks = _load_blocks(table_ptr, first_tile + 1, tile_end, length, places, BLOCK_SIZE)
 
-        # 5. Accumulate. The blocks of a later tile are looked up before this one's work and asked for after it.
+        # 5. Accumulate. The blocks of a later tile are looked up before this one's work and asked for after it;
+        # scales are loaded a tile ahead, the ids of their blocks two.
         for tile in range(first_tile, tile_end):
             stage = read % STAGES
             later = box_rows_of(table_ptr, tile + STAGES, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
             this_key_scale = key_scale
             this_value_scale = value_scale
             if FORMAT > 0:
-                tokens = (tile + 1) * TILE + places
-                is_token = (tokens < length) & (tile + 1 < tile_end)
-                blocks = gl.load(table_ptr + tokens // BLOCK_SIZE, mask=is_token, other=0)
+                key_scale, value_scale = _load_scales(
+                    key_scales_ptr, value_scales_ptr, next_blocks, head, tile + 1, tile_end, length, places, KV_HEADS,
+                    BLOCK_SIZE,
+                )  # fmt: skip
+                next_blocks = _load_blocks(table_ptr, tile + 2, tile_end, length, places, BLOCK_SIZE)
             mbarrier.wait(full.index(stage), (read // STAGES) & 1)
             is_cut = (tile + 1) * TILE > length
             if FORMAT == 0:
@@ -258,9 +279,6 @@ def _hopper_decode_kernel(
             scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
             if FORMAT > 0:
                 scores = scores * this_key_scale[:, None]
-                key_scale, value_scale = _load_scales(
-                    key_scales_ptr, value_scales_ptr, blocks, head, tokens % BLOCK_SIZE, is_token, KV_HEADS, BLOCK_SIZE
-                )
             if is_cut:
                 scores = gl.where((tile * TILE + places < length)[:, None], scores, float("-inf"))
             # Every tile holds a token, so the new maximum is finite.
@@ -323,6 +341,11 @@ def _hopper_decode_kernel(
         work = segment_end
 
     # 7. Rows without tokens get zeros.
+    if PDL:
+        wait_for_kernel_ahead()  # also a program without work: who waits for this kernel waits for those before it
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     dims: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     for empty in range(program, row_count, programs):
         if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):
