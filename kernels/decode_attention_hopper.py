@@ -253,9 +253,10 @@ def _hopper_decode_kernel(
         value_scale = key_scale
         next_blocks = gl.zeros([TILE], gl.int32, token_layout)
         if FORMAT > 0:
+            blocks = _load_blocks(table_ptr, first_tile, tile_end, length, places, BLOCK_SIZE)
             key_scale, value_scale = _load_scales(
-                key_scales_ptr, value_scales_ptr, _load_blocks(table_ptr, first_tile, tile_end, length, places, BLOCK_SIZE),
-                head, first_tile, tile_end, length, places, KV_HEADS, BLOCK_SIZE,
+                key_scales_ptr, value_scales_ptr, blocks, head, first_tile, tile_end, length, places, KV_HEADS,
+                BLOCK_SIZE,
             )  # fmt: skip
             next_blocks = _load_blocks(table_ptr, first_tile + 1, tile_end, length, places, BLOCK_SIZE)
 
