@@ -142,6 +142,42 @@ def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, tile, tile_end,
 
 
 @gluon.jit
+def _segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride,
+             KV_HEADS: gl.constexpr, TILE: gl.constexpr, START_TILES: gl.constexpr):  # fmt: skip
+    """What lies at a place of the line: row, head, the row's length and block table, the place of the head's first
+    tile on the line, and which of its tiles are in this piece; none of them past the piece's end."""
+    is_work = work < work_end
+    before = ends * KV_HEADS <= work
+    row = gl.where(is_work, gl.sum(before.to(gl.int32), axis=0), 0)
+    row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
+    length = gl.load(lengths_ptr + row)
+    table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
+    row_tiles = (length + (TILE - 1)) // TILE
+    head = (work - row_start) // (row_tiles + START_TILES)
+    start = row_start + head * (row_tiles + START_TILES) + START_TILES
+    first_tile = gl.maximum(work - start, 0)
+    # not above 0 where this piece ends before the first tile
+    tile_end = gl.where(is_work, gl.minimum(work_end, start + row_tiles) - start, 0)
+    return row, head, length, table_ptr, start, first_tile, tile_end
+
+
+@gluon.jit
+def _ask(
+    first_tile, tile_end, read, key_desc, value_desc, table_ptr, head, length, key_boxes, value_boxes, full,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    BOX_ROWS: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Ask for a segment's first tiles, as many as there are stages; the first goes to stage `read`."""
+    for ahead in gl.static_range(STAGES):
+        if first_tile + ahead < tile_end:
+            box_rows = box_rows_of(table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+            copy_tile(
+                key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
+                TILE, BOX_ROWS, HALVES,
+            )  # fmt: skip
+
+
+@gluon.jit
 def _hopper_decode_kernel(
     output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
@@ -203,42 +239,30 @@ def _hopper_decode_kernel(
     statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
 
     read = 0
-    while work < work_end:
-        # 3. Locate: which row and head, and which of its tiles are in this piece.
-        before = ends * KV_HEADS <= work
-        row = gl.sum(before.to(gl.int32), axis=0)
-        row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
-        length = gl.load(lengths_ptr + row)
-        table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
-        row_tiles = (length + (TILE - 1)) // TILE
-        head = (work - row_start) // (row_tiles + START_TILES)
-        segment_start = row_start + head * (row_tiles + START_TILES) + START_TILES
-        segment_end = gl.minimum(work_end, segment_start + row_tiles)
-        first_tile = gl.maximum(work - segment_start, 0)
-        tile_end = segment_end - segment_start  # not above 0 where this piece ends before the first tile
+    row, head, length, table_ptr, start, first_tile, tile_end = _segment(
+        work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
+    )
 
-        # 4. Ask for the first tiles; for that of the new token when the kernel ahead has stored it.
-        early_end = tile_end
-        if PDL:
-            early_end = gl.minimum(tile_end, (length - 1) // TILE)
-        for ahead in gl.static_range(STAGES):
-            if first_tile + ahead < early_end:
-                box_rows = box_rows_of(
-                    table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
-                )
-                copy_tile(
-                    key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
-                    TILE, BOX_ROWS, HALVES,
-                )  # fmt: skip
-        if PDL:
-            wait_for_kernel_ahead()
-            late_tile = gl.maximum(early_end, first_tile)
-            if (late_tile < tile_end) & (late_tile < first_tile + STAGES):
-                box_rows = box_rows_of(table_ptr, late_tile, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                copy_tile(
-                    key_desc, value_desc, box_rows, key_boxes, value_boxes, full,
-                    (read + late_tile - first_tile) % STAGES, TILE, BOX_ROWS, HALVES,
-                )  # fmt: skip
+    # 3. Ask for the first tiles; for that of the new token when the kernel ahead has stored it.
+    early_end = tile_end
+    if PDL:
+        early_end = gl.minimum(tile_end, (length - 1) // TILE)
+    _ask(
+        first_tile, early_end, read, key_desc, value_desc, table_ptr, head, length, key_boxes, value_boxes, full,
+        KV_HEADS, BLOCK_SIZE, TILE, STAGES, BOX_ROWS, HALVES,
+    )  # fmt: skip
+    if PDL:
+        wait_for_kernel_ahead()
+        late_tile = gl.maximum(early_end, first_tile)
+        if (late_tile < tile_end) & (late_tile < first_tile + STAGES):
+            box_rows = box_rows_of(table_ptr, late_tile, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+            copy_tile(
+                key_desc, value_desc, box_rows, key_boxes, value_boxes, full, late_tile - first_tile,
+                TILE, BOX_ROWS, HALVES,
+            )  # fmt: skip
+
+    while work < work_end:
+        # 4. The queries; for 8 bits the scales of the first tile.
         group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
         first_query, second_query, unit = _query_operands(group_ptr, mma, FORMAT, GROUP, HEAD_DIM)
         factor = unit * scale_log2
@@ -310,7 +334,18 @@ def _hopper_decode_kernel(
             even_sums = even_sums * FP8_UNSHIFT
             odd_sums = odd_sums * FP8_UNSHIFT
 
-        # 6. Store: a whole (row, head) at once, or this piece's part of it.
+        # 6. Ask for the next segment's first tiles: they come while this one's sums are stored.
+        row_tiles = (length + (TILE - 1)) // TILE
+        next_work = start + tile_end
+        next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = _segment(
+            next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
+        )
+        _ask(
+            next_tile, next_end, read, key_desc, value_desc, next_table_ptr, next_head, next_length, key_boxes,
+            value_boxes, full, KV_HEADS, BLOCK_SIZE, TILE, STAGES, BOX_ROWS, HALVES,
+        )  # fmt: skip
+
+        # 7. Store: a whole (row, head) at once, or this piece's part of it.
         group_output_ptr = output_ptr + row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
         step: gl.constexpr = 1 if FORMAT == 0 else 2
         if (first_tile == 0) & (tile_end == row_tiles):
@@ -327,8 +362,8 @@ def _hopper_decode_kernel(
             statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
             gl.store(statistic, maximum)
             gl.store(statistic + QUERIES, normaliser)
-            first_program = segment_start // piece
-            part_count = (segment_start + row_tiles - 1) // piece - first_program + 1
+            first_program = start // piece
+            part_count = (start + row_tiles - 1) // piece - first_program + 1
             counter_ptr = counters_ptr + row * KV_HEADS + head
             block_barrier()  # all threads' parts are written before the counter says so
             arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -339,9 +374,11 @@ def _hopper_decode_kernel(
                     group_output_ptr, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
                     GROUP, HEADS, HEAD_DIM, 64,
                 )  # fmt: skip
-        work = segment_end
+        work = next_work
+        row, head, length, table_ptr = next_row, next_head, next_length, next_table_ptr
+        start, first_tile, tile_end = next_start, next_tile, next_end
 
-    # 7. Rows without tokens get zeros.
+    # 8. Rows without tokens get zeros.
     if PDL:
         wait_for_kernel_ahead()  # also a program without work: who waits for this kernel waits for those before it
         gl.inline_asm_elementwise(
