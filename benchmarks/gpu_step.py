@@ -5,7 +5,8 @@
 
 `--decode BxC` times decode steps of B rows with C tokens of context each, issued back to back as with run-ahead;
 `--chunk BxC` times steps that compute B whole prompts of C tokens. For each: wall time, device time and main-thread
-time per step. `--profile` adds a table of kernel times, and counts of operations that a step must not contain. Random
+time per step. `--profile` adds a table of kernel times, overlaps taken apart, and counts of operations that a step must
+not contain. Random
 weights. Prints a table and ends with one JSON line.
 """
 
@@ -161,19 +162,14 @@ class StepBench:
             self.run(plans if kind != "decode" else plans[2:])
         self.clear()
         events = profiled.key_averages()
-        on_device = torch.autograd.DeviceType.CUDA
-        kernels = [e for e in events if e.device_type == on_device and e.self_device_time_total > 0]
-        kernels.sort(key=lambda e: -e.self_device_time_total)
         count = len(plans) - (2 if kind == "decode" else 0)
         return {
             "case": f"{kind} {batch}x{length}",
             "kernels": [
-                (e.key[:70], e.count / count, e.self_device_time_total / count, e.self_device_time_total / e.count)
-                for e in kernels
+                (name, *(value / count for value in values)) for name, values in kernel_times(profiled.events())
             ],
             "forbidden": {name: sum(e.count for e in events if e.key == name) for name in FORBIDDEN},
-            "busy_us": sum(e.self_device_time_total for e in kernels) / count,
-        }  # fmt: skip
+        }
 
     def _plan(self, **values: Any) -> StepPlan:
         self._step_id += 1
@@ -185,10 +181,28 @@ class StepBench:
             self._results.put(self._pending.get().result())
 
 
+def kernel_times(events: Any) -> list[tuple[str, tuple[int, float, float]]]:
+    """Of each kernel: launches, their microseconds in all, and of these what each ended later than what came before it.
+
+    Kernels overlap: one that is launched early waits for the one ahead. The last figures add up to the time from the
+    first kernel's start to the last one's end, so they say where it goes; largest first.
+    """
+    on_device = torch.autograd.DeviceType.CUDA
+    spans = [(e.time_range.end, e.time_range.start, e.name) for e in events if e.device_type == on_device]
+    found: dict[str, tuple[int, float, float]] = {}
+    reached = min((start for _, start, _ in spans), default=0.0)
+    for end, start, name in sorted(spans):
+        launches, whole, added = found.get(name, (0, 0.0, 0.0))
+        found[name] = (launches + 1, whole + end - start, added + max(end - reached, 0.0))
+        reached = max(reached, end)
+    return sorted(found.items(), key=lambda item: -item[1][2])
+
+
 def profile_text(profile: dict[str, Any], limit: int = 24) -> str:
-    """A profile as a table: calls a step, microseconds a step, microseconds a call."""
-    lines = [f"== {profile['case']}: {profile['busy_us']:.0f} us of kernels a step; {profile['forbidden']}"]
-    lines += [f"{n:7.1f} x {each:8.2f} = {total:8.1f}  {key}" for key, n, total, each in profile["kernels"][:limit]]
+    """A profile as a table, each figure a step: launches, microseconds, and those not overlapped by earlier kernels."""
+    whole = sum(added for *_, added in profile["kernels"])
+    lines = [f"== {profile['case']}: {whole:.0f} us a step; {profile['forbidden']}", "  launches  all us  added us"]
+    lines += [f"{n:10.1f} {us:7.1f} {added:9.1f}  {name[:70]}" for name, n, us, added in profile["kernels"][:limit]]
     return "\n".join(lines)
 
 
