@@ -6,8 +6,7 @@
 `--decode BxC` times decode steps of B rows with C tokens of context each, issued back to back as with run-ahead;
 `--chunk BxC` times steps that compute B whole prompts of C tokens. For each: wall time, device time and main-thread
 time per step. `--profile` adds a table of kernel times, overlaps taken apart, and counts of operations that a step must
-not contain. Random
-weights. Prints a table and ends with one JSON line.
+not contain. Random weights. Prints a table and ends with one JSON line.
 """
 
 import argparse
