@@ -1,15 +1,21 @@
-"""The kernel of kernels/fused_decode_attention.py by programs of one warp each, for Hopper and plain caches.
+"""The kernel of kernels/fused_decode_attention.py by programs of one warp each, for Hopper.
 
 With few rows a program executes each of its instructions once, so the time is that of the longest chain of them. Here
-it is short: a warp takes `tile` cached tokens, which the tensor copy engine has brought while the product ahead still
-ran; when that is done, it norms and rotates the group's queries, a few elements a thread, hands them to the tensor
-cores through shared memory, and leaves its part. The new token is the last part, of a program of its own. No warp waits
-for another but for the counter that says which comes last and merges.
+it is short: a warp takes `tile` cached tokens, which the tensor copy engine has brought, and the warp to its registers,
+while the product ahead still ran; when that is done, it norms and rotates the group's queries, a few elements a thread,
+hands them to the tensor cores through shared memory, and leaves its part. The new token is the last part, of a program
+of its own. No warp waits for another but for the counter that says which comes last and merges.
 
-Arguments and tensors are those of the other kernels; the products are those of kernels/decode_attention_hopper.py.
-Limits beside those there: `can_take_warps` in kernels/fused_decode_attention.py.
+Arguments and tensors are those of the other kernels; the products, and how 8-bit tiles and their scales go into them,
+are those of kernels/decode_attention_hopper.py. Limits beside those there: `can_take_warps` in
+kernels/fused_decode_attention.py.
 
-State: right in the tests' emulator; no card has run it yet, so `launch_plan` does not choose it.
+Measured on an H200 at commit a82871e by `python -m benchmarks.kernels.tune_attention --only few_rows`, microseconds a
+layer of 16 query and 8 K/V heads of 128, bfloat16 (the kernel of several warps in brackets): 2 rows of 512 tokens 5.15
+(6.67), 8 of 200 5.48 (7.81), 16 of 256 7.2 (13.3); but one row of 512 4.8 to 5.3 (3.5 to 4.4).
+
+State: over 8-bit caches, and with the first tile in registers beforehand, right in the tests' emulator; no card has run
+that yet, so `takes_warps` does not choose it for 8-bit caches.
 
 Called by kernels/fused_decode_attention.py alone.
 """
@@ -20,18 +26,28 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
+    FP8,
+    INT8,
+    LEVELS,
     QUERIES,
+    add_weighted,
+    allocate_tiles,
     block_barrier,
     box_rows_of,
     cache_descriptor,
     clean,
     copy_tile,
+    key_operands,
     merge,
-    store_columns,
+    scores_of,
+    store_sums,
+    value_operands,
 )
+from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
 from kernels.paged_kv import compile_options
 
@@ -74,12 +90,44 @@ def _gains(gain_ptr, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
 
 
 @gluon.jit
+def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
+    """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
+    TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
+    largest = gl.max(gl.abs(x), axis=0)
+    scale = gl.minimum(gl.maximum(gl.div_rn(largest, TOP), 5.9604644775390625e-08), 65504.0).to(gl.float16)
+    scale = gl.where(largest == 0.0, 0.0, scale.to(gl.float32))
+    level = gl.div_rn(x, gl.where(largest == 0.0, 1.0, scale))
+    level = gl.minimum(gl.maximum(level, -TOP), TOP)
+    if FORMAT == INT8:
+        whole = level.to(gl.int32)  # towards zero
+        rest = level - whole.to(gl.float32)
+        level = whole + (rest >= 0.5).to(gl.int32) - (rest <= -0.5).to(gl.int32)  # halves away from zero
+    return level.to(dtype), scale.to(gl.float16)
+
+
+@gluon.jit
+def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
+    """Store a float32 vector [D] at a place of a contiguous cache; what reading it gives, in float32."""
+    place = place.to(gl.int64)
+    if FORMAT == 0:
+        stored = x.to(cache_ptr.dtype.element_ty)
+        read = stored.to(gl.float32)
+    else:
+        stored, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
+        gl.store(scales_ptr + place, scale)
+        read = stored.to(gl.float32) * scale.to(gl.float32)
+    gl.store(cache_ptr + place * HEAD_DIM + dims, stored)
+    return read
+
+
+@gluon.jit
 def _new_token(
-    qkv_ptr, key_ptr, value_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, sums_ptr, statistic_ptr, output_ptr, head,
-    position, place, eps, scale_log2, is_alone,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+    qkv_ptr, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, sums_ptr,
+    statistic_ptr, output_ptr, head, position, place, eps, scale_log2, is_alone,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value, and leave the part that attends to them; alone, it is the output."""
+    """Store the new key and value, and leave the part that attends to them as stored; alone, it is the output."""
     HALF: gl.constexpr = HEAD_DIM // 2
     line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
     dims = gl.arange(0, HEAD_DIM, layout=line)
@@ -90,37 +138,36 @@ def _new_token(
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     key_source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
-    key = _rotated(
-        gl.load(key_source + dims), gl.load(key_source + partners), key_gain, key_partner_gain, cos, sin, eps,
-        0, HEAD_DIM, HAS_NORM,
-    ).to(key_ptr.dtype.element_ty)  # fmt: skip
-    value = gl.load(key_source + KV_HEADS * HEAD_DIM + dims).to(value_ptr.dtype.element_ty)
-    gl.store(key_ptr + place.to(gl.int64) * HEAD_DIM + dims, key)
-    gl.store(value_ptr + place.to(gl.int64) * HEAD_DIM + dims, value)
+    key = gl.load(key_source + dims)
+    partner = gl.load(key_source + partners)
+    value = gl.load(key_source + KV_HEADS * HEAD_DIM + dims)
+    queries = ()  # all are asked for before anything is stored, which they would wait for
     for index in gl.static_range(GROUP):
         source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
+        queries += ((gl.load(source + dims), gl.load(source + partners)),)
+    key = _rotated(key, partner, key_gain, key_partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM)
+    key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
+    value = _stored(value_ptr, value_scales_ptr, value.to(gl.float32), place, dims, HEAD_DIM, FORMAT)
+    for index in gl.static_range(GROUP):
+        query, query_partner = queries[index]
         query = _rotated(
-            gl.load(source + dims), gl.load(source + partners), query_gain, query_partner_gain, cos, sin, eps,
-            0, HEAD_DIM, HAS_NORM,
+            query, query_partner, query_gain, query_partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM
         ).to(qkv_ptr.dtype.element_ty)  # fmt: skip
-        score = gl.sum(query.to(gl.float32) * key.to(gl.float32), axis=0) * scale_log2
+        score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
         if is_alone:
             gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
         else:
-            gl.store(sums_ptr + index * HEAD_DIM + dims, value.to(gl.float32))
+            gl.store(sums_ptr + index * HEAD_DIM + dims, value)
             gl.store(statistic_ptr + index, score)
             gl.store(statistic_ptr + QUERIES + index, 1.0)
 
 
 @gluon.jit
-def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, shared,
+def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube: gl.constexpr,
                   GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
                   PDL: gl.constexpr):  # fmt: skip
-    """Wait for the product; its queries, normed and rotated, into `shared` [8, head_dim], each 8 / HEADS times."""
+    """Wait for the product; its queries [HEADS, head_dim], normed and rotated, zeros past the group."""
     HALF: gl.constexpr = HEAD_DIM // 2
-    LANES: gl.constexpr = 32 // HEADS
-    cube: gl.constexpr = gl.BlockedLayout([1, QUERIES // HEADS, HEAD_DIM // LANES], [HEADS, 1, LANES], [1, 1, 1],
-                                          [2, 1, 0])  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, cube)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
@@ -132,20 +179,123 @@ def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, shared
     is_head = (heads < GROUP)[:, None]
     query = gl.load(source + dims[None, :], mask=is_head, other=0.0)
     partner = gl.load(source + ((dims + HALF) % HEAD_DIM)[None, :], mask=is_head, other=0.0)
-    query = _rotated(
+    return _rotated(
         query, partner, gain[None, :], partner_gain[None, :], cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM
     ).to(qkv_ptr.dtype.element_ty)
-    zeros = gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], query.dtype, cube)
-    repeated, _ = gl.broadcast(gl.expand_dims(query, 1), zeros)
-    shared.store(gl.reshape(repeated, [QUERIES, HEAD_DIM]))
 
 
 @gluon.jit
-def _prefetch(cache_ptr, box_rows, BOX_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _repeated(rows, cube: gl.constexpr):
+    """Rows [HEADS, D], or [HEADS, 1], as [8, D]: each 8 / HEADS times."""
+    HEADS: gl.constexpr = rows.shape[0]
+    zeros = gl.zeros([HEADS, QUERIES // HEADS, rows.shape[1]], rows.dtype, cube)
+    repeated, _ = gl.broadcast(gl.expand_dims(rows, 1), zeros)
+    return gl.reshape(repeated, [QUERIES, rows.shape[1]])
+
+
+@gluon.jit
+def _query_operands(
+    qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, mma: gl.constexpr, FORMAT: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Two right operands of the keys' product and a factor [8] of what it gives: as kernels/decode_attention_hopper.py
+    has them, each query 8 / HEADS times, by way of shared memory."""
+    cube: gl.constexpr = gl.BlockedLayout(
+        [1, QUERIES // HEADS, HEAD_DIM * HEADS // 32], [HEADS, 1, 32 // HEADS], [1, 1, 1], [2, 1, 0]
+    )
+    column: gl.constexpr = gl.SliceLayout(0, mma)
+    DTYPE: gl.constexpr = qkv_ptr.dtype.element_ty
+    query = _load_queries(
+        qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL
+    )
+    unit = gl.full([QUERIES], 1.0, gl.float32, column)
+    if FORMAT == INT8:
+        wide = query.to(gl.float32)
+        largest = gl.max(gl.abs(wide), axis=1)
+        largest = gl.expand_dims(gl.where(largest > 0.0, largest, 1.0), 1)
+        level = gl.floor(wide * (LEVELS / largest) + 0.5).to(gl.int32)
+        multiple = (level + 64) >> 7
+        unit = gl.convert_layout(gl.reshape(_repeated(largest / LEVELS, cube), [QUERIES]), column)
+        first = _operand(_repeated(multiple.to(gl.int8), cube), mma, 1)
+        second = _operand(_repeated((level - (multiple << 7)).to(gl.int8), cube), mma, 1)
+    elif FORMAT == FP8:
+        query = _repeated((query.to(gl.float32) * FP8_SHIFT).to(DTYPE), cube)
+        even, odd = gl.split(gl.reshape(query, [QUERIES, HEAD_DIM // 2, 2]))
+        unit = unit * FP8_UNSHIFT
+        first = _operand(even, mma, 2)
+        second = _operand(odd, mma, 2)
+    else:
+        first = _operand(_repeated(query, cube), mma, 2)
+        second = first
+    return first, second, unit
+
+
+@gluon.jit
+def _operand(rows, mma: gl.constexpr, BYTES: gl.constexpr):
+    """Rows [8, D] of BYTES an element as a product's right operand [D, 8], by way of shared memory."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, rows.shape[1] * BYTES), element_bitwidth=8 * BYTES, rank=2
+    )
+    shared = gl.allocate_shared_memory(rows.dtype, [QUERIES, rows.shape[1]], layout)
+    shared.store(rows)
+    return shared.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 4 // BYTES))
+
+
+@gluon.jit
+def _load_scales(key_scales_ptr, value_scales_ptr, box_rows, token_count, places, BOX_ROWS: gl.constexpr,
+                 FORMAT: gl.constexpr):  # fmt: skip
+    """The scales of a tile's tokens, float32; 0 from `token_count` on. Stand-ins beside a plain cache."""
+    key_scale = places
+    value_scale = places
+    if FORMAT > 0:
+        scale_places = box_rows[0] + places  # below 2^31, or a layer's cache had 256 GB
+        for box in gl.static_range(1, len(box_rows)):
+            scale_places = gl.where(places >= box * BOX_ROWS, box_rows[box] - box * BOX_ROWS + places, scale_places)
+        is_token = places < token_count
+        key_scale = gl.load(key_scales_ptr + scale_places, mask=is_token, other=0.0).to(gl.float32)
+        value_scale = gl.load(value_scales_ptr + scale_places, mask=is_token, other=0.0).to(gl.float32)
+    return key_scale, value_scale
+
+
+@gluon.jit
+def _operands(keys, values, full, stage, phase, token_count, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """Wait for a tile, and take it to registers: `key_operands` and `value_operands`."""
+    mbarrier.wait(full.index(stage), phase)
+    if FORMAT == 0:
+        clean(values.index(stage), token_count)
+    first_keys, second_keys = key_operands(keys.index(stage), mma, FORMAT)
+    even_values, odd_values = value_operands(values.index(stage), mma, FORMAT)
+    return first_keys, second_keys, even_values, odd_values
+
+
+@gluon.jit
+def _attended(
+    operands, scales, query, factor, token_count, places, maximum, normaliser, even_sums, odd_sums,
+    mma: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """(maximum, normaliser, even_sums, odd_sums) with a tile in: a running softmax. It holds at least one token."""
+    first_keys, second_keys, even_values, odd_values = operands
+    scores = scores_of(first_keys, second_keys, query[0], query[1], mma, FORMAT)
+    if FORMAT > 0:
+        scores = scores * scales[0][:, None]
+    scores = gl.where((places < token_count)[:, None], scores, float("-inf"))
+    new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * factor)
+    weights = gl.exp2(scores * factor[None, :] - new_maximum[None, :])
+    shrink = gl.exp2(maximum - new_maximum)
+    normaliser = normaliser * shrink + gl.sum(weights, axis=0)
+    even_sums, odd_sums = add_weighted(
+        even_sums, odd_sums, shrink, weights, even_values, odd_values, scales[1], mma, DTYPE, FORMAT
+    )
+    return new_maximum, normaliser, even_sums, odd_sums
+
+
+@gluon.jit
+def _prefetch(cache_ptr, box_rows, BOX_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
     """Ask for the lines of some boxes of a cache to be brought into the level-2 cache; waits for nothing."""
-    LINES: gl.constexpr = BOX_ROWS * HEAD_DIM // 64
+    LINE: gl.constexpr = 64 if FORMAT == 0 else 128  # elements
+    LINES: gl.constexpr = BOX_ROWS * HEAD_DIM // LINE
     lane_layout: gl.constexpr = gl.BlockedLayout([max(1, LINES // 32)], [32], [1], [0])
-    places = 64 * gl.arange(0, LINES, layout=lane_layout)
+    places = LINE * gl.arange(0, LINES, layout=lane_layout)
     for box in gl.static_range(len(box_rows)):
         address = cache_ptr + box_rows[box].to(gl.int64) * HEAD_DIM + places
         gl.inline_asm_elementwise(
@@ -156,10 +306,10 @@ def _prefetch(cache_ptr, box_rows, BOX_ROWS: gl.constexpr, HEAD_DIM: gl.constexp
 
 @gluon.jit
 def fused_decode_warps_kernel(
-    qkv_ptr, output_ptr, key_desc, value_desc, key_ptr, value_ptr, next_key_ptr, next_value_ptr, tables_ptr, slots_ptr,
-    lengths_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, partials_ptr, counters_ptr, qkv_stride, output_stride,
-    table_stride, eps, scale_log2,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    qkv_ptr, output_ptr, key_desc, value_desc, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, next_key_ptr,
+    next_value_ptr, tables_ptr, slots_ptr, lengths_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, partials_ptr,
+    counters_ptr, qkv_stride, output_stride, table_stride, eps, scale_log2,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SPLITS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
     HAS_NEXT: gl.constexpr, NUMBERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -176,12 +326,10 @@ def fused_decode_warps_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     token_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    DTYPE: gl.constexpr = key_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = qkv_ptr.dtype.element_ty
     BOX_ROWS: gl.constexpr = min(TILE, BLOCK_SIZE)
-    BOXES: gl.constexpr = TILE // BOX_ROWS
-    HALVES: gl.constexpr = HEAD_DIM // 64
+    HALVES: gl.constexpr = HEAD_DIM // 64 if FORMAT == 0 else 1
     REPEATS: gl.constexpr = QUERIES // HEADS
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     qkv_ptr += row.to(gl.int64) * qkv_stride
     output_ptr += row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
     is_real = (slot >= 0) & (length > 0)
@@ -200,67 +348,73 @@ def fused_decode_warps_kernel(
                 block = gl.load(table_ptr + (length - 1) // BLOCK_SIZE)
                 place = (block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
                 _new_token(
-                    qkv_ptr, key_ptr, value_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, sums_ptr, statistic_ptr,
-                    output_ptr, head, length - 1, place, eps, scale_log2, parts == 1,
-                    KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
+                    qkv_ptr, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_gain_ptr,
+                    key_gain_ptr, sums_ptr, statistic_ptr, output_ptr, head, length - 1, place, eps, scale_log2,
+                    parts == 1, FORMAT, KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
                 )  # fmt: skip
             else:
                 # 2. Ask for the first tiles of keys and values, which earlier steps wrote.
-                keys = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, HEAD_DIM], shared)
-                values = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, HEAD_DIM], shared)
-                queries = gl.allocate_shared_memory(DTYPE, [QUERIES, HEAD_DIM], shared)
                 full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
                 for stage in gl.static_range(STAGES):
                     mbarrier.init(full.index(stage), count=1)
-                key_boxes = keys._reinterpret(DTYPE, [STAGES * HALVES * BOXES, BOX_ROWS, 64], shared)
-                value_boxes = values._reinterpret(DTYPE, [STAGES * HALVES * BOXES, BOX_ROWS, 64], shared)
+                key_boxes, value_boxes, keys, values = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
                 first = split * share
                 last = gl.minimum(first + share, tiles)
+                places = gl.arange(0, TILE, layout=token_layout)
+                scales = ()  # of the first tiles, for the keys and for the values
                 for ahead in gl.static_range(STAGES):
+                    box_rows = box_rows_of(table_ptr, first + ahead, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
                     if first + ahead < last:
-                        box_rows = box_rows_of(
-                            table_ptr, first + ahead, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
-                        )
                         copy_tile(
                             key_desc, value_desc, box_rows, key_boxes, value_boxes, full, ahead, TILE, BOX_ROWS, HALVES
                         )
+                    token_count = cached - (first + ahead) * TILE
+                    scales += (_load_scales(key_scales_ptr, value_scales_ptr, box_rows, token_count, places, BOX_ROWS,
+                                            FORMAT),)  # fmt: skip
                 if HAS_NEXT:
                     box_rows = box_rows_of(table_ptr, first, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                    _prefetch(next_key_ptr, box_rows, BOX_ROWS, HEAD_DIM)
-                    _prefetch(next_value_ptr, box_rows, BOX_ROWS, HEAD_DIM)
+                    _prefetch(next_key_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
+                    _prefetch(next_value_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
+                operands = _operands(keys, values, full, 0, 0, cached - first * TILE, mma, FORMAT)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
-                _load_queries(
-                    qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, queries,
-                    GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
+                first_query, second_query, unit = _query_operands(
+                    qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, mma,
+                    FORMAT, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
                 )  # fmt: skip
-                query = queries.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
-                # 4. The cached tokens of this part.
-                places = gl.arange(0, TILE, layout=token_layout)
+                query = (first_query, second_query)
+                factor = unit * scale_log2
+                # 4. The cached tokens of this part. The first tile is in registers by now; few parts have others.
                 maximum = gl.full([QUERIES], float("-inf"), gl.float32, column_layout)
                 normaliser = gl.zeros([QUERIES], gl.float32, column_layout)
-                sums = gl.zeros([HEAD_DIM, QUERIES], gl.float32, mma)
-                for tile in range(first, last):
-                    read = (tile - first) % STAGES
-                    later = box_rows_of(table_ptr, tile + STAGES, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                    mbarrier.wait(full.index(read), ((tile - first) // STAGES) & 1)
-                    clean(values.index(read), cached - tile * TILE)
-                    operand = keys.index(read).load(gl.DotOperandLayout(0, mma, 2))
-                    scores = mma_v2(operand, query, gl.zeros([TILE, QUERIES], gl.float32, mma))
-                    if (tile + 1) * TILE > cached:
-                        scores = gl.where((tile * TILE + places < cached)[:, None], scores, float("-inf"))
-                    new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * scale_log2)
-                    weights = gl.exp2(scores * scale_log2 - new_maximum[None, :])
-                    shrink = gl.exp2(maximum - new_maximum)
-                    normaliser = normaliser * shrink + gl.sum(weights, axis=0)
-                    maximum = new_maximum
-                    operand = values.index(read).permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
-                    weights = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(1, mma, 2))
-                    sums = mma_v2(operand, weights, sums * shrink[None, :])
-                    if tile + STAGES < last:
+                SUM_ROWS: gl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
+                zeros = gl.zeros([SUM_ROWS, QUERIES], gl.float32, mma)
+                maximum, normaliser, even_sums, odd_sums = _attended(
+                    operands, scales[0], query, factor, cached - first * TILE, places, maximum, normaliser,
+                    zeros, zeros, mma, DTYPE, FORMAT,
+                )  # fmt: skip
+                key_scale, value_scale = scales[1]
+                for tile in range(first + 1, last):
+                    done = tile - first
+                    later = box_rows_of(
+                        table_ptr, tile + STAGES - 1, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
+                    )
+                    if tile + STAGES - 1 < last:
                         copy_tile(
-                            key_desc, value_desc, later, key_boxes, value_boxes, full, read, TILE, BOX_ROWS, HALVES
-                        )
-                store_columns(sums_ptr, sums, 0, 1, REPEATS, mma, GROUP, HEAD_DIM)
+                            key_desc, value_desc, later, key_boxes, value_boxes, full, (done - 1) % STAGES,
+                            TILE, BOX_ROWS, HALVES,
+                        )  # fmt: skip
+                    operands = _operands(
+                        keys, values, full, done % STAGES, (done // STAGES) & 1, cached - tile * TILE, mma, FORMAT
+                    )
+                    maximum, normaliser, even_sums, odd_sums = _attended(
+                        operands, (key_scale, value_scale), query, factor, cached - tile * TILE, places,
+                        maximum, normaliser, even_sums, odd_sums, mma, DTYPE, FORMAT,
+                    )  # fmt: skip
+                    key_scale, value_scale = _load_scales(
+                        key_scales_ptr, value_scales_ptr, later, cached - (tile + STAGES - 1) * TILE, places, BOX_ROWS,
+                        FORMAT,
+                    )  # fmt: skip
+                store_sums(sums_ptr, even_sums, odd_sums, REPEATS, mma, FORMAT, GROUP, HEAD_DIM)
                 columns = gl.arange(0, QUERIES, layout=column_layout)
                 is_query = (columns % REPEATS == 0) & (columns // REPEATS < GROUP)
                 gl.store(statistic_ptr + columns // REPEATS, maximum, mask=is_query)
@@ -286,19 +440,19 @@ def fused_decode_warps_kernel(
 def launch(
     output: torch.Tensor, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
     row_slots: torch.Tensor, context_lengths: torch.Tensor, partials: torch.Tensor, counters: torch.Tensor,
-    next_caches: tuple[torch.Tensor, torch.Tensor] | None, splits: int, tile: int, new: NewTokens, scale_log2: float,
-    pdl: bool,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None], next_caches: tuple[torch.Tensor, torch.Tensor] | None,
+    splits: int, tile: int, new: NewTokens, scale_log2: float, pdl: bool,
 ) -> None:  # fmt: skip
     """Launch on arguments that `fused_decode_attention` has checked."""
     rows, query_heads, head_dim = output.shape
     kv_heads, block_size = k_cache.shape[1:3]
     group = query_heads // kv_heads
     fused_decode_warps_kernel[(splits, kv_heads, rows)](
-        qkv, output, cache_descriptor(k_cache, tile), cache_descriptor(v_cache, tile), k_cache, v_cache,
+        qkv, output, cache_descriptor(k_cache, tile), cache_descriptor(v_cache, tile), k_cache, v_cache, *scales,
         *(next_caches or (k_cache, v_cache)), block_tables, row_slots, context_lengths, new.rope_table, new.q_weight,
         new.k_weight, partials, counters, qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale_log2,
-        KV_HEADS=kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        SPLITS=splits, TILE=tile, STAGES=STAGE_COUNT, HAS_NORM=new.q_weight is not None,
-        HAS_NEXT=next_caches is not None and pdl, NUMBERS=MERGED_NUMBERS,
+        FORMAT=cache_format(k_cache.dtype), KV_HEADS=kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLITS=splits, TILE=tile, STAGES=STAGE_COUNT,
+        HAS_NORM=new.q_weight is not None, HAS_NEXT=next_caches is not None and pdl, NUMBERS=MERGED_NUMBERS,
         PDL=pdl, num_warps=1, **compile_options(None, pdl),
     )  # fmt: skip

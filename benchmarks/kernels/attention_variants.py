@@ -97,13 +97,7 @@ def aspects(workload: Workload, *, hopper: bool) -> Aspects:
         single_warps = {"kernel": _single_warps(quantised)} if hopper else {}
         return single_warps | _decode_aspects(quantised)
     if workload.operation == "few_rows":
-        has_warps = hopper and workload.cache == "auto"
-        return {
-            "new token": [{"is_apart": True}, {"is_apart": False}],
-            "kernel": [{"single_warps": True}] * has_warps,
-            "warps": [{"num_warps": 2}],
-            "tile": [{"tile": 32}],
-        }
+        return {"kernel": [*_few_rows_choices(), *_few_rows_warps() * hopper]}
     return {"kernel": [*_hopper_choices(workload) * hopper, *_plain_choices(hopper)]}
 
 
@@ -121,6 +115,18 @@ def _single_warps(quantised: bool) -> list[Options]:
     names = ("tile_tokens", "programs_per_multiprocessor", "num_stages")
     kernel = {"specialised": True, "late_sum": False}
     return [kernel | dict(zip(names, size, strict=True)) for size in sizes]
+
+
+def _few_rows_choices() -> list[Options]:
+    """Programs of several warps, the new token a part of its own or not."""
+    sizes = [(True, 4, 64), (False, 4, 64), (True, 2, 64), (True, 4, 32), (False, 4, 32)]
+    names = ("is_apart", "num_warps", "tile")
+    return [{"single_warps": False} | dict(zip(names, size, strict=True)) for size in sizes]
+
+
+def _few_rows_warps() -> list[Options]:
+    """Programs of one warp, by the cached tokens that one takes."""
+    return [{"single_warps": True, "tile": tokens} for tokens in (32, 64, 16)]
 
 
 def _decode_aspects(quantised: bool) -> Aspects:

@@ -194,7 +194,7 @@ class FusedForward:
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         if self._is_fused(bucket, attention):
             following = min(index + 1, len(cache.key_caches) - 1)
-            plan = self._fused_plan(bucket.rows, self._takes_warps(key_cache))
+            plan = self._fused_plan(bucket.rows, self._takes_warps(bucket.rows, key_cache))
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
                 self._partials, self._decode_counters, plan, new, scale=attention.scale,
@@ -326,12 +326,13 @@ class FusedForward:
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
 
-    def _takes_warps(self, cache: torch.Tensor) -> bool:
-        group = self.config.head_count // self.config.kv_head_count
-        if not fused.SINGLE_WARPS or cache.device.type != "cuda":
+    def _takes_warps(self, rows: int, cache: torch.Tensor) -> bool:
+        if cache.device.type != "cuda":
             return False
+        config, dtype = self.config, self._qkv.dtype
+        shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, cache.shape[2])
         major = torch.cuda.get_device_capability(cache.device)[0]
-        return fused.can_take_warps(self._qkv.dtype, cache, group, capability_major=major)
+        return fused.takes_warps(rows, shape, dtype, quantised=cache.dtype != dtype, capability_major=major)
 
     def _fused_plan(self, rows: int, single_warps: bool) -> fused.FusedDecodePlan:
         sizes = (self.config.kv_head_count, self.config.head_dim)

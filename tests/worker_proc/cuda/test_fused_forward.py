@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import fused_decode_attention as fused
 from kernels import prefill_plans, skinny_linear, tuning
 from kernels.tuning import LIBRARY, LinearPlan
 from worker_proc.cuda import fused_forward
@@ -28,6 +29,22 @@ def test_the_hopper_kernel_is_asked_about_the_blocks_that_there_are(block_size, 
         model=SimpleNamespace(norm=SimpleNamespace(weight=weight)),
     )
     assert has_hopper_kernel(model, block_size, sliding_window=0, quantised=False) is possible
+
+
+@pytest.mark.parametrize(
+    ("rows", "block_size", "capability", "possible"),
+    [(1, 16, 9, False), (2, 16, 9, True), (16, 16, 9, True), (2, 4, 9, False), (2, 16, 8, False), (2, 16, 10, False)],
+)
+def test_few_rows_are_left_to_single_warps_where_these_are_faster(rows, block_size, capability, possible, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    monkeypatch.setattr(fused, "can_take_warps", partial(fused.can_take_warps, triton_version="3.6.0"))
+    pass_ = SimpleNamespace(
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _qkv=torch.empty(0, dtype=torch.bfloat16)
+    )
+    cache = SimpleNamespace(shape=(9, 8, block_size, 128), dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert FusedForward._takes_warps(pass_, rows, cache) is possible
+    cache.device = torch.device("cpu")
+    assert not FusedForward._takes_warps(pass_, rows, cache)
 
 
 def attention_variants(bucket: Bucket, max_rows: int) -> set:
