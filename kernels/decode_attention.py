@@ -74,7 +74,7 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_GROUP = 8
-SPECIALISED = False
+SPECIALISED = True
 """Whether the engine takes kernels/decode_attention_hopper.py where it can: not before a card has confirmed it."""
 
 
