@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
+from kernels.decode_tile import FP8_PAIRS, INT8_PAIRS
 
 QUERIES = gl.constexpr(8)
 INT8 = gl.constexpr(1)  # a cache's FORMAT, as kernels/kv_format.py has it; 0: plain
 FP8 = gl.constexpr(2)
-LEVELS = gl.constexpr(127.0 * 128.0)
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 calls it otherwise
 
 
@@ -67,8 +66,7 @@ def allocate_tiles(
     DTYPE: gl.constexpr, FORMAT: gl.constexpr, STAGES: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for STAGES tiles of keys and as many of values: (keys, values) as the copy engine's boxes, and
-    (keys, values) as `scores_of` and `add_weighted` take them, 8-bit ones but int8 keys as pairs."""
+    """Shared memory for STAGES tiles, as the copy engine's boxes and as `left_operands` takes them: 8-bit as pairs."""
     HALVES: gl.constexpr = HEAD_DIM // 64 if FORMAT == 0 else 1
     BOXES: gl.constexpr = STAGES * HALVES * (TILE // BOX_ROWS)
     SWIZZLE: gl.constexpr = 128 if FORMAT == 0 else HEAD_DIM
@@ -77,17 +75,11 @@ def allocate_tiles(
         swizzle_byte_width=SWIZZLE, element_bitwidth=16 if FORMAT == 0 else 8, rank=2
     )
     pair_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
-    keys = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
-    values = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
-    key_boxes = keys._reinterpret(STORED, [BOXES, BOX_ROWS, HEAD_DIM // HALVES], shared)
-    value_boxes = values._reinterpret(STORED, [BOXES, BOX_ROWS, HEAD_DIM // HALVES], shared)
-    key_tiles = keys
-    value_tiles = values
+    tiles = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
+    boxes = tiles._reinterpret(STORED, [BOXES, BOX_ROWS, HEAD_DIM // HALVES], shared)
     if FORMAT > 0:
-        value_tiles = values._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
-    if FORMAT == FP8:
-        key_tiles = keys._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
-    return key_boxes, value_boxes, key_tiles, value_tiles
+        tiles = tiles._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
+    return boxes, tiles
 
 
 @gluon.jit
@@ -100,65 +92,13 @@ def _unpacked(pairs, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def key_operands(keys, mma: gl.constexpr, FORMAT: gl.constexpr):
-    """A tile of keys in shared memory as left operands: fp8 keys as even and odd dims, others twice the same."""
-    if FORMAT == INT8:
-        first = keys.load(gl.DotOperandLayout(0, mma, 4))
-        second = first
-    elif FORMAT == FP8:
-        first, second = _unpacked(keys.load(gl.DotOperandLayout(0, mma, 2)), FORMAT)
-    else:
-        first = keys.load(gl.DotOperandLayout(0, mma, 2))
-        second = first
-    return first, second
-
-
-@gluon.jit
-def scores_of(first_keys, second_keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
-    """Products [tile, 8] of `key_operands` with the queries' operands, without the keys' scales."""
-    TILE: gl.constexpr = first_keys.shape[0]
-    zeros = gl.zeros([TILE, QUERIES], gl.float32, mma)
-    if FORMAT == INT8:
-        none = gl.zeros([TILE, QUERIES], gl.int32, mma)
-        scores = (mma_v2(first_keys, first, none) * 128 + mma_v2(second_keys, second, none)).to(gl.float32)
-    elif FORMAT == FP8:
-        scores = mma_v2(second_keys, second, mma_v2(first_keys, first, zeros))
-    else:
-        scores = mma_v2(first_keys, first, zeros)
-    return scores
-
-
-@gluon.jit
-def value_operands(values, mma: gl.constexpr, FORMAT: gl.constexpr):
-    """A tile of values in shared memory as left operands: 8-bit ones as even and odd dims, others twice the same."""
-    first = values.permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
+def left_operands(tile, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """A tile in shared memory as left operands of products: even and odd elements of pairs, or twice a plain tile."""
+    first = tile.load(gl.DotOperandLayout(0, mma, 2))
     second = first
     if FORMAT > 0:
         first, second = _unpacked(first, FORMAT)
     return first, second
-
-
-@gluon.jit
-def add_weighted(
-    even, odd, shrink, weights, even_values, odd_values, value_scale, mma: gl.constexpr, DTYPE: gl.constexpr,
-    FORMAT: gl.constexpr,
-):  # fmt: skip
-    """The sums (even, odd) [dims, 8], times `shrink`, plus `value_operands` times weights [tile, 8].
-
-    Over a plain cache `even` has all dims. Over fp8 the sums are 2^-20 of what they stand for, until `store_sums`.
-    """
-    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    even = even * shrink[None, :]
-    if FORMAT == 0:
-        even = mma_v2(even_values, gl.convert_layout(weights.to(DTYPE), layout), even)
-    else:
-        odd = odd * shrink[None, :]
-        if FORMAT == FP8:
-            value_scale = value_scale * FP8_SHIFT
-        weights = gl.convert_layout((weights * value_scale[:, None]).to(gl.bfloat16), layout)
-        even = mma_v2(even_values, weights, even)
-        odd = mma_v2(odd_values, weights, odd)
-    return even, odd
 
 
 @gluon.jit
@@ -185,18 +125,6 @@ def store_columns(
     is_row = (queries % repeats == 0) & (queries // repeats < GROUP)
     places = (queries // repeats)[None, :] * HEAD_DIM + dims[:, None]
     gl.store(base_ptr + places, columns.to(base_ptr.dtype.element_ty), mask=is_row[None, :])
-
-
-@gluon.jit
-def store_sums(base_ptr, even, odd, repeats: gl.constexpr, mma: gl.constexpr, FORMAT: gl.constexpr,
-               GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
-    """Store the sums of `add_weighted` as rows [8, head_dim]; every `repeats`-th column is a row."""
-    if FORMAT == 0:
-        store_columns(base_ptr, even, 0, 1, repeats, mma, GROUP, HEAD_DIM)
-    else:
-        UNSHIFT: gl.constexpr = FP8_UNSHIFT if FORMAT == FP8 else 1.0
-        store_columns(base_ptr, even * UNSHIFT, 0, 2, repeats, mma, GROUP, HEAD_DIM)
-        store_columns(base_ptr, odd * UNSHIFT, 1, 2, repeats, mma, GROUP, HEAD_DIM)
 
 
 @gluon.jit

@@ -6,8 +6,9 @@ while the product ahead still ran; when that is done, it norms and rotates the g
 hands them to the tensor cores through shared memory, and leaves its part. The new token is the last part, of a program
 of its own. No warp waits for another but for the counter that says which comes last and merges.
 
-Arguments and tensors are those of the other kernels; the products, and how 8-bit tiles and their scales go into them,
-are those of kernels/decode_attention_hopper.py. Limits beside those there: `can_take_warps` in
+Arguments and tensors are those of the other kernels; the products are those of kernels/decode_attention_hopper.py, but
+for int8 keys. An 8-bit tile is taken apart to even and odd dims in bfloat16 (kernels/decode_tile.py), which for the
+first tile costs nothing, since the product ahead is not done. Limits beside those there: `can_take_warps` in
 kernels/fused_decode_attention.py.
 
 Measured on an H200 at commit a82871e by `python -m benchmarks.kernels.tune_attention --only few_rows`, microseconds a
@@ -26,26 +27,22 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
     FP8,
     INT8,
-    LEVELS,
     QUERIES,
-    add_weighted,
     allocate_tiles,
     block_barrier,
     box_rows_of,
     cache_descriptor,
     clean,
     copy_tile,
-    key_operands,
+    left_operands,
     merge,
-    scores_of,
-    store_sums,
-    value_operands,
+    store_columns,
 )
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
@@ -90,19 +87,27 @@ def _gains(gain_ptr, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
 
 
 @gluon.jit
+def _divided(x, divisor, reciprocal):
+    """x / divisor, rounded correctly: a number of 24 bits over one of 11 or fewer is never that near to a tie."""
+    quotient = x * reciprocal
+    return gl.fma(gl.fma(-quotient, divisor, x), reciprocal, quotient)
+
+
+@gluon.jit
 def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
     """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
     TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
     largest = gl.max(gl.abs(x), axis=0)
-    scale = gl.minimum(gl.maximum(gl.div_rn(largest, TOP), 5.9604644775390625e-08), 65504.0).to(gl.float16)
-    scale = gl.where(largest == 0.0, 0.0, scale.to(gl.float32))
-    level = gl.div_rn(x, gl.where(largest == 0.0, 1.0, scale))
+    scale = _divided(largest, TOP, 1.0 / TOP)
+    scale = gl.minimum(gl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(gl.float16).to(gl.float32)
+    scale = gl.where(largest == 0.0, 0.0, scale)
+    divisor = gl.where(largest == 0.0, 1.0, scale)
+    level = _divided(x, divisor, 1.0 / divisor)
     level = gl.minimum(gl.maximum(level, -TOP), TOP)
     if FORMAT == INT8:
-        whole = level.to(gl.int32)  # towards zero
-        rest = level - whole.to(gl.float32)
-        level = whole + (rest >= 0.5).to(gl.int32) - (rest <= -0.5).to(gl.int32)  # halves away from zero
-    return level.to(dtype), scale.to(gl.float16)
+        below_half: gl.constexpr = 0.5 - 2**-25  # a half would take what is just below it to the next level
+        level = gl.where(level < 0.0, level - below_half, level + below_half).to(gl.int32)  # halves away from zero
+    return level.to(dtype), scale
 
 
 @gluon.jit
@@ -114,8 +119,8 @@ def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMA
         read = stored.to(gl.float32)
     else:
         stored, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
-        gl.store(scales_ptr + place, scale)
-        read = stored.to(gl.float32) * scale.to(gl.float32)
+        gl.store(scales_ptr + place, scale.to(gl.float16))
+        read = stored.to(gl.float32) * scale
     gl.store(cache_ptr + place * HEAD_DIM + dims, stored)
     return read
 
@@ -148,17 +153,19 @@ def _new_token(
     key = _rotated(key, partner, key_gain, key_partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM)
     key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
     value = _stored(value_ptr, value_scales_ptr, value.to(gl.float32), place, dims, HEAD_DIM, FORMAT)
+    scores = ()
     for index in gl.static_range(GROUP):
         query, query_partner = queries[index]
         query = _rotated(
             query, query_partner, query_gain, query_partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM
         ).to(qkv_ptr.dtype.element_ty)  # fmt: skip
-        score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
+        scores += (gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2,)
+    for index in gl.static_range(GROUP):
         if is_alone:
             gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
         else:
             gl.store(sums_ptr + index * HEAD_DIM + dims, value)
-            gl.store(statistic_ptr + index, score)
+            gl.store(statistic_ptr + index, scores[index])
             gl.store(statistic_ptr + QUERIES + index, 1.0)
 
 
@@ -185,60 +192,47 @@ def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube: 
 
 
 @gluon.jit
-def _repeated(rows, cube: gl.constexpr):
-    """Rows [HEADS, D], or [HEADS, 1], as [8, D]: each 8 / HEADS times."""
-    HEADS: gl.constexpr = rows.shape[0]
-    zeros = gl.zeros([HEADS, QUERIES // HEADS, rows.shape[1]], rows.dtype, cube)
-    repeated, _ = gl.broadcast(gl.expand_dims(rows, 1), zeros)
-    return gl.reshape(repeated, [QUERIES, rows.shape[1]])
-
-
-@gluon.jit
 def _query_operands(
     qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, mma: gl.constexpr, FORMAT: gl.constexpr,
     GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Two right operands of the keys' product and a factor [8] of what it gives: as kernels/decode_attention_hopper.py
-    has them, each query 8 / HEADS times, by way of shared memory."""
+    """Right operands of the keys' product, each query 8 / HEADS times: over a plain cache twice the same, over an 8-bit
+    one even and odd dims; over fp8 times 2^100."""
     cube: gl.constexpr = gl.BlockedLayout(
         [1, QUERIES // HEADS, HEAD_DIM * HEADS // 32], [HEADS, 1, 32 // HEADS], [1, 1, 1], [2, 1, 0]
     )
-    column: gl.constexpr = gl.SliceLayout(0, mma)
-    DTYPE: gl.constexpr = qkv_ptr.dtype.element_ty
     query = _load_queries(
         qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL
     )
-    unit = gl.full([QUERIES], 1.0, gl.float32, column)
-    if FORMAT == INT8:
-        wide = query.to(gl.float32)
-        largest = gl.max(gl.abs(wide), axis=1)
-        largest = gl.expand_dims(gl.where(largest > 0.0, largest, 1.0), 1)
-        level = gl.floor(wide * (LEVELS / largest) + 0.5).to(gl.int32)
-        multiple = (level + 64) >> 7
-        unit = gl.convert_layout(gl.reshape(_repeated(largest / LEVELS, cube), [QUERIES]), column)
-        first = _operand(_repeated(multiple.to(gl.int8), cube), mma, 1)
-        second = _operand(_repeated((level - (multiple << 7)).to(gl.int8), cube), mma, 1)
-    elif FORMAT == FP8:
-        query = _repeated((query.to(gl.float32) * FP8_SHIFT).to(DTYPE), cube)
-        even, odd = gl.split(gl.reshape(query, [QUERIES, HEAD_DIM // 2, 2]))
-        unit = unit * FP8_UNSHIFT
-        first = _operand(even, mma, 2)
-        second = _operand(odd, mma, 2)
-    else:
-        first = _operand(_repeated(query, cube), mma, 2)
+    if FORMAT == FP8:
+        query = (query.to(gl.float32) * FP8_SHIFT).to(query.dtype)
+    zeros = gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], query.dtype, cube)
+    query, _ = gl.broadcast(gl.expand_dims(query, 1), zeros)
+    if FORMAT == 0:
+        first = _right_operand(gl.reshape(query, [QUERIES, HEAD_DIM]), mma)
         second = first
-    return first, second, unit
+    else:
+        even, odd = gl.split(gl.reshape(query, [QUERIES, HEAD_DIM // 2, 2]))
+        first = _right_operand(even, mma)
+        second = _right_operand(odd, mma)
+    return first, second
 
 
 @gluon.jit
-def _operand(rows, mma: gl.constexpr, BYTES: gl.constexpr):
-    """Rows [8, D] of BYTES an element as a product's right operand [D, 8], by way of shared memory."""
+def _in_shared(matrix):
+    """A matrix of two bytes an element, put in shared memory."""
     layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, rows.shape[1] * BYTES), element_bitwidth=8 * BYTES, rank=2
+        swizzle_byte_width=min(128, 2 * matrix.shape[1]), element_bitwidth=16, rank=2
     )
-    shared = gl.allocate_shared_memory(rows.dtype, [QUERIES, rows.shape[1]], layout)
-    shared.store(rows)
-    return shared.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 4 // BYTES))
+    shared = gl.allocate_shared_memory(matrix.dtype, matrix.shape, layout)
+    shared.store(matrix)
+    return shared
+
+
+@gluon.jit
+def _right_operand(rows, mma: gl.constexpr):
+    """Rows [8, D] as a product's right operand [D, 8]."""
+    return _in_shared(rows).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
 
 
 @gluon.jit
@@ -259,13 +253,13 @@ def _load_scales(key_scales_ptr, value_scales_ptr, box_rows, token_count, places
 
 @gluon.jit
 def _operands(keys, values, full, stage, phase, token_count, mma: gl.constexpr, FORMAT: gl.constexpr):
-    """Wait for a tile, and take it to registers: `key_operands` and `value_operands`."""
+    """Wait for a tile, and take it to registers: `left_operands` of the keys and of the values."""
     mbarrier.wait(full.index(stage), phase)
     if FORMAT == 0:
         clean(values.index(stage), token_count)
-    first_keys, second_keys = key_operands(keys.index(stage), mma, FORMAT)
-    even_values, odd_values = value_operands(values.index(stage), mma, FORMAT)
-    return first_keys, second_keys, even_values, odd_values
+    first_keys, second_keys = left_operands(keys.index(stage), mma, FORMAT)
+    first_values, second_values = left_operands(values.index(stage).permute((1, 0)), mma, FORMAT)
+    return first_keys, second_keys, first_values, second_values
 
 
 @gluon.jit
@@ -274,19 +268,37 @@ def _attended(
     mma: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """(maximum, normaliser, even_sums, odd_sums) with a tile in: a running softmax. It holds at least one token."""
-    first_keys, second_keys, even_values, odd_values = operands
-    scores = scores_of(first_keys, second_keys, query[0], query[1], mma, FORMAT)
+    first_keys, second_keys, first_values, second_values = operands
+    scores = gl.zeros([places.shape[0], QUERIES], gl.float32, mma)
+    scores = mma_v2(first_keys, query[0], scores)
     if FORMAT > 0:
-        scores = scores * scales[0][:, None]
+        scores = mma_v2(second_keys, query[1], scores) * scales[0][:, None]
     scores = gl.where((places < token_count)[:, None], scores, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * factor)
-    weights = gl.exp2(scores * factor[None, :] - new_maximum[None, :])
+    weights = gl.exp2(scores * factor - new_maximum[None, :])
     shrink = gl.exp2(maximum - new_maximum)
     normaliser = normaliser * shrink + gl.sum(weights, axis=0)
-    even_sums, odd_sums = add_weighted(
-        even_sums, odd_sums, shrink, weights, even_values, odd_values, scales[1], mma, DTYPE, FORMAT
-    )
+    if FORMAT > 0:
+        weights = weights * scales[1][:, None]
+    if FORMAT == FP8:
+        weights = weights * FP8_SHIFT
+    weights = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(1, mma, 2))
+    even_sums = mma_v2(first_values, weights, even_sums * shrink[None, :])
+    if FORMAT > 0:
+        odd_sums = mma_v2(second_values, weights, odd_sums * shrink[None, :])
     return new_maximum, normaliser, even_sums, odd_sums
+
+
+@gluon.jit
+def _store_sums(base_ptr, even, odd, repeats: gl.constexpr, mma: gl.constexpr, FORMAT: gl.constexpr,
+                GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Store the sums, those over an 8-bit cache of even and of odd dims, as rows [8, head_dim] as `store_columns`."""
+    if FORMAT == 0:
+        store_columns(base_ptr, even, 0, 1, repeats, mma, GROUP, HEAD_DIM)
+    else:
+        UNSHIFT: gl.constexpr = FP8_UNSHIFT if FORMAT == FP8 else 1.0
+        store_columns(base_ptr, even * UNSHIFT, 0, 2, repeats, mma, GROUP, HEAD_DIM)
+        store_columns(base_ptr, odd * UNSHIFT, 1, 2, repeats, mma, GROUP, HEAD_DIM)
 
 
 @gluon.jit
@@ -357,7 +369,8 @@ def fused_decode_warps_kernel(
                 full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
                 for stage in gl.static_range(STAGES):
                     mbarrier.init(full.index(stage), count=1)
-                key_boxes, value_boxes, keys, values = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
+                key_boxes, keys = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
+                value_boxes, values = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
                 first = split * share
                 last = gl.minimum(first + share, tiles)
                 places = gl.arange(0, TILE, layout=token_layout)
@@ -376,13 +389,22 @@ def fused_decode_warps_kernel(
                     _prefetch(next_key_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
                     _prefetch(next_value_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
                 operands = _operands(keys, values, full, 0, 0, cached - first * TILE, mma, FORMAT)
+                if FORMAT > 0:  # what is only kept in registers is converted late, when nothing is left to wait for
+                    kept = ()
+                    for index in gl.static_range(4):
+                        kept += (_in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
-                first_query, second_query, unit = _query_operands(
+                query = _query_operands(
                     qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, mma,
                     FORMAT, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
                 )  # fmt: skip
-                query = (first_query, second_query)
-                factor = unit * scale_log2
+                factor = scale_log2
+                if FORMAT == FP8:
+                    factor = scale_log2 * FP8_UNSHIFT
+                if FORMAT > 0:
+                    operands = ()
+                    for index in gl.static_range(4):
+                        operands += (kept[index].load(gl.DotOperandLayout(0, mma, 2)),)
                 # 4. The cached tokens of this part. The first tile is in registers by now; few parts have others.
                 maximum = gl.full([QUERIES], float("-inf"), gl.float32, column_layout)
                 normaliser = gl.zeros([QUERIES], gl.float32, column_layout)
@@ -414,7 +436,7 @@ def fused_decode_warps_kernel(
                         key_scales_ptr, value_scales_ptr, later, cached - (tile + STAGES - 1) * TILE, places, BOX_ROWS,
                         FORMAT,
                     )  # fmt: skip
-                store_sums(sums_ptr, even_sums, odd_sums, REPEATS, mma, FORMAT, GROUP, HEAD_DIM)
+                _store_sums(sums_ptr, even_sums, odd_sums, REPEATS, mma, FORMAT, GROUP, HEAD_DIM)
                 columns = gl.arange(0, QUERIES, layout=column_layout)
                 is_query = (columns % REPEATS == 0) & (columns // REPEATS < GROUP)
                 gl.store(statistic_ptr + columns // REPEATS, maximum, mask=is_query)
