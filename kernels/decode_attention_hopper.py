@@ -31,18 +31,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
-from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
+from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
+    FP8,
     QUERIES,
+    allocate_tiles,
     block_barrier,
     box_rows_of,
     cache_descriptor,
     clean,
     copy_tile,
+    left_operands,
     merge,
     store_columns,
     wait_for_kernel_ahead,
 )
+from kernels.decode_warp_scores import as_operands, load_queries, scaled, scores_of
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
 from kernels.new_token_warp import new_queries, new_token
@@ -51,23 +55,10 @@ from kernels.paged_kv import compile_options
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
-INT8 = gl.constexpr(1)
-FP8 = gl.constexpr(2)
-LEVELS = gl.constexpr(127.0 * 128.0)
-
 
 @gluon.jit
 def _add(left, right):
     return left + right
-
-
-@gluon.jit
-def _unpacked(pairs, FORMAT: gl.constexpr):
-    """Even and odd elements of int16 pairs in bfloat16; fp8: times 2^-120."""
-    return gl.inline_asm_elementwise(
-        INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS,
-        "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -130,7 +121,8 @@ def _hopper_decode_kernel(
     output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
     key_ptr, value_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, part_stride, eps,
-    PARTS: gl.constexpr, HAS_NORM: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
+    PARTS: gl.constexpr, HAS_NORM: gl.constexpr,
+    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
     PDL: gl.constexpr,
@@ -143,32 +135,15 @@ def _hopper_decode_kernel(
     token_layout: gl.constexpr = gl.SliceLayout(1, mma)
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     weights_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    values_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
 
     # 1. Shared memory: `STAGES` tiles of keys and of values, each seen as the copy engine's boxes and as a whole.
     BOX_ROWS: gl.constexpr = min(TILE, BLOCK_SIZE)
-    BOXES: gl.constexpr = TILE // BOX_ROWS
     HALVES: gl.constexpr = HEAD_DIM // 64 if FORMAT == 0 else 1
-    COLUMNS: gl.constexpr = HEAD_DIM // HALVES
-    SWIZZLE: gl.constexpr = 128 if FORMAT == 0 else HEAD_DIM
-    STORED: gl.constexpr = DTYPE if FORMAT == 0 else gl.int8
-    shared: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=SWIZZLE, element_bitwidth=16 if FORMAT == 0 else 8, rank=2
-    )
-    pair_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
-    keys = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
-    values = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
+    key_boxes, key_tiles = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
+    value_boxes, value_tiles = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(full.index(place), count=1)
-    key_boxes = keys._reinterpret(STORED, [STAGES * HALVES * BOXES, BOX_ROWS, COLUMNS], shared)
-    value_boxes = values._reinterpret(STORED, [STAGES * HALVES * BOXES, BOX_ROWS, COLUMNS], shared)
-    key_tiles = keys
-    value_tiles = values
-    if FORMAT > 0:
-        value_tiles = values._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
-    if FORMAT == FP8:
-        key_tiles = keys._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
     SUM_ROWS: gl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
 
     # 2. Lay all tiles of all rows on one line and take an equal piece of it.
@@ -245,7 +220,7 @@ def _hopper_decode_kernel(
         normaliser = gl.zeros([QUERIES], gl.float32, column_layout)
         even_sums = gl.zeros([SUM_ROWS, QUERIES], gl.float32, mma)
         odd_sums = even_sums
-        if NEW:
+        if NEW:  # noqa: SIM102, decided when compiled
             if tile_end == row_tiles:
                 block = gl.load(table_ptr + length // BLOCK_SIZE)
                 scores, value = new_token(
@@ -255,14 +230,14 @@ def _hopper_decode_kernel(
                     FORMAT, PARTS, KV_HEADS, GROUP, HEADS, HEAD_DIM, HAS_NORM,
                 )  # fmt: skip
                 maximum = scores * scale_log2
-                normaliser += 1.0
+                normaliser = normaliser + 1.0
                 if FORMAT == 0:
-                    even_sums += gl.convert_layout(value, token_layout)[:, None]
+                    even_sums = even_sums + gl.convert_layout(value, token_layout)[:, None]
                 else:
                     UNIT: gl.constexpr = 1.0 / FP8_UNSHIFT if FORMAT == FP8 else 1.0
                     even, odd = gl.split(gl.reshape(value * UNIT, [SUM_ROWS, 2]))
-                    even_sums += gl.convert_layout(even, token_layout)[:, None]
-                    odd_sums += gl.convert_layout(odd, token_layout)[:, None]
+                    even_sums = even_sums + gl.convert_layout(even, token_layout)[:, None]
+                    odd_sums = odd_sums + gl.convert_layout(odd, token_layout)[:, None]
         places = gl.arange(0, TILE, layout=token_layout)
         key_scale = gl.full([TILE], 1.0, gl.float32, token_layout)
         value_scale = key_scale
@@ -304,18 +279,17 @@ def _hopper_decode_kernel(
             normaliser = normaliser * shrink + gl.sum(weights, axis=0)
             maximum = new_maximum
             even_sums = even_sums * shrink[None, :]
-            tile_values = value_tiles.index(stage).permute((1, 0)).load(values_layout)
+            first_values, second_values = left_operands(value_tiles.index(stage).permute((1, 0)), mma, FORMAT)
             if FORMAT == 0:
-                even_sums = mma_v2(tile_values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
+                even_sums = mma_v2(first_values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
             else:
                 odd_sums = odd_sums * shrink[None, :]
                 if FORMAT == FP8:
                     this_value_scale = this_value_scale * FP8_SHIFT
                 weights = (weights * this_value_scale[:, None]).to(gl.bfloat16)
                 operand = gl.convert_layout(weights, weights_layout)
-                even_values, odd_values = _unpacked(tile_values, FORMAT)
-                even_sums = mma_v2(even_values, operand, even_sums)
-                odd_sums = mma_v2(odd_values, operand, odd_sums)
+                even_sums = mma_v2(first_values, operand, even_sums)
+                odd_sums = mma_v2(second_values, operand, odd_sums)
             if tile + STAGES < tile_end:
                 copy_tile(
                     key_desc, value_desc, later, key_boxes, value_boxes, full, stage, TILE, BOX_ROWS, HALVES

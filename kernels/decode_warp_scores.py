@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
 from kernels.decode_tile import FP8_SHIFT
-from kernels.decode_warp import FP8, INT8, QUERIES, unpacked
+from kernels.decode_warp import FP8, INT8, QUERIES, left_operands
 from kernels.new_token_warp import in_shared
 
 LEVELS = gl.constexpr(127.0 * 128.0)
@@ -83,11 +83,12 @@ def scores_of(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
     TILE: gl.constexpr = keys.shape[0]
     zeros = gl.zeros([TILE, QUERIES], gl.float32, mma)
     if FORMAT == INT8:
-        operand = keys.load(gl.DotOperandLayout(0, mma, 4))
+        BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * keys.shape[1], element_bitwidth=8, rank=2)
+        operand = keys._reinterpret(gl.int8, [TILE, 2 * keys.shape[1]], BYTES).load(gl.DotOperandLayout(0, mma, 4))
         none = gl.zeros([TILE, QUERIES], gl.int32, mma)
         scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
     elif FORMAT == FP8:
-        even, odd = unpacked(keys.load(gl.DotOperandLayout(0, mma, 2)), FORMAT)
+        even, odd = left_operands(keys, mma, FORMAT)
         scores = mma_v2(odd, second, mma_v2(even, first, zeros))
     else:
         scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
