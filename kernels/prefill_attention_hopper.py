@@ -2,7 +2,9 @@
 
 Two warps move: one draws tiles of queries, posts each in a mailbox in shared memory and copies its queries and keys,
 the other copies its values, block by block with the tensor copy engine (a block of one K/V head is a contiguous box of
-the cache). Over an 8-bit cache four warps more convert what was copied (kernels/prefill_attention_hopper_convert.py).
+the cache). Over an 8-bit cache four warps more convert what was copied (kernels/prefill_attention_hopper_convert.py),
+but for tiles of keys that the step itself computed, where the caller has them: these are copied as they are from the
+rows of its q/k/v product, and the four warps see to prefixes of earlier steps alone. Both ways bring the same bits.
 Two warp groups compute, each on 64 of the tile's 128 rows: while the tensor cores multiply probabilities by values and
 the next keys by queries, the group's threads work out the next softmax [1]. Key tiles are taken from the diagonal
 backwards, so that the masked ones come first.

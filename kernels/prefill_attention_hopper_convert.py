@@ -11,7 +11,8 @@ Four bytes become two words of two bfloat16 each. int8: a byte's low seven bits 
 sign below that of 128 or 256, and one taken from the other. FP8 (e4m3): exponent and mantissa moved to bfloat16's
 places are the number times 2^-120, subnormals included; the bits of its NaN become 480. The scale, float16, is the sum
 of two bfloat16, so two multiplications in pairs round like one by the scale itself. No byte becomes NaN or infinity,
-and keys at or past the row's end get the scale 0: what lies there never reaches a product.
+and keys at or past the row's end get the scale 0: what lies there never reaches a product. `kv_format.read_back` makes
+the same bits.
 
 Knows the mailbox of kernels/prefill_attention_hopper_copy.py. Called by kernels/prefill_attention_hopper.py alone.
 """

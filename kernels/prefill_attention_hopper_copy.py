@@ -6,6 +6,11 @@ line in the block tables. The warp that copies keys draws the tiles and writes t
 both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that
 lie beside it, are free again when all of them have said so.
 
+Over an 8-bit cache with FRESH, tiles that begin in the step's own tokens go straight to the stages that the computing
+groups read, and those before them to the converting warps, which fill the stages that follow. A wait sees only whether
+a stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it
+have been placed or taken, and the groups empty the stages in order.
+
 Called by kernels/prefill_attention_hopper.py alone.
 """
 

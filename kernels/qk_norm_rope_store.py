@@ -23,7 +23,8 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 
 "Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
 even and at most d; r = 0 applies no rotation. Quantised K and V (`kv_format.py`) are made of the float32 heads, with no
-rounding to a float type between.
+rounding to a float type between. Over an 8-bit cache what was stored can be written back into k's and v's columns of
+qkv, as it will be read: attention of the same step need not dequantise it (kernels/prefill_attention_hopper.py).
 
 With early launch (`launch.py`), slot_mapping and positions are read while the kernel ahead still runs: what writes them
 must have completed when that one starts. A step's embedding kernel sees to it.
@@ -119,12 +120,13 @@ def launch_plan(token_count: int, query_heads: int, kv_heads: int, head_dim: int
 
 def bytes_moved(
     token_count: int, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int,
-    cache_dtype: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None, write_back: bool = False,
 ) -> int:  # fmt: skip
     """The fewest bytes that the operation reads and writes: every head once each way, scales written."""
     stored = head_dim * element_bytes if cache_dtype is None else vector_bytes(head_dim, cache_dtype)
     read = (query_heads + 2 * kv_heads) * head_dim * element_bytes
-    return token_count * (read + query_heads * head_dim * element_bytes + 2 * kv_heads * stored)
+    written = (query_heads + 2 * kv_heads * write_back) * head_dim * element_bytes
+    return token_count * (read + written + 2 * kv_heads * stored)
 
 
 @triton.jit

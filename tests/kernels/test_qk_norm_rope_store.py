@@ -222,6 +222,7 @@ def test_plan_and_bytes():
     assert launch_plan(1, 9, 3, 64).grid == (1, 1)
     assert bytes_moved(2, 2, 1, 8, 2) == 2 * 2 * 4 * 8 * 2
     assert bytes_moved(2, 2, 1, 8, 2, torch.int8) == 2 * (4 * 8 * 2 + 2 * 8 * 2 + 2 * 10)
+    assert bytes_moved(2, 2, 1, 8, 2, torch.int8, write_back=True) == 2 * (4 * 8 * 2 + 4 * 8 * 2 + 2 * 10)
 
 
 def test_wrong_arguments_are_named():
