@@ -213,12 +213,23 @@ class FusedForward:
                 key_scales=key_scales, value_scales=value_scales,
             )  # fmt: skip
         else:
+            window, quantised = attention.sliding_window or 0, key_scales is not None
+            has_chunks = bucket.kind != DECODE
+            plan = self._prefill_plan(bucket, cache.block_size, window, quantised) if has_chunks else None
+            reads_fresh = plan is not None and plan.fresh
             qk_norm_rope_store(
                 qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, new.rope_table,
-                new.q_weight, new.k_weight, new.eps, key_scales, value_scales,
+                new.q_weight, new.k_weight, new.eps, key_scales, value_scales, write_back=reads_fresh,
             )  # fmt: skip
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
+            fresh = self._own_keys_and_values(qkv) if reads_fresh else None
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
         return attended
+
+    def _own_keys_and_values(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step's own, as prefill attention takes them: views [token, kv_head, head_dim] of the product's rows."""
+        heads = qkv.view(qkv.shape[0], -1, self.config.head_dim)
+        _, keys, values = heads.tensor_split((self.config.head_count, -self.config.kv_head_count), dim=1)
+        return keys, values
 
     def _leaves_parts(self, bucket: Bucket) -> bool:
         """Whether the products leave parts: for sizes that the norms in their prologues do not suit, if measured."""
@@ -259,8 +270,10 @@ class FusedForward:
 
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
-        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor, plan: prefill_plans.PrefillPlan | None,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:  # fmt: skip
+        """Attention from the cache; of chunks by `plan`, with the step's own keys and values if it wants them."""
         attention = self.model.model.layers[index].self_attn
         shared = (
             output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
@@ -278,12 +291,13 @@ class FusedForward:
         if bucket.kind != CHUNK:
             heads = (cache.block_size, options["sliding_window"], quantised)
             specialised = decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
-            plan = self._decode_plan(bucket.rows, quantised, specialised)
+            decode_plan = self._decode_plan(bucket.rows, quantised, specialised)
             early = {"pdl": specialised and bucket.kind == DECODE}  # in a mixed step others' blocks are written too
-            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options | early)
-        if bucket.kind != DECODE:
-            plan = self._prefill_plan(bucket, cache.block_size, options["sliding_window"], quantised)
-            prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
+            decode.decode_attention(*shared, self._partials, self._decode_counters, decode_plan, **options | early)
+        if plan is not None:
+            prefill.prefill_attention(
+                *shared, inputs.query_starts, self._prefill_counters, plan, fresh=fresh, **options
+            )
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
         norm, mlp = layer.post_attention_layernorm, layer.mlp
