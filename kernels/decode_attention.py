@@ -74,7 +74,7 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_GROUP = 8
-SPECIALISED = False
+SPECIALISED = True
 """Whether the engine takes kernels/decode_attention_hopper.py where it can: not before a card has confirmed it."""
 
 
@@ -377,9 +377,10 @@ def _decode_kernel(
                 tl.store(empty_places + head_places, zeros, mask=is_query)
 
 
-def _check_workspace(
+def check_workspace(
     plan: DecodePlan, max_rows: int, kv_heads: int, partials: torch.Tensor, counters: torch.Tensor
 ) -> None:
+    """Raise ValueError for a workspace that is not the plan's."""
     wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
     wanted(partials.dtype == torch.float32, "partials dtype", torch.float32, partials.dtype)
     wanted(partials.numel() >= plan.workspace_floats, "partials", f">= {plan.workspace_floats}", partials.numel())
@@ -387,7 +388,7 @@ def _check_workspace(
     wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
 
 
-def _common_constants(shape: HeadShape, plan: DecodePlan) -> dict[str, int]:
+def common_constants(shape: HeadShape, plan: DecodePlan) -> dict[str, int]:
     """What both kernels are compiled for."""
     return {
         "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "BLOCK_SIZE": shape.block_size,
@@ -429,7 +430,7 @@ def decode_attention(
     check_options(scale, sliding_window, soft_cap)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
-    _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
+    check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
     options, scale_log2 = launch_options(output) if pdl else {"PDL": False}, scale * LOG2_E
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
     workspace = (partials, counters, key_scales, value_scales)
@@ -439,7 +440,7 @@ def decode_attention(
         from kernels import decode_attention_hopper
 
         decode_attention_hopper.launch(
-            *inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"]
+            *inputs, *workspace, plan, scale_log2, common_constants(shape, plan), options["PDL"]
         )
         return
     merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
@@ -458,7 +459,7 @@ def decode_attention(
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **_common_constants(shape, plan),
+        **common_constants(shape, plan),
         **options,
         **compile_options(plan.max_registers),
     )  # fmt: skip

@@ -268,7 +268,8 @@ class FusedForward:
             heads = (cache.block_size, options["sliding_window"], quantised)
             specialised = decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
             plan = self._decode_plan(bucket.rows, quantised, specialised)
-            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
+            early = {"pdl": specialised and bucket.kind == DECODE}  # in a mixed step others' blocks are written too
+            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options | early)
         if bucket.kind != DECODE:
             plan = self._prefill_plan(bucket, cache.block_size, options["sliding_window"], quantised)
             prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
