@@ -3,8 +3,9 @@
 With few rows a program executes each of its instructions once, so the time is that of the longest chain of them. Here
 it is short: a warp takes `tile` cached tokens, which the tensor copy engine has brought, and the warp to its registers,
 while the product ahead still ran; when that is done, it norms and rotates the group's queries, a few elements a thread,
-hands them to the tensor cores through shared memory, and leaves its part. The new token is the last part, of a program
-of its own. No warp waits for another but for the counter that says which comes last and merges.
+hands them to the tensor cores through shared memory, and leaves its part. The new token is the last part, its key and
+its value each of a program of its own. No warp waits for another but for the counter that says which comes last and
+merges.
 
 Arguments and tensors are those of the other kernels; the products are those of kernels/decode_attention_hopper.py, but
 for int8 keys. An 8-bit tile is taken apart to even and odd dims in bfloat16 (kernels/decode_tile.py), which for the
@@ -53,37 +54,30 @@ MERGED_NUMBERS = 128
 
 
 @gluon.jit
-def _rotated(x, partner, gain, partner_gain, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr,
-             HAS_NORM: gl.constexpr):  # fmt: skip
-    """Heads, their elements along `axis`, normed and rotated in float32; arguments of the same number of dimensions."""
+def _factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
+    """What a head's elements, and their partners in the rotation, are multiplied by: cosines and signed sines, each
+    times the norm's weight. It does not need the product ahead."""
+    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
+    cos = gl.load(row_ptr + dims % HALF)
+    sin = gl.load(row_ptr + HALF + dims % HALF)
+    sin = gl.where(dims < HALF, -sin, sin)
+    if HAS_NORM:
+        cos = cos * gl.load(gain_ptr + dims).to(gl.float32)
+        sin = sin * gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
+    return cos, sin
+
+
+@gluon.jit
+def _rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Heads, their elements along `axis`, normed and rotated in float32 by `_factors` of as many dimensions."""
     x = x.to(gl.float32)
-    partner = partner.to(gl.float32)
+    rotated = x * cos + partner.to(gl.float32) * sin
     if HAS_NORM:
         scale = gl.rsqrt(gl.sum(x * x, axis=axis) / HEAD_DIM + eps)
         if axis == 1:
             scale = gl.expand_dims(scale, 1)
-        x = x * scale * gain
-        partner = partner * scale * partner_gain
-    return x * cos + partner * sin
-
-
-@gluon.jit
-def _angles(rope_ptr, position, dims, HALF: gl.constexpr):
-    """Cosines and signed sines of a head's elements."""
-    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
-    sin = gl.load(row_ptr + HALF + dims % HALF)
-    return gl.load(row_ptr + dims % HALF), gl.where(dims < HALF, -sin, sin)
-
-
-@gluon.jit
-def _gains(gain_ptr, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
-    """The norm's weight of a head's elements and of their partners in the rotation."""
-    gain = gl.zeros_like(dims).to(gl.float32) + 1.0
-    partner_gain = gain
-    if HAS_NORM:
-        gain = gl.load(gain_ptr + dims).to(gl.float32)
-        partner_gain = gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
-    return gain, partner_gain
+        rotated = rotated * scale
+    return rotated
 
 
 @gluon.jit
@@ -126,47 +120,55 @@ def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMA
 
 
 @gluon.jit
-def _new_token(
-    qkv_ptr, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, sums_ptr,
-    statistic_ptr, output_ptr, head, position, place, eps, scale_log2, is_alone,
+def _new_key(
+    qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head, position, place, eps,
+    scale_log2,
     FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value, and leave the part that attends to them as stored; alone, it is the output."""
+    """Store the new key, and leave the statistics of the part that it is: its products with the queries, as stored."""
     HALF: gl.constexpr = HEAD_DIM // 2
     line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
     dims = gl.arange(0, HEAD_DIM, layout=line)
     partners = (dims + HALF) % HEAD_DIM
-    cos, sin = _angles(rope_ptr, position, dims, HALF)
-    query_gain, query_partner_gain = _gains(query_gain_ptr, dims, HALF, HAS_NORM)
-    key_gain, key_partner_gain = _gains(key_gain_ptr, dims, HALF, HAS_NORM)
+    key_cos, key_sin = _factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
+    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    key_source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
-    key = gl.load(key_source + dims)
-    partner = gl.load(key_source + partners)
-    value = gl.load(key_source + KV_HEADS * HEAD_DIM + dims)
-    queries = ()  # all are asked for before anything is stored, which they would wait for
+    source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
+    key = gl.load(source + dims)
+    partner = gl.load(source + partners)
+    queries = ()  # all are asked for before the key is stored, which they would wait for
     for index in gl.static_range(GROUP):
         source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
         queries += ((gl.load(source + dims), gl.load(source + partners)),)
-    key = _rotated(key, partner, key_gain, key_partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM)
+    key = _rotated(key, partner, key_cos, key_sin, eps, 0, HEAD_DIM, HAS_NORM)
     key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
-    value = _stored(value_ptr, value_scales_ptr, value.to(gl.float32), place, dims, HEAD_DIM, FORMAT)
-    scores = ()
     for index in gl.static_range(GROUP):
-        query, query_partner = queries[index]
-        query = _rotated(
-            query, query_partner, query_gain, query_partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM
-        ).to(qkv_ptr.dtype.element_ty)  # fmt: skip
-        scores += (gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2,)
+        query, partner = queries[index]
+        query = _rotated(query, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM).to(qkv_ptr.dtype.element_ty)
+        score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
+        gl.store(statistic_ptr + index, score)
+        gl.store(statistic_ptr + QUERIES + index, 1.0)
+
+
+@gluon.jit
+def _new_value(
+    source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, is_alone,
+    FORMAT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Store the new value, and leave it as stored as the sums of its part; alone, it is the output."""
+    line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
+    dims = gl.arange(0, HEAD_DIM, layout=line)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    value = gl.load(source + dims).to(gl.float32)
+    value = _stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
     for index in gl.static_range(GROUP):
         if is_alone:
             gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
         else:
             gl.store(sums_ptr + index * HEAD_DIM + dims, value)
-            gl.store(statistic_ptr + index, scores[index])
-            gl.store(statistic_ptr + QUERIES + index, 1.0)
 
 
 @gluon.jit
@@ -178,17 +180,15 @@ def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube: 
     rows: gl.constexpr = gl.SliceLayout(1, cube)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
-    cos, sin = _angles(rope_ptr, position, dims, HALF)
-    gain, partner_gain = _gains(query_gain_ptr, dims, HALF, HAS_NORM)
+    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     source = qkv_ptr + (head * GROUP + heads)[:, None] * HEAD_DIM
     is_head = (heads < GROUP)[:, None]
     query = gl.load(source + dims[None, :], mask=is_head, other=0.0)
     partner = gl.load(source + ((dims + HALF) % HEAD_DIM)[None, :], mask=is_head, other=0.0)
-    return _rotated(
-        query, partner, gain[None, :], partner_gain[None, :], cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM
-    ).to(qkv_ptr.dtype.element_ty)
+    query = _rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM)
+    return query.to(qkv_ptr.dtype.element_ty)
 
 
 @gluon.jit
@@ -348,22 +348,29 @@ def fused_decode_warps_kernel(
     cached = gl.where(is_real, length - 1, 0)
     tiles = (cached + (TILE - 1)) // TILE
     share = gl.maximum((tiles + (SPLITS - 2)) // (SPLITS - 1), 1)
-    parts = (tiles + share - 1) // share + 1  # the last is the new token
+    parts = (tiles + share - 1) // share + 1  # the last is the new token, whose key and value two programs take
+    part = gl.minimum(split, parts - 1)
     pair = row * KV_HEADS + head
-    sums_ptr = partials_ptr + (pair * SPLITS + split) * (QUERIES * HEAD_DIM)
+    sums_ptr = partials_ptr + (pair * SPLITS + part) * (QUERIES * HEAD_DIM)
     statistics_ptr = partials_ptr + gl.num_programs(2) * (KV_HEADS * SPLITS * QUERIES * HEAD_DIM)
-    statistic_ptr = statistics_ptr + (pair * SPLITS + split) * (2 * QUERIES)
+    statistic_ptr = statistics_ptr + (pair * SPLITS + part) * (2 * QUERIES)
     if is_real:
-        if split < parts:
+        if split <= parts:
             table_ptr = tables_ptr + slot.to(gl.int64) * table_stride
-            if split == parts - 1:
+            if part == parts - 1:
                 block = gl.load(table_ptr + (length - 1) // BLOCK_SIZE)
                 place = (block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
-                _new_token(
-                    qkv_ptr, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_gain_ptr,
-                    key_gain_ptr, sums_ptr, statistic_ptr, output_ptr, head, length - 1, place, eps, scale_log2,
-                    parts == 1, FORMAT, KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
-                )  # fmt: skip
+                if split == part:
+                    _new_key(
+                        qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head,
+                        length - 1, place, eps, scale_log2, FORMAT, KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
+                    )  # fmt: skip
+                else:
+                    source = qkv_ptr + (KV_HEADS * (GROUP + 1) + head) * HEAD_DIM
+                    _new_value(
+                        source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, parts == 1,
+                        FORMAT, GROUP, HEAD_DIM, PDL,
+                    )  # fmt: skip
             else:
                 # 2. Ask for the first tiles of keys and values, which earlier steps wrote.
                 full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -444,7 +451,7 @@ def fused_decode_warps_kernel(
             # 5. Let the last to finish merge the parts.
             if parts > 1:
                 block_barrier()  # all threads' parts are written before the counter says so
-                if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts:
                     gl.store(counters_ptr + pair, 0)
                     merge(output_ptr, partials_ptr, statistics_ptr, pair * SPLITS, 1, 0, parts,
                           GROUP, HEADS, HEAD_DIM, NUMBERS)  # fmt: skip
@@ -469,7 +476,7 @@ def launch(
     rows, query_heads, head_dim = output.shape
     kv_heads, block_size = k_cache.shape[1:3]
     group = query_heads // kv_heads
-    fused_decode_warps_kernel[(splits, kv_heads, rows)](
+    fused_decode_warps_kernel[(splits + 1, kv_heads, rows)](
         qkv, output, cache_descriptor(k_cache, tile), cache_descriptor(v_cache, tile), k_cache, v_cache, *scales,
         *(next_caches or (k_cache, v_cache)), block_tables, row_slots, context_lengths, new.rope_table, new.q_weight,
         new.k_weight, partials, counters, qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale_log2,

@@ -69,7 +69,7 @@ class Workload:
 def workloads() -> list[Workload]:
     """All of them, those first that carry the open goals."""
     decode = (256, 1024), (32, 1024), (64, 256), (1, 512), (8, 200)
-    few = (1, 512), (2, 512), (8, 200), (16, 256)
+    few = (1, 512), (2, 512), (8, 200), (16, 256), (4, 4096)
     prefill = (16, 1024), (2, 4000), (4, 4096), (8, 256)
     found = [Workload("decode", tuple(mixed_lengths(MIXED_STEP)), cache) for cache in CACHES]
     found += [Workload("decode", (context,) * rows, cache) for rows, context in decode for cache in CACHES]
