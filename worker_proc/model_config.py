@@ -5,13 +5,13 @@ does not support is refused here, with one line that names what it does support.
 """
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.model_files import read_object
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BASE_ARCHITECTURES = {name.replace("ForCausalLM", "Model"): name for name in SUPPORTED_ARCHITECTURES}
@@ -93,19 +93,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         ConfigError: unreadable file, unknown architecture or rope type, a missing or impossible value.
     """
     path = model_dir / "config.json"
-    return parse_model_config(read_json(path), source=str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ConfigError says which file and why."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read {path}: {reason}; a model folder holds config.json and weights") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {type(value).__name__}, not a JSON object")
-    return value
+    return parse_model_config(read_object(path), source=str(path))
 
 
 def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:

@@ -112,5 +112,5 @@ def test_unreadable_files_are_named(tmp_path):
         with pytest.raises(ConfigError, match="cannot read .*config.json"):
             read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match="holds list, not a JSON object"):
+    with pytest.raises(ConfigError, match="wanted a JSON object, got list"):
         read_model_config(tmp_path)
