@@ -42,6 +42,7 @@ def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
+@functools.cache
 def takes_gluon(capability_major: int, triton_version: str = triton.__version__) -> bool:
     """Whether the kernels that are written in Gluon for Hopper run on a card of that compute capability."""
     return capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)
