@@ -7,13 +7,14 @@ import shlex
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from common.cli import OptionParser, config_from, read_config_file
 from common.messages import SlotInit, SlotSampling, StepPlan
-from kernels.step_layout import StepInputs
+from kernels.step_layout import PlanLayout, StepInputs
 from launcher import serve
 from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
 from worker_proc.step_inputs import StepStager, fill_inputs
@@ -166,10 +167,12 @@ def test_the_packed_batch_is_what_the_document_shows():
     plan = StepPlan(step_id=1, decode_slots=array("H", [0]), chunk_slots=array("H", [1]),
                     chunk_token_counts=array("i", [3]), chunk_samples=array("B", [0]),
                     chunk_block_counts=array("i", [1]), block_ids=array("i", [2]))  # fmt: skip
-    staged = StepStager(memory, mirror).stage(plan, writes)
-    memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
-    inputs = StepInputs.allocate(staged.row_count, staged.token_count, "cpu")
-    fill_inputs(staged.buffer, staged.layout, memory.state, inputs, block_size=4)
+    layout = PlanLayout(rows=2, blocks=1)
+    buffer = np.zeros(layout.size, dtype=np.int32)
+    packed = StepStager(memory, mirror, layout, token_limit=4).pack(plan, buffer)
+    memory.apply(*map(torch.from_numpy, writes.arrays()))
+    inputs = StepInputs.allocate(packed.row_count, packed.token_count, "cpu")
+    fill_inputs(buffer, layout, memory.state, inputs, block_size=4)
     text = (ROOT / "docs" / "how-it-works.md").read_text()
     shown = dict(re.findall(r"^\| `(\w+)` \| `(\[[-\d, ]+\])` \|", text, re.MULTILINE))
     assert shown == {name: str(getattr(inputs, name).tolist()) for name in shown} and len(shown) == 6
