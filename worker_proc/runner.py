@@ -23,7 +23,7 @@ from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.pending import Arrived, PendingStep, PromptPiece, prompt_parts
 from worker_proc.pooling import Pooler
 from worker_proc.sampler import Sampled, Sampler
-from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from worker_proc.slots import SlotMemory, SlotMirror
 from worker_proc.spans import span
 from worker_proc.step_inputs import PackedStep, PromptRows, StepStager, fill_inputs
 
@@ -105,13 +105,9 @@ class CpuRunner:
 
     def _prepare(self, plan: StepPlan) -> tuple[StepInputs, PackedStep]:
         """Make all changes that come before the rows run, and work out the rows' inputs."""
-        for slot in plan.cleared_slots:
-            self.mirror.clear(slot)
+        writes = self._stager.change_slots(plan)
         self._cache.move_blocks(plan)
-        writes = StateWrites(self.memory)
         for init in plan.new_slots:
-            self.mirror.start(init)
-            writes.add_slot(init)
             self._sampler.start(init)
             self._pooler.start(init)
         packed = self._stager.pack(plan, self._plan)

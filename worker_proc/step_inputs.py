@@ -13,7 +13,7 @@ import torch
 
 from common.messages import StepPlan
 from kernels.step_layout import HEADER, PlanLayout, SlotState, StepInputs
-from worker_proc.slots import IntArray, SlotMemory, SlotMirror
+from worker_proc.slots import IntArray, SlotMemory, SlotMirror, StateWrites
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,16 @@ class StepStager:
     def __init__(self, memory: SlotMemory, mirror: SlotMirror, layout: PlanLayout, token_limit: int) -> None:
         self._memory, self._mirror = memory, mirror
         self._layout, self._token_limit = layout, token_limit
+
+    def change_slots(self, plan: StepPlan) -> StateWrites:
+        """Free and fill the mirror's slots as the plan says; returns what the new ones write on the device."""
+        for slot in plan.cleared_slots:
+            self._mirror.clear(slot)
+        writes = StateWrites(self._memory)
+        for init in plan.new_slots:
+            self._mirror.start(init)
+            writes.add_slot(init)
+        return writes
 
     def pack(self, plan: StepPlan, target: IntArray) -> PackedStep:
         """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size].

@@ -11,7 +11,7 @@ import torch
 from common.messages import SlotInit, SlotSampling, StepPlan
 from kernels.step_inputs import step_inputs_reference
 from kernels.step_layout import PlanLayout, StepInputs
-from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from worker_proc.slots import SlotMemory, SlotMirror
 from worker_proc.step_inputs import StepStager, fill_inputs
 
 SLOTS, MAX_LEN, BLOCK = 6, 60, 4
@@ -37,12 +37,7 @@ class Host:
         self.fill = fill
 
     def run(self, plan: StepPlan, padding: int) -> StepInputs:
-        for slot in plan.cleared_slots:
-            self.mirror.clear(slot)
-        writes = StateWrites(self.memory)
-        for init in plan.new_slots:
-            self.mirror.start(init)
-            writes.add_slot(init)
+        writes = self.stager.change_slots(plan)
         packed = self.stager.pack(plan, self.plan)
         self.memory.apply(*map(torch.from_numpy, writes.arrays()))
         rows = min(SLOTS, packed.row_count + padding)

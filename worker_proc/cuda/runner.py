@@ -29,7 +29,7 @@ from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PendingStep, PromptPiece, prompt_parts
 from worker_proc.pooling import Pooler
-from worker_proc.slots import SlotMirror, StateWrites
+from worker_proc.slots import SlotMirror
 from worker_proc.spans import span
 from worker_proc.step_inputs import PackedStep, PromptRows, StepStager
 
@@ -131,13 +131,9 @@ class CudaRunner:
 
     def _prepare(self, plan: StepPlan) -> PackedStep:
         """Everything that changes before the rows run, and the copy of the plan."""
-        for slot in plan.cleared_slots:
-            self.mirror.clear(slot)
+        writes = self._stager.change_slots(plan)
         self.swap.move(plan)
-        writes = StateWrites(self.slots)
         for init in plan.new_slots:
-            self.mirror.start(init)
-            writes.add_slot(init)
             add_sampling(writes, init, self.slots.vocab_size)
         packed = self._stager.pack(plan, self._ring.next_buffer())
         addresses, values = self._ring.copy(packed.size, writes)
