@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from common.child import DEATH_PIPE_VARIABLE
@@ -188,6 +188,19 @@ def seconds_since_start() -> float:
     When the process began says less: it may have been a shell, which did other work and then became this program.
     """
     return _COMPUTED_S + time.monotonic() - _LOADED_S
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Take note of the ends of processes that a lost child had started: as process 1 of a container we inherit them.
+
+    Args:
+        own: process ids of the children that we have started ourselves, whose ends `Child` takes note of.
+    """
+    with contextlib.suppress(ChildProcessError):  # there are none at all
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def open_standard_files() -> None:
