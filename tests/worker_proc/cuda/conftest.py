@@ -83,7 +83,9 @@ def fresh_plans(monkeypatch, device):
     if device == "cpu":
         emulated = EmulatedKernel(prefill_attention_hopper._hopper_kernel)
         monkeypatch.setattr(prefill_attention_hopper, "_hopper_kernel", emulated)
-        monkeypatch.setattr(fused_forward, "has_hopper_kernel", lambda *_, **__: True)
+        monkeypatch.setattr(
+            fused_forward.FusedForward, "_has_hopper_kernel", lambda self, plans, *_, **__: plans is prefill_plans
+        )
         monkeypatch.setattr(fused_forward, "qk_norm_rope_store", _store_by_reference)
     return calls
 
