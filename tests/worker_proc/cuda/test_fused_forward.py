@@ -14,7 +14,6 @@ from kernels import prefill_plans, skinny_linear, tuning
 from kernels.step_layout import StepInputs
 from kernels.tuning import LIBRARY, LinearPlan
 from tests.support.poison import poison
-from worker_proc.cuda import fused_forward
 from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket, bucket_of, compiled_buckets
 from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward
 from worker_proc.kv_cache import KVCache, cache_specs
