@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
     FP8,
-    INT8,
     QUERIES,
     allocate_tiles,
     block_barrier,
@@ -44,79 +43,15 @@ from kernels.decode_warp import (
     left_operands,
     merge,
     store_columns,
+    wait_for_kernel_ahead,
 )
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
+from kernels.new_token_warp import factors, in_shared, rotated, stored
 from kernels.paged_kv import compile_options
 
 STAGE_COUNT = 2
 MERGED_NUMBERS = 128
-
-
-@gluon.jit
-def _factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
-    """What a head's elements, and their partners in the rotation, are multiplied by: cosines and signed sines, each
-    times the norm's weight. It does not need the product ahead."""
-    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
-    cos = gl.load(row_ptr + dims % HALF)
-    sin = gl.load(row_ptr + HALF + dims % HALF)
-    sin = gl.where(dims < HALF, -sin, sin)
-    if HAS_NORM:
-        cos = cos * gl.load(gain_ptr + dims).to(gl.float32)
-        sin = sin * gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
-    return cos, sin
-
-
-@gluon.jit
-def _rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Heads, their elements along `axis`, normed and rotated in float32 by `_factors` of as many dimensions."""
-    x = x.to(gl.float32)
-    rotated = x * cos + partner.to(gl.float32) * sin
-    if HAS_NORM:
-        scale = gl.rsqrt(gl.sum(x * x, axis=axis) / HEAD_DIM + eps)
-        if axis == 1:
-            scale = gl.expand_dims(scale, 1)
-        rotated = rotated * scale
-    return rotated
-
-
-@gluon.jit
-def _divided(x, divisor, reciprocal):
-    """x / divisor, rounded correctly: a number of 24 bits over one of 11 or fewer is never that near to a tie."""
-    quotient = x * reciprocal
-    return gl.fma(gl.fma(-quotient, divisor, x), reciprocal, quotient)
-
-
-@gluon.jit
-def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
-    TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
-    largest = gl.max(gl.abs(x), axis=0)
-    scale = _divided(largest, TOP, 1.0 / TOP)
-    scale = gl.minimum(gl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(gl.float16).to(gl.float32)
-    scale = gl.where(largest == 0.0, 0.0, scale)
-    divisor = gl.where(largest == 0.0, 1.0, scale)
-    level = _divided(x, divisor, 1.0 / divisor)
-    level = gl.minimum(gl.maximum(level, -TOP), TOP)
-    if FORMAT == INT8:
-        below_half: gl.constexpr = 0.5 - 2**-25  # a half would take what is just below it to the next level
-        level = gl.where(level < 0.0, level - below_half, level + below_half).to(gl.int32)  # halves away from zero
-    return level.to(dtype), scale
-
-
-@gluon.jit
-def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
-    """Store a float32 vector [D] at a place of a contiguous cache; what reading it gives, in float32."""
-    place = place.to(gl.int64)
-    if FORMAT == 0:
-        stored = x.to(cache_ptr.dtype.element_ty)
-        read = stored.to(gl.float32)
-    else:
-        stored, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
-        gl.store(scales_ptr + place, scale.to(gl.float16))
-        read = stored.to(gl.float32) * scale
-    gl.store(cache_ptr + place * HEAD_DIM + dims, stored)
-    return read
 
 
 @gluon.jit
@@ -131,10 +66,10 @@ def _new_key(
     line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
     dims = gl.arange(0, HEAD_DIM, layout=line)
     partners = (dims + HALF) % HEAD_DIM
-    key_cos, key_sin = _factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
-    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
+    key_cos, key_sin = factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
+    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        wait_for_kernel_ahead()
     source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
     key = gl.load(source + dims)
     partner = gl.load(source + partners)
@@ -142,11 +77,11 @@ def _new_key(
     for index in gl.static_range(GROUP):
         source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
         queries += ((gl.load(source + dims), gl.load(source + partners)),)
-    key = _rotated(key, partner, key_cos, key_sin, eps, 0, HEAD_DIM, HAS_NORM)
-    key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
+    key = rotated(key, partner, key_cos, key_sin, eps, 0, HEAD_DIM, HAS_NORM)
+    key = stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
     for index in gl.static_range(GROUP):
         query, partner = queries[index]
-        query = _rotated(query, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM).to(qkv_ptr.dtype.element_ty)
+        query = rotated(query, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM).to(qkv_ptr.dtype.element_ty)
         score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
         gl.store(statistic_ptr + index, score)
         gl.store(statistic_ptr + QUERIES + index, 1.0)
@@ -161,9 +96,9 @@ def _new_value(
     line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
     dims = gl.arange(0, HEAD_DIM, layout=line)
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        wait_for_kernel_ahead()
     value = gl.load(source + dims).to(gl.float32)
-    value = _stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
+    value = stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
     for index in gl.static_range(GROUP):
         if is_alone:
             gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
@@ -180,14 +115,14 @@ def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube: 
     rows: gl.constexpr = gl.SliceLayout(1, cube)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
-    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
+    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
     if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        wait_for_kernel_ahead()
     source = qkv_ptr + (head * GROUP + heads)[:, None] * HEAD_DIM
     is_head = (heads < GROUP)[:, None]
     query = gl.load(source + dims[None, :], mask=is_head, other=0.0)
     partner = gl.load(source + ((dims + HALF) % HEAD_DIM)[None, :], mask=is_head, other=0.0)
-    query = _rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM)
+    query = rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM)
     return query.to(qkv_ptr.dtype.element_ty)
 
 
@@ -219,20 +154,9 @@ def _query_operands(
 
 
 @gluon.jit
-def _in_shared(matrix):
-    """A matrix of two bytes an element, put in shared memory."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, 2 * matrix.shape[1]), element_bitwidth=16, rank=2
-    )
-    shared = gl.allocate_shared_memory(matrix.dtype, matrix.shape, layout)
-    shared.store(matrix)
-    return shared
-
-
-@gluon.jit
 def _right_operand(rows, mma: gl.constexpr):
     """Rows [8, D] as a product's right operand [D, 8]."""
-    return _in_shared(rows).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+    return in_shared(rows).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
 
 
 @gluon.jit
@@ -399,7 +323,7 @@ def fused_decode_warps_kernel(
                 if FORMAT > 0:  # what is only kept in registers is converted late, when nothing is left to wait for
                     kept = ()
                     for index in gl.static_range(4):
-                        kept += (_in_shared(operands[index]),)
+                        kept += (in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
                 query = _query_operands(
                     qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, mma,
@@ -457,7 +381,7 @@ def fused_decode_warps_kernel(
                           GROUP, HEADS, HEAD_DIM, NUMBERS)  # fmt: skip
     else:
         if PDL:
-            gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+            wait_for_kernel_ahead()
         if split == 0:
             line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
             dims = gl.arange(0, HEAD_DIM, layout=line)

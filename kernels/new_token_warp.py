@@ -1,9 +1,10 @@
 """A row's new token in decode kernels of single warps on Hopper: as kernels/new_token.py, in Gluon.
 
-Queries, key and value are made of the row's product qkv, the sum of PARTS parts that lie `part_stride` elements apart,
-with the arithmetic of kernels/qk_norm_rope_store.py; 8-bit vectors are to the bit those of kernels/kv_quant.py.
+Queries, key and value are made of the row's product qkv with the arithmetic of kernels/qk_norm_rope_store.py, but that
+the norm's weight is multiplied into the angles; 8-bit vectors are to the bit those of kernels/kv_quant.py. In
+`new_token` and `new_queries` qkv is the sum of PARTS parts that lie `part_stride` elements apart.
 
-Called by kernels/decode_attention_hopper.py.
+Called by kernels/decode_attention_hopper.py and kernels/fused_decode_warps.py.
 """
 
 from __future__ import annotations
@@ -29,35 +30,30 @@ def _summed(pointers, mask, part_stride, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _rotated(x, partner, gain, partner_gain, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr,
-             HAS_NORM: gl.constexpr):  # fmt: skip
-    """Heads, their elements along `axis`, normed and rotated in float32; arguments of the same number of dimensions."""
+def factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
+    """What a head's elements, and their partners in the rotation, are multiplied by: cosines and signed sines, each
+    times the norm's weight. It does not need the product ahead."""
+    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
+    cos = gl.load(row_ptr + dims % HALF)
+    sin = gl.load(row_ptr + HALF + dims % HALF)
+    sin = gl.where(dims < HALF, -sin, sin)
+    if HAS_NORM:
+        cos = cos * gl.load(gain_ptr + dims).to(gl.float32)
+        sin = sin * gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
+    return cos, sin
+
+
+@gluon.jit
+def rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Heads, their elements along `axis`, normed and rotated in float32 by `factors` of as many dimensions."""
+    x = x.to(gl.float32)
+    turned = x * cos + partner.to(gl.float32) * sin
     if HAS_NORM:
         scale = gl.rsqrt(gl.sum(x * x, axis=axis) / HEAD_DIM + eps)
         if axis == 1:
             scale = gl.expand_dims(scale, 1)
-        x = x * scale * gain
-        partner = partner * scale * partner_gain
-    return x * cos + partner * sin
-
-
-@gluon.jit
-def _angles(rope_ptr, position, dims, HALF: gl.constexpr):
-    """Cosines and signed sines of a head's elements."""
-    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
-    sin = gl.load(row_ptr + HALF + dims % HALF)
-    return gl.load(row_ptr + dims % HALF), gl.where(dims < HALF, -sin, sin)
-
-
-@gluon.jit
-def _gains(gain_ptr, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
-    """The norm's weight of a head's elements and of their partners in the rotation."""
-    gain = gl.zeros_like(dims).to(gl.float32) + 1.0
-    partner_gain = gain
-    if HAS_NORM:
-        gain = gl.load(gain_ptr + dims).to(gl.float32)
-        partner_gain = gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
-    return gain, partner_gain
+        turned = turned * scale
+    return turned
 
 
 @gluon.jit
@@ -85,17 +81,17 @@ def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
+def stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
     """Store a float32 vector [D] at a place of a contiguous cache; what reading it gives, in float32."""
     place = place.to(gl.int64)
     if FORMAT == 0:
-        stored = x.to(cache_ptr.dtype.element_ty)
-        read = stored.to(gl.float32)
+        elements = x.to(cache_ptr.dtype.element_ty)
+        read = elements.to(gl.float32)
     else:
-        stored, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
+        elements, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
         gl.store(scales_ptr + place, scale.to(gl.float16))
-        read = stored.to(gl.float32) * scale
-    gl.store(cache_ptr + place * HEAD_DIM + dims, stored)
+        read = elements.to(gl.float32) * scale
+    gl.store(cache_ptr + place * HEAD_DIM + dims, elements)
     return read
 
 
@@ -119,19 +115,18 @@ def new_token(
     key = _summed(key_source + dims, None, part_stride, PARTS)
     partner = _summed(key_source + partners, None, part_stride, PARTS)
     value = _summed(key_source + KV_HEADS * HEAD_DIM + dims, None, part_stride, PARTS)
-    cos, sin = _angles(rope_ptr, position, dims, HALF)
-    gain, partner_gain = _gains(key_gain_ptr, dims, HALF, HAS_NORM)
-    key = _rotated(key, partner, gain, partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM)
-    key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
-    value = _stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
-    gain, partner_gain = _gains(query_gain_ptr, dims, HALF, HAS_NORM)
+    cos, sin = factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
+    key = rotated(key, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM)
+    key = stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
+    value = stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
+    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
     columns = gl.arange(0, QUERIES, layout=columns_layout)
     scores = gl.zeros([QUERIES], gl.float32, columns_layout)
     for index in range(GROUP):
         source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
-        query = _rotated(
+        query = rotated(
             _summed(source + dims, None, part_stride, PARTS), _summed(source + partners, None, part_stride, PARTS),
-            gain, partner_gain, cos, sin, eps, 0, HEAD_DIM, HAS_NORM,
+            cos, sin, eps, 0, HEAD_DIM, HAS_NORM,
         ).to(dtype)  # fmt: skip
         score = gl.sum(query.to(gl.float32) * key, axis=0)
         scores = gl.where(columns // (QUERIES // HEADS) == index, score, scores)
@@ -156,11 +151,8 @@ def new_queries(
     is_head = (heads < GROUP)[:, None]
     query = _summed(source + dims[None, :], is_head, part_stride, PARTS)
     partner = _summed(source + ((dims + HALF) % HEAD_DIM)[None, :], is_head, part_stride, PARTS)
-    cos, sin = _angles(rope_ptr, position, dims, HALF)
-    gain, partner_gain = _gains(query_gain_ptr, dims, HALF, HAS_NORM)
-    query = _rotated(
-        query, partner, gain[None, :], partner_gain[None, :], cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM
-    ).to(dtype)
+    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
+    query = rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM).to(dtype)
     repeated, _ = gl.broadcast(gl.expand_dims(query, 1), gl.zeros([HEADS, REPEATS, HEAD_DIM], dtype, cube))
     return gl.reshape(repeated, [QUERIES, HEAD_DIM])
 
