@@ -3,7 +3,7 @@
 A group's queries are the eight columns of a right operand. 8-bit keys: fp8 as even and odd dims in bfloat16, which two
 products add up; int8 as they are, times queries of 15-bit levels in two bytes.
 
-Called by kernels/decode_attention_hopper.py.
+Called by kernels/decode_attention_hopper.py; kernels/fused_decode_warps.py takes the operands of fp8 for int8 too.
 """
 
 from __future__ import annotations

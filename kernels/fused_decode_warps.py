@@ -45,9 +45,10 @@ from kernels.decode_warp import (
     store_columns,
     wait_for_kernel_ahead,
 )
+from kernels.decode_warp_scores import as_operands
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
-from kernels.new_token_warp import factors, in_shared, rotated, stored
+from kernels.new_token_warp import factors, in_shared, new_queries, rotated, stored
 from kernels.paged_kv import compile_options
 
 STAGE_COUNT = 2
@@ -104,59 +105,6 @@ def _new_value(
             gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
         else:
             gl.store(sums_ptr + index * HEAD_DIM + dims, value)
-
-
-@gluon.jit
-def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube: gl.constexpr,
-                  GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
-                  PDL: gl.constexpr):  # fmt: skip
-    """Wait for the product; its queries [HEADS, head_dim], normed and rotated, zeros past the group."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    rows: gl.constexpr = gl.SliceLayout(1, cube)
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
-    heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
-    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
-    if PDL:
-        wait_for_kernel_ahead()
-    source = qkv_ptr + (head * GROUP + heads)[:, None] * HEAD_DIM
-    is_head = (heads < GROUP)[:, None]
-    query = gl.load(source + dims[None, :], mask=is_head, other=0.0)
-    partner = gl.load(source + ((dims + HALF) % HEAD_DIM)[None, :], mask=is_head, other=0.0)
-    query = rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM)
-    return query.to(qkv_ptr.dtype.element_ty)
-
-
-@gluon.jit
-def _query_operands(
-    qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, mma: gl.constexpr, FORMAT: gl.constexpr,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Right operands of the keys' product, each query 8 / HEADS times: over a plain cache twice the same, over an 8-bit
-    one even and odd dims; over fp8 times 2^100."""
-    cube: gl.constexpr = gl.BlockedLayout(
-        [1, QUERIES // HEADS, HEAD_DIM * HEADS // 32], [HEADS, 1, 32 // HEADS], [1, 1, 1], [2, 1, 0]
-    )
-    query = _load_queries(
-        qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL
-    )
-    if FORMAT == FP8:
-        query = (query.to(gl.float32) * FP8_SHIFT).to(query.dtype)
-    zeros = gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], query.dtype, cube)
-    query, _ = gl.broadcast(gl.expand_dims(query, 1), zeros)
-    if FORMAT == 0:
-        first = _right_operand(gl.reshape(query, [QUERIES, HEAD_DIM]), mma)
-        second = first
-    else:
-        even, odd = gl.split(gl.reshape(query, [QUERIES, HEAD_DIM // 2, 2]))
-        first = _right_operand(even, mma)
-        second = _right_operand(odd, mma)
-    return first, second
-
-
-@gluon.jit
-def _right_operand(rows, mma: gl.constexpr):
-    """Rows [8, D] as a product's right operand [D, 8]."""
-    return in_shared(rows).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
 
 
 @gluon.jit
@@ -325,13 +273,15 @@ def fused_decode_warps_kernel(
                     for index in gl.static_range(4):
                         kept += (in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
-                query = _query_operands(
-                    qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, mma,
-                    FORMAT, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
+                query = new_queries(
+                    qkv_ptr, 0, query_gain_ptr, rope_ptr, length - 1, head, eps, DTYPE,
+                    1, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
                 )  # fmt: skip
                 factor = scale_log2
                 if FORMAT == FP8:
+                    query = (query.to(gl.float32) * FP8_SHIFT).to(DTYPE)
                     factor = scale_log2 * FP8_UNSHIFT
+                query = as_operands(query, mma, 0 if FORMAT == 0 else FP8)
                 if FORMAT > 0:
                     operands = ()
                     for index in gl.static_range(4):
