@@ -160,7 +160,7 @@ def launch_plan(
     tile_tokens: int | None = None,
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
-    start_tiles: int = 1,
+    start_tiles: int | None = None,
     late_sum: bool = False,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
@@ -174,18 +174,20 @@ def launch_plan(
     dim_tile = triton.next_power_of_2(head_dim)
     is_wide = quantised and dim_tile <= 128
     usual_tokens = 128 if is_wide else 64 if dim_tile <= 128 else 32
+    if specialised:
+        usual_tokens = 16 if quantised else 32
     # Programs of one warp: as many as shared memory holds, three tiles of keys and values each.
-    usual_programs = 2 if not specialised else 8 if quantised else 4
+    usual_programs = 2 if not specialised else 12 if quantised else 4
     program_count = multiprocessor_count * (programs_per_multiprocessor or usual_programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
         program_count=program_count,
-        tile_tokens=tile_tokens or (32 if specialised else usual_tokens),
+        tile_tokens=tile_tokens or usual_tokens,
         group_rows=group_rows,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
-        start_tiles=start_tiles,
+        start_tiles=start_tiles or (2 if specialised else 1),
         late_sum=late_sum,
         # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
         num_warps=1 if specialised else 8 if is_wide else 4,

@@ -16,8 +16,8 @@ has just written and are waited for: measured on an H200, 4.9 us a layer at 64 r
 
 The other tensors are those of kernels/decode_attention.py. Caches, block_tables, row_slots and context_lengths must
 have been written by kernels that had completed before the kernel ahead of this one started, as for
-kernels/fused_decode_attention.py, whose reference is this one's too. Limits: `can_specialise` of kernels/decode_attention.py,
-and rotation of whole heads.
+kernels/fused_decode_attention.py, whose reference is this one's too. Limits: rotation of whole heads, and
+`can_specialise` of kernels/decode_attention.py.
 """
 
 from __future__ import annotations

@@ -247,9 +247,11 @@ class PrefillTrial(_PagedTrial):
         plan = plan_with(launch_plan, sizes, usual, options)
         output = torch.full_like(inputs.query, float("nan"))
         _, counters = self.workspace(1, COUNTER_COUNT)
+        fresh = inputs.fresh() if plan.fresh else None
         call = partial(
-            prefill_attention, output, *inputs.prefill_inputs, counters, plan, scale=self.scale, **inputs.scales
-        )
+            prefill_attention, output, *inputs.prefill_inputs, counters, plan, scale=self.scale, fresh=fresh,
+            **inputs.scales,
+        )  # fmt: skip
         return call, output, counters
 
     def calls(self, options: Options) -> list[Call]:

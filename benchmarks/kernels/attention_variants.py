@@ -150,7 +150,10 @@ def _decode_aspects(quantised: bool) -> Aspects:
 
 
 def _hopper_choices(workload: Workload) -> list[Options]:
-    return [{"specialised": True, "overlap": workload.cache == "auto"}]
+    choices: list[Options] = [{"specialised": True, "overlap": workload.cache == "auto"}]
+    if workload.cache != "auto":
+        choices.append({"specialised": True, "fresh": False})
+    return choices
 
 
 def _plain_choices(hopper: bool) -> list[Options]:

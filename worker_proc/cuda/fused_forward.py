@@ -21,6 +21,7 @@ from kernels import decode_attention as decode
 from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
+from kernels.decode_new_tokens import decode_new_tokens
 from kernels.embedding import embedding
 from kernels.launch import shared_memory_bytes
 from kernels.new_token import NewTokens
@@ -42,6 +43,9 @@ slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 3
 
 FEWEST_PARTS_TOKENS = 2
 """Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
+
+LINE_MAKES_NEW_TOKENS = True
+"""Whether decode attention of many rows makes the new tokens itself: not before a card has confirmed it."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -201,13 +205,31 @@ class FusedForward:
                 k_scales=key_scales, v_scales=value_scales,
                 next_caches=(cache.key_caches[following], cache.value_caches[following]),
             )  # fmt: skip
+        elif LINE_MAKES_NEW_TOKENS and self._line_makes_new_tokens(bucket, attention, cache):
+            plan = self._decode_plan(bucket.rows, key_scales is not None, specialised=True)
+            decode_new_tokens(
+                attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
+                self._partials, self._decode_counters, plan, new, scale=attention.scale, decode_row_count=counts[1:2],
+                key_scales=key_scales, value_scales=value_scales,
+            )  # fmt: skip
         else:
+            window, quantised = attention.sliding_window or 0, key_scales is not None
+            has_chunks = bucket.kind != DECODE
+            plan = self._prefill_plan(bucket, cache.block_size, window, quantised) if has_chunks else None
+            reads_fresh = plan is not None and plan.fresh
             qk_norm_rope_store(
                 qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, new.rope_table,
-                new.q_weight, new.k_weight, new.eps, key_scales, value_scales,
+                new.q_weight, new.k_weight, new.eps, key_scales, value_scales, write_back=reads_fresh,
             )  # fmt: skip
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
+            fresh = self._own_keys_and_values(qkv) if reads_fresh else None
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
         return attended
+
+    def _own_keys_and_values(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step's own, as prefill attention takes them: views [token, kv_head, head_dim] of the product's rows."""
+        heads = qkv.view(qkv.shape[0], -1, self.config.head_dim)
+        _, keys, values = heads.tensor_split((self.config.head_count, -self.config.kv_head_count), dim=1)
+        return keys, values
 
     def _leaves_parts(self, bucket: Bucket) -> bool:
         """Whether the products leave parts: for sizes that the norms in their prologues do not suit, if measured."""
@@ -248,8 +270,10 @@ class FusedForward:
 
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
-        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor, plan: prefill_plans.PrefillPlan | None,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:  # fmt: skip
+        """Attention from the cache; of chunks by `plan`, with the step's own keys and values if it wants them."""
         attention = self.model.model.layers[index].self_attn
         shared = (
             output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
@@ -267,12 +291,13 @@ class FusedForward:
         if bucket.kind != CHUNK:
             heads = (cache.block_size, options["sliding_window"], quantised)
             specialised = decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
-            plan = self._decode_plan(bucket.rows, quantised, specialised)
+            decode_plan = self._decode_plan(bucket.rows, quantised, specialised)
             early = {"pdl": specialised and bucket.kind == DECODE}  # in a mixed step others' blocks are written too
-            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options | early)
-        if bucket.kind != DECODE:
-            plan = self._prefill_plan(bucket, cache.block_size, options["sliding_window"], quantised)
-            prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
+            decode.decode_attention(*shared, self._partials, self._decode_counters, decode_plan, **options | early)
+        if plan is not None:
+            prefill.prefill_attention(
+                *shared, inputs.query_starts, self._prefill_counters, plan, fresh=fresh, **options
+            )
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
         norm, mlp = layer.post_attention_layernorm, layer.mlp
@@ -325,6 +350,13 @@ class FusedForward:
             return False
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
+
+    def _line_makes_new_tokens(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
+        """Whether one kernel does all between the products for many decode rows."""
+        if bucket.kind != DECODE or self._rope_table.shape[1] != self.config.head_dim:
+            return False
+        heads = (cache.block_size, attention.sliding_window or 0, cache.key_scales[0] is not None)
+        return decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
 
     def _takes_warps(self, rows: int, cache: torch.Tensor) -> bool:
         if cache.device.type != "cuda":

@@ -169,6 +169,40 @@ def test_captured_steps_on_hopper_tiles_choose_as_float32_does(tiny_model, make_
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_prompts_that_read_their_own_keys_may_be_cut_anywhere(
+    device, kv_cache_dtype, fresh_plans, tiny_model, make_gpu_driver, fused_sizes
+):
+    """Whole, in chunks beside another's decoding, and behind a prefix from the cache: the same choice, and bf16's error
+    between the logits."""
+    _, folder = tiny_model("Qwen3", **fused_sizes | {"head_dim": 128})
+    ids, found = prompt(1100), {}
+    driver = make_gpu_driver(
+        folder, device, dtype=torch.bfloat16, kv_cache_dtype=kv_cache_dtype, block_count=300, block_size=16,
+        step_tokens=1280, max_len=1280,
+    )  # fmt: skip
+
+    def last_chunk(name, request, count, *others):
+        driver.step([*others, (request, count)])
+        found[name] = driver.runner.program.token_logits(len(others) + count - 1, 1)[0].float(), request.output
+
+    whole, chunked, behind, other = (driver.add(ids) for _ in range(4))
+    last_chunk("whole", whole, 1100)
+    driver.step([(other, 1100)])
+    for count in (70, 500):
+        driver.step([(other, 1), (chunked, count)])
+    last_chunk("chunked", chunked, 530, (other, 1))
+    behind.blocks, behind.computed = whole.blocks[:60], 960
+    last_chunk("behind a prefix", behind, 140)
+    assert fresh_plans and all(fresh_plans)
+    logits, _ = found.pop("whole")
+    for name, (others, output) in found.items():
+        assert (others - logits).norm() < 2e-2 * logits.norm(), name
+        assert logits.max() - logits[output[0]] < 0.1 * logits.std(), name
+
+
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 def test_steps_never_wait_for_the_device(tiny_model, make_gpu_driver, fused_sizes):
     """50 decode steps: no scalar is read, no stream is waited for on the issuing thread."""
