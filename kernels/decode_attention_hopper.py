@@ -49,7 +49,7 @@ from kernels.decode_warp import (
 from kernels.decode_warp_scores import as_operands, load_queries, scaled, scores_of
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
-from kernels.new_token_warp import new_queries, new_token
+from kernels.new_token_warp import new_queries, new_token, query_factors
 from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
@@ -203,10 +203,10 @@ def _hopper_decode_kernel(
         row_tiles = (length + (TILE - 1)) // TILE
         row_ptr = query_ptr + row.to(gl.int64) * query_stride
         if NEW:
+            cos, sin = query_factors(rope_ptr, query_gain_ptr, length, HEADS, HEAD_DIM, HAS_NORM)
             first_query, second_query = as_operands(
                 new_queries(
-                    row_ptr, part_stride, query_gain_ptr, rope_ptr, length, head, eps, DTYPE,
-                    PARTS, GROUP, HEADS, HEAD_DIM, HAS_NORM,
+                    row_ptr, part_stride, cos, sin, head, eps, DTYPE, PARTS, GROUP, HEADS, HEAD_DIM, HAS_NORM
                 ),
                 mma, FORMAT,
             )  # fmt: skip

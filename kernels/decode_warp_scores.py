@@ -48,8 +48,9 @@ def as_operands(rows, mma: gl.constexpr, FORMAT: gl.constexpr):
     """Queries [8, HEAD_DIM] as `load_queries` gives them."""
     if FORMAT == FP8:
         even, odd = gl.split(gl.reshape(rows, [QUERIES, rows.shape[1] // 2, 2]))
-        first = in_shared(even).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
-        second = in_shared(odd).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+        first_shared, second_shared = in_shared(even), in_shared(odd)  # both, before one is waited for
+        first = first_shared.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+        second = second_shared.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
     else:
         WIDTH: gl.constexpr = 4 if FORMAT == INT8 else 2
         first = in_shared(rows).permute((1, 0)).load(gl.DotOperandLayout(1, mma, WIDTH))

@@ -48,7 +48,7 @@ from kernels.decode_warp import (
 from kernels.decode_warp_scores import as_operands
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
-from kernels.new_token_warp import factors, in_shared, new_queries, rotated, stored
+from kernels.new_token_warp import factors, in_shared, new_queries, query_factors, rotated, stored
 from kernels.paged_kv import compile_options
 
 STAGE_COUNT = 2
@@ -141,10 +141,10 @@ def _attended(
 ):  # fmt: skip
     """(maximum, normaliser, even_sums, odd_sums) with a tile in: a running softmax. It holds at least one token."""
     first_keys, second_keys, first_values, second_values = operands
-    scores = gl.zeros([places.shape[0], QUERIES], gl.float32, mma)
-    scores = mma_v2(first_keys, query[0], scores)
-    if FORMAT > 0:
-        scores = mma_v2(second_keys, query[1], scores) * scales[0][:, None]
+    zeros = gl.zeros([places.shape[0], QUERIES], gl.float32, mma)
+    scores = mma_v2(first_keys, query[0], zeros)
+    if FORMAT > 0:  # two products that do not wait for one another
+        scores = (scores + mma_v2(second_keys, query[1], zeros)) * scales[0][:, None]
     scores = gl.where((places < token_count)[:, None], scores, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * factor)
     weights = gl.exp2(scores * factor - new_maximum[None, :])
@@ -273,19 +273,19 @@ def fused_decode_warps_kernel(
                     for index in gl.static_range(4):
                         kept += (in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
-                query = new_queries(
-                    qkv_ptr, 0, query_gain_ptr, rope_ptr, length - 1, head, eps, DTYPE,
-                    1, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
-                )  # fmt: skip
+                cos, sin = query_factors(rope_ptr, query_gain_ptr, length - 1, HEADS, HEAD_DIM, HAS_NORM)
+                if PDL:
+                    wait_for_kernel_ahead()
+                if FORMAT > 0:
+                    operands = ()
+                    for index in gl.static_range(4):
+                        operands += (kept[index].load(gl.DotOperandLayout(0, mma, 2)),)
+                query = new_queries(qkv_ptr, 0, cos, sin, head, eps, DTYPE, 1, GROUP, HEADS, HEAD_DIM, HAS_NORM)
                 factor = scale_log2
                 if FORMAT == FP8:
                     query = (query.to(gl.float32) * FP8_SHIFT).to(DTYPE)
                     factor = scale_log2 * FP8_UNSHIFT
                 query = as_operands(query, mma, 0 if FORMAT == 0 else FP8)
-                if FORMAT > 0:
-                    operands = ()
-                    for index in gl.static_range(4):
-                        operands += (kept[index].load(gl.DotOperandLayout(0, mma, 2)),)
                 # 4. The cached tokens of this part. The first tile is in registers by now; few parts have others.
                 maximum = gl.full([QUERIES], float("-inf"), gl.float32, column_layout)
                 normaliser = gl.zeros([QUERIES], gl.float32, column_layout)

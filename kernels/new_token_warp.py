@@ -12,7 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.decode_warp import INT8, QUERIES, wait_for_kernel_ahead
+from kernels.decode_warp import INT8, QUERIES
 
 
 @gluon.jit
@@ -133,33 +133,39 @@ def new_token(
     return scores, value
 
 
+@gluon.constexpr_function
+def _group_layout(heads: int, head_dim: int) -> gl.BlockedLayout:
+    """Of a group's queries [heads, 8 / heads, head_dim]: each head in as many lanes."""
+    return gl.BlockedLayout([1, QUERIES.value // heads, head_dim * heads // 32], [heads, 1, 32 // heads], [1, 1, 1],
+                            [2, 1, 0])  # fmt: skip
+
+
+@gluon.jit
+def query_factors(rope_ptr, query_gain_ptr, position, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+                  HAS_NORM: gl.constexpr):  # fmt: skip
+    """`factors` of a group's queries."""
+    rows: gl.constexpr = gl.SliceLayout(1, _group_layout(HEADS, HEAD_DIM))
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
+    return factors(rope_ptr, query_gain_ptr, position, dims, HEAD_DIM // 2, HAS_NORM)
+
+
 @gluon.jit
 def new_queries(
-    qkv_ptr, part_stride, query_gain_ptr, rope_ptr, position, head, eps, dtype: gl.constexpr,
+    qkv_ptr, part_stride, cos, sin, head, eps, dtype: gl.constexpr,
     PARTS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
-    WAITS: gl.constexpr = False,
 ):  # fmt: skip
-    """A group's queries [8, HEAD_DIM], normed and rotated, in `dtype`: each 8 / HEADS times; zeros past the group.
-
-    WAITS: for the kernel ahead, as soon as all that does not come from it is loaded.
-    """
-    HALF: gl.constexpr = HEAD_DIM // 2
-    REPEATS: gl.constexpr = QUERIES // HEADS
-    cube: gl.constexpr = gl.BlockedLayout(
-        [1, REPEATS, HEAD_DIM * HEADS // 32], [HEADS, 1, 32 // HEADS], [1, 1, 1], [2, 1, 0]
-    )
+    """A group's queries [8, HEAD_DIM], normed and rotated by `query_factors`, in `dtype`: each 8 / HEADS times; zeros
+    past the group."""
+    cube: gl.constexpr = _group_layout(HEADS, HEAD_DIM)
     rows: gl.constexpr = gl.SliceLayout(1, cube)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
-    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
-    if WAITS:
-        wait_for_kernel_ahead()
     source = qkv_ptr + (head * GROUP + heads)[:, None] * HEAD_DIM
     is_head = (heads < GROUP)[:, None]
     query = _summed(source + dims[None, :], is_head, part_stride, PARTS)
-    partner = _summed(source + ((dims + HALF) % HEAD_DIM)[None, :], is_head, part_stride, PARTS)
+    partner = _summed(source + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], is_head, part_stride, PARTS)
     query = rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM).to(dtype)
-    repeated, _ = gl.broadcast(gl.expand_dims(query, 1), gl.zeros([HEADS, REPEATS, HEAD_DIM], dtype, cube))
+    repeated, _ = gl.broadcast(gl.expand_dims(query, 1), gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], dtype, cube))
     return gl.reshape(repeated, [QUERIES, HEAD_DIM])
 
 
