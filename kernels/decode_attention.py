@@ -379,10 +379,9 @@ def _decode_kernel(
                 tl.store(empty_places + head_places, zeros, mask=is_query)
 
 
-def check_workspace(
+def _check_workspace(
     plan: DecodePlan, max_rows: int, kv_heads: int, partials: torch.Tensor, counters: torch.Tensor
 ) -> None:
-    """Raise ValueError for a workspace that is not the plan's."""
     wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
     wanted(partials.dtype == torch.float32, "partials dtype", torch.float32, partials.dtype)
     wanted(partials.numel() >= plan.workspace_floats, "partials", f">= {plan.workspace_floats}", partials.numel())
@@ -390,7 +389,7 @@ def check_workspace(
     wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
 
 
-def common_constants(shape: HeadShape, plan: DecodePlan) -> dict[str, int]:
+def _common_constants(shape: HeadShape, plan: DecodePlan) -> dict[str, int]:
     """What both kernels are compiled for."""
     return {
         "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "BLOCK_SIZE": shape.block_size,
@@ -432,7 +431,7 @@ def decode_attention(
     check_options(scale, sliding_window, soft_cap)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
-    check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
+    _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
     options, scale_log2 = launch_options(output) if pdl else {"PDL": False}, scale * LOG2_E
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
     workspace = (partials, counters, key_scales, value_scales)
@@ -442,7 +441,7 @@ def decode_attention(
         from kernels import decode_attention_hopper
 
         decode_attention_hopper.launch(
-            *inputs, *workspace, plan, scale_log2, common_constants(shape, plan), options["PDL"]
+            *inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"]
         )
         return
     merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
@@ -461,7 +460,7 @@ def decode_attention(
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **common_constants(shape, plan),
+        **_common_constants(shape, plan),
         **options,
         **compile_options(plan.max_registers),
     )  # fmt: skip

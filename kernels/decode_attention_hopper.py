@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
     FP8,
+    INT8,
     QUERIES,
     allocate_tiles,
     block_barrier,
@@ -46,19 +47,73 @@ from kernels.decode_warp import (
     store_columns,
     wait_for_kernel_ahead,
 )
-from kernels.decode_warp_scores import as_operands, load_queries, scaled, scores_of
 from kernels.kv_format import cache_format
-from kernels.new_token import NewTokens
-from kernels.new_token_warp import new_queries, new_token, query_factors
 from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
+LEVELS = gl.constexpr(127.0 * 128.0)
+
 
 @gluon.jit
 def _add(left, right):
     return left + right
+
+
+@gluon.jit
+def _load_query(query_ptr, first_dim: gl.constexpr, step: gl.constexpr, dims: gl.constexpr, layout: gl.constexpr,
+                GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Queries of a group as the columns [dims, 8] of a product's right operand; every `step`-th dim."""
+    rows = first_dim + step * gl.arange(0, dims, layout=gl.SliceLayout(1, layout))
+    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, layout))
+    places = queries[None, :] * HEAD_DIM + rows[:, None]
+    return gl.load(query_ptr + places, mask=(queries < GROUP)[None, :], other=0.0)
+
+
+@gluon.jit
+def _query_operands(query_ptr, mma: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Two right operands of the keys' product, and a factor [8] of what it gives."""
+    column: gl.constexpr = gl.SliceLayout(0, mma)
+    unit = gl.full([QUERIES], 1.0, gl.float32, column)
+    if FORMAT == INT8:
+        bytes_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
+        wide = _load_query(query_ptr, 0, 1, HEAD_DIM, bytes_layout, GROUP, HEAD_DIM).to(gl.float32)
+        largest = gl.max(gl.abs(wide), axis=0) / LEVELS
+        largest = gl.where(largest > 0.0, largest, 1.0)
+        level = wide / largest[None, :]
+        multiple = gl.floor(level / 128.0 + 0.5)
+        first = multiple.to(gl.int8)
+        second = gl.floor(level - multiple * 128.0 + 0.5).to(gl.int8)
+        unit = gl.convert_layout(largest, column)
+    elif FORMAT == FP8:
+        layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+        first = _load_query(query_ptr, 0, 2, HEAD_DIM // 2, layout, GROUP, HEAD_DIM)
+        second = _load_query(query_ptr, 1, 2, HEAD_DIM // 2, layout, GROUP, HEAD_DIM)
+        first = (first.to(gl.float32) * FP8_SHIFT).to(first.dtype)
+        second = (second.to(gl.float32) * FP8_SHIFT).to(second.dtype)
+    else:
+        first = _load_query(query_ptr, 0, 1, HEAD_DIM, gl.DotOperandLayout(1, mma, 2), GROUP, HEAD_DIM)
+        second = first
+    return first, second, unit
+
+
+@gluon.jit
+def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """Products [tile, 8] of a tile of keys in shared memory with the queries, without the keys' scales."""
+    TILE: gl.constexpr = keys.shape[0]
+    zeros = gl.zeros([TILE, QUERIES], gl.float32, mma)
+    if FORMAT == INT8:
+        BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * keys.shape[1], element_bitwidth=8, rank=2)
+        operand = keys._reinterpret(gl.int8, [TILE, 2 * keys.shape[1]], BYTES).load(gl.DotOperandLayout(0, mma, 4))
+        none = gl.zeros([TILE, QUERIES], gl.int32, mma)
+        scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
+    elif FORMAT == FP8:
+        even, odd = left_operands(keys, mma, FORMAT)
+        scores = mma_v2(odd, second, mma_v2(even, first, zeros))
+    else:
+        scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
+    return scores
 
 
 @gluon.jit
@@ -82,14 +137,14 @@ def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, tile, tile_end,
 
 @gluon.jit
 def _segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride,
-             KV_HEADS: gl.constexpr, TILE: gl.constexpr, START_TILES: gl.constexpr, NEW: gl.constexpr):  # fmt: skip
-    """What lies at a place of the line: row, head, the row's cached tokens and block table, the place of the head's
+             KV_HEADS: gl.constexpr, TILE: gl.constexpr, START_TILES: gl.constexpr):  # fmt: skip
+    """What lies at a place of the line: row, head, the row's length and block table, the place of the head's
     first tile on the line, and which of its tiles are in this piece; none of them past the piece's end."""
     is_work = work < work_end
     before = ends * KV_HEADS <= work
     row = gl.where(is_work, gl.sum(before.to(gl.int32), axis=0), 0)
     row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
-    length = gl.load(lengths_ptr + row) - NEW
+    length = gl.load(lengths_ptr + row)
     table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
     row_tiles = (length + (TILE - 1)) // TILE
     head = (work - row_start) // (row_tiles + START_TILES)
@@ -120,8 +175,6 @@ def _ask(
 def _hopper_decode_kernel(
     output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
-    key_ptr, value_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, part_stride, eps,
-    PARTS: gl.constexpr, HAS_NORM: gl.constexpr,
     FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
@@ -129,8 +182,6 @@ def _hopper_decode_kernel(
 ):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    NEW: gl.constexpr = 1 if PARTS > 0 else 0  # the new tokens come as a product's parts: `query_ptr` is that of qkv
-    REPEATS: gl.constexpr = QUERIES // HEADS if NEW else 1
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     token_layout: gl.constexpr = gl.SliceLayout(1, mma)
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
@@ -156,7 +207,7 @@ def _hopper_decode_kernel(
     slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
     lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
     lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
-    tile_counts = (lengths - NEW + (TILE - 1)) // TILE
+    tile_counts = (lengths + (TILE - 1)) // TILE
     ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, _add)
     total = gl.max(ends, axis=0) * KV_HEADS
     piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
@@ -166,22 +217,12 @@ def _hopper_decode_kernel(
 
     read = 0
     row, head, length, table_ptr, start, first_tile, tile_end = _segment(
-        work,
-        work_end,
-        ends,
-        lengths_ptr,
-        slots_ptr,
-        tables_ptr,
-        table_stride,
-        KV_HEADS,
-        TILE,
-        START_TILES,
-        NEW,
+        work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
     )
 
-    # 3. Ask for the first tiles; for that of a new token when the kernel ahead has stored it.
+    # 3. Ask for the first tiles; for that of the new token when the kernel ahead has stored it.
     early_end = tile_end
-    if PDL and not NEW:
+    if PDL:
         early_end = gl.minimum(tile_end, (length - 1) // TILE)
     _ask(
         first_tile, early_end, read, key_desc, value_desc, table_ptr, head, length, key_boxes, value_boxes, full,
@@ -189,7 +230,6 @@ def _hopper_decode_kernel(
     )  # fmt: skip
     if PDL:
         wait_for_kernel_ahead()
-    if PDL and not NEW:
         late_tile = gl.maximum(early_end, first_tile)
         if (late_tile < tile_end) & (late_tile < first_tile + STAGES):
             box_rows = box_rows_of(table_ptr, late_tile, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
@@ -199,20 +239,9 @@ def _hopper_decode_kernel(
             )  # fmt: skip
 
     while work < work_end:
-        # 4. The queries, and the new token's part if this piece has the row's end; for 8 bits the first tile's scales.
-        row_tiles = (length + (TILE - 1)) // TILE
-        row_ptr = query_ptr + row.to(gl.int64) * query_stride
-        if NEW:
-            cos, sin = query_factors(rope_ptr, query_gain_ptr, length, HEADS, HEAD_DIM, HAS_NORM)
-            first_query, second_query = as_operands(
-                new_queries(
-                    row_ptr, part_stride, cos, sin, head, eps, DTYPE, PARTS, GROUP, HEADS, HEAD_DIM, HAS_NORM
-                ),
-                mma, FORMAT,
-            )  # fmt: skip
-        else:
-            first_query, second_query = load_queries(row_ptr + head * (GROUP * HEAD_DIM), mma, FORMAT, GROUP, HEAD_DIM)
-        first_query, second_query, unit = scaled(first_query, second_query, mma, FORMAT)
+        # 4. The queries; for 8 bits the scales of the first tile.
+        group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
+        first_query, second_query, unit = _query_operands(group_ptr, mma, FORMAT, GROUP, HEAD_DIM)
         factor = unit * scale_log2
         if FORMAT == FP8:
             factor *= FP8_UNSHIFT
@@ -220,24 +249,6 @@ def _hopper_decode_kernel(
         normaliser = gl.zeros([QUERIES], gl.float32, column_layout)
         even_sums = gl.zeros([SUM_ROWS, QUERIES], gl.float32, mma)
         odd_sums = even_sums
-        if NEW:  # noqa: SIM102, decided when compiled
-            if tile_end == row_tiles:
-                block = gl.load(table_ptr + length // BLOCK_SIZE)
-                scores, value = new_token(
-                    row_ptr, part_stride, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, rope_ptr,
-                    query_gain_ptr, key_gain_ptr, head, length,
-                    (block * KV_HEADS + head) * BLOCK_SIZE + length % BLOCK_SIZE, eps, DTYPE, column_layout,
-                    FORMAT, PARTS, KV_HEADS, GROUP, HEADS, HEAD_DIM, HAS_NORM,
-                )  # fmt: skip
-                maximum = scores * scale_log2
-                normaliser = normaliser + 1.0
-                if FORMAT == 0:
-                    even_sums = even_sums + gl.convert_layout(value, token_layout)[:, None]
-                else:
-                    UNIT: gl.constexpr = 1.0 / FP8_UNSHIFT if FORMAT == FP8 else 1.0
-                    even, odd = gl.split(gl.reshape(value * UNIT, [SUM_ROWS, 2]))
-                    even_sums = even_sums + gl.convert_layout(even, token_layout)[:, None]
-                    odd_sums = odd_sums + gl.convert_layout(odd, token_layout)[:, None]
         places = gl.arange(0, TILE, layout=token_layout)
         key_scale = gl.full([TILE], 1.0, gl.float32, token_layout)
         value_scale = key_scale
@@ -267,7 +278,7 @@ def _hopper_decode_kernel(
             is_cut = (tile + 1) * TILE > length
             if FORMAT == 0:
                 clean(value_tiles.index(stage), length - tile * TILE)
-            scores = scores_of(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
+            scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
             if FORMAT > 0:
                 scores = scores * this_key_scale[:, None]
             if is_cut:
@@ -300,19 +311,10 @@ def _hopper_decode_kernel(
             odd_sums = odd_sums * FP8_UNSHIFT
 
         # 6. Ask for the next segment's first tiles: they come while this one's sums are stored.
+        row_tiles = (length + (TILE - 1)) // TILE
         next_work = start + tile_end
         next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = _segment(
-            next_work,
-            work_end,
-            ends,
-            lengths_ptr,
-            slots_ptr,
-            tables_ptr,
-            table_stride,
-            KV_HEADS,
-            TILE,
-            START_TILES,
-            NEW,
+            next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
         )
         _ask(
             next_tile, next_end, read, key_desc, value_desc, next_table_ptr, next_head, next_length, key_boxes,
@@ -324,19 +326,18 @@ def _hopper_decode_kernel(
         step: gl.constexpr = 1 if FORMAT == 0 else 2
         if (first_tile == 0) & (tile_end == row_tiles):
             share = (1.0 / normaliser)[None, :]
-            store_columns(group_output_ptr, even_sums * share, 0, step, REPEATS, mma, GROUP, HEAD_DIM)
+            store_columns(group_output_ptr, even_sums * share, 0, step, 1, mma, GROUP, HEAD_DIM)
             if FORMAT > 0:
-                store_columns(group_output_ptr, odd_sums * share, 1, step, REPEATS, mma, GROUP, HEAD_DIM)
+                store_columns(group_output_ptr, odd_sums * share, 1, step, 1, mma, GROUP, HEAD_DIM)
         elif tile_end > 0:
             part = program * 2 + (first_tile == 0).to(gl.int32)
             part_ptr = partials_ptr + part * (QUERIES * HEAD_DIM)
-            store_columns(part_ptr, even_sums, 0, step, REPEATS, mma, GROUP, HEAD_DIM)
+            store_columns(part_ptr, even_sums, 0, step, 1, mma, GROUP, HEAD_DIM)
             if FORMAT > 0:
-                store_columns(part_ptr, odd_sums, 1, step, REPEATS, mma, GROUP, HEAD_DIM)
-            columns = gl.arange(0, QUERIES, layout=column_layout)
-            statistic = statistics_ptr + part * (2 * QUERIES) + columns // REPEATS
-            gl.store(statistic, maximum, mask=columns % REPEATS == 0)
-            gl.store(statistic + QUERIES, normaliser, mask=columns % REPEATS == 0)
+                store_columns(part_ptr, odd_sums, 1, step, 1, mma, GROUP, HEAD_DIM)
+            statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
+            gl.store(statistic, maximum)
+            gl.store(statistic + QUERIES, normaliser)
             first_program = start // piece
             part_count = (start + row_tiles - 1) // piece - first_program + 1
             counter_ptr = counters_ptr + row * KV_HEADS + head
@@ -386,15 +387,8 @@ def launch(
     scale_log2: float,
     constants: dict[str, int],
     pdl: bool,
-    new: NewTokens | None = None,
 ) -> None:
-    """Launch on arguments that `decode_attention` has checked; `constants`: what both kernels are compiled for.
-
-    With `new`, `query` is the product qkv [rows, columns] or its parts [parts, rows, columns], and the new tokens are
-    made and stored too.
-    """
-    parts = 0 if new is None else query.shape[0] if query.dim() == 3 else 1
-    new = new or NewTokens(output)
+    """Launch on arguments that `decode_attention` has checked; `constants`: what both kernels are compiled for."""
     _hopper_decode_kernel[(plan.program_count,)](
         output,
         query,
@@ -410,20 +404,11 @@ def launch(
         value_scales,
         row_slots.shape[0],
         output.stride(0),
-        query.stride(1 if parts > 0 and query.dim() == 3 else 0),
+        query.stride(0),
         block_tables.stride(0),
         scale_log2,
-        key_cache,
-        value_cache,
-        new.rope_table,
-        new.q_weight,
-        new.k_weight,
-        query.stride(0),
-        new.eps,
-        PARTS=parts,
-        HAS_NORM=new.q_weight is not None,
         FORMAT=cache_format(key_cache.dtype),
-        DTYPE=gl.bfloat16 if output.dtype == torch.bfloat16 else gl.float16,
+        DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
         HAS_ROW_COUNT=decode_row_count is not None,
         STAGES=plan.num_stages,
         HEADS=triton.next_power_of_2(constants["GROUP"]),

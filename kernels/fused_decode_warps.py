@@ -45,10 +45,9 @@ from kernels.decode_warp import (
     store_columns,
     wait_for_kernel_ahead,
 )
-from kernels.decode_warp_scores import as_operands
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
-from kernels.new_token_warp import factors, in_shared, new_queries, query_factors, rotated, stored
+from kernels.new_token_warp import new_key, new_queries, new_value, query_factors
 from kernels.paged_kv import compile_options
 
 STAGE_COUNT = 2
@@ -56,55 +55,29 @@ MERGED_NUMBERS = 128
 
 
 @gluon.jit
-def _new_key(
-    qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head, position, place, eps,
-    scale_log2,
-    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """Store the new key, and leave the statistics of the part that it is: its products with the queries, as stored."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
-    dims = gl.arange(0, HEAD_DIM, layout=line)
-    partners = (dims + HALF) % HEAD_DIM
-    key_cos, key_sin = factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
-    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
-    if PDL:
-        wait_for_kernel_ahead()
-    source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
-    key = gl.load(source + dims)
-    partner = gl.load(source + partners)
-    queries = ()  # all are asked for before the key is stored, which they would wait for
-    for index in gl.static_range(GROUP):
-        source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
-        queries += ((gl.load(source + dims), gl.load(source + partners)),)
-    key = rotated(key, partner, key_cos, key_sin, eps, 0, HEAD_DIM, HAS_NORM)
-    key = stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
-    for index in gl.static_range(GROUP):
-        query, partner = queries[index]
-        query = rotated(query, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM).to(qkv_ptr.dtype.element_ty)
-        score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
-        gl.store(statistic_ptr + index, score)
-        gl.store(statistic_ptr + QUERIES + index, 1.0)
+def _in_shared(matrix):
+    """A matrix of two bytes an element, put in shared memory."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, 2 * matrix.shape[1]), element_bitwidth=16, rank=2
+    )
+    shared = gl.allocate_shared_memory(matrix.dtype, matrix.shape, layout)
+    shared.store(matrix)
+    return shared
 
 
 @gluon.jit
-def _new_value(
-    source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, is_alone,
-    FORMAT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Store the new value, and leave it as stored as the sums of its part; alone, it is the output."""
-    line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
-    dims = gl.arange(0, HEAD_DIM, layout=line)
-    if PDL:
-        wait_for_kernel_ahead()
-    value = gl.load(source + dims).to(gl.float32)
-    value = stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
-    for index in gl.static_range(GROUP):
-        if is_alone:
-            gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
-        else:
-            gl.store(sums_ptr + index * HEAD_DIM + dims, value)
+def _right_operands(rows, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """Queries [8, HEAD_DIM] as right operands of the keys' product: even and odd dims, over a plain cache twice all."""
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    if FORMAT > 0:
+        even, odd = gl.split(gl.reshape(rows, [QUERIES, rows.shape[1] // 2, 2]))
+        first_shared, second_shared = _in_shared(even), _in_shared(odd)  # both, before one is waited for
+        first = first_shared.permute((1, 0)).load(layout)
+        second = second_shared.permute((1, 0)).load(layout)
+    else:
+        first = _in_shared(rows).permute((1, 0)).load(layout)
+        second = first
+    return first, second
 
 
 @gluon.jit
@@ -233,13 +206,13 @@ def fused_decode_warps_kernel(
                 block = gl.load(table_ptr + (length - 1) // BLOCK_SIZE)
                 place = (block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
                 if split == part:
-                    _new_key(
+                    new_key(
                         qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head,
                         length - 1, place, eps, scale_log2, FORMAT, KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
                     )  # fmt: skip
                 else:
                     source = qkv_ptr + (KV_HEADS * (GROUP + 1) + head) * HEAD_DIM
-                    _new_value(
+                    new_value(
                         source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, parts == 1,
                         FORMAT, GROUP, HEAD_DIM, PDL,
                     )  # fmt: skip
@@ -271,7 +244,7 @@ def fused_decode_warps_kernel(
                 if FORMAT > 0:  # what is only kept in registers is converted late, when nothing is left to wait for
                     kept = ()
                     for index in gl.static_range(4):
-                        kept += (in_shared(operands[index]),)
+                        kept += (_in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
                 cos, sin = query_factors(rope_ptr, query_gain_ptr, length - 1, HEADS, HEAD_DIM, HAS_NORM)
                 if PDL:
@@ -280,12 +253,12 @@ def fused_decode_warps_kernel(
                     operands = ()
                     for index in gl.static_range(4):
                         operands += (kept[index].load(gl.DotOperandLayout(0, mma, 2)),)
-                query = new_queries(qkv_ptr, 0, cos, sin, head, eps, DTYPE, 1, GROUP, HEADS, HEAD_DIM, HAS_NORM)
+                query = new_queries(qkv_ptr, cos, sin, head, eps, GROUP, HEADS, HEAD_DIM, HAS_NORM)
                 factor = scale_log2
                 if FORMAT == FP8:
                     query = (query.to(gl.float32) * FP8_SHIFT).to(DTYPE)
                     factor = scale_log2 * FP8_UNSHIFT
-                query = as_operands(query, mma, 0 if FORMAT == 0 else FP8)
+                query = _right_operands(query, mma, FORMAT)
                 # 4. The cached tokens of this part. The first tile is in registers by now; few parts have others.
                 maximum = gl.full([QUERIES], float("-inf"), gl.float32, column_layout)
                 normaliser = gl.zeros([QUERIES], gl.float32, column_layout)

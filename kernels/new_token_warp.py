@@ -1,10 +1,10 @@
-"""A row's new token in decode kernels of single warps on Hopper: as kernels/new_token.py, in Gluon.
+"""A row's new token in the decode kernel of single warps on Hopper: as kernels/new_token.py, in Gluon.
 
 Queries, key and value are made of the row's product qkv with the arithmetic of kernels/qk_norm_rope_store.py, but that
-the norm's weight is multiplied into the angles; 8-bit vectors are to the bit those of kernels/kv_quant.py. In
-`new_token` and `new_queries` qkv is the sum of PARTS parts that lie `part_stride` elements apart.
+the norm's weight is multiplied into the angles, ahead of the product; 8-bit vectors are to the bit those of
+kernels/kv_quant.py.
 
-Called by kernels/decode_attention_hopper.py and kernels/fused_decode_warps.py.
+Called by kernels/fused_decode_warps.py.
 """
 
 from __future__ import annotations
@@ -12,25 +12,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.decode_warp import INT8, QUERIES
+from kernels.decode_warp import INT8, QUERIES, wait_for_kernel_ahead
 
 
 @gluon.jit
-def _summed(pointers, mask, part_stride, PARTS: gl.constexpr):
-    """What lies at the pointers, all parts added up; float32."""
-    if mask is None:
-        x = gl.load(pointers).to(gl.float32)
-        for part in gl.static_range(1, PARTS):
-            x += gl.load(pointers + part * part_stride).to(gl.float32)
-    else:
-        x = gl.load(pointers, mask=mask, other=0.0).to(gl.float32)
-        for part in gl.static_range(1, PARTS):
-            x += gl.load(pointers + part * part_stride, mask=mask, other=0.0).to(gl.float32)
-    return x
-
-
-@gluon.jit
-def factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
+def _factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
     """What a head's elements, and their partners in the rotation, are multiplied by: cosines and signed sines, each
     times the norm's weight. It does not need the product ahead."""
     row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
@@ -44,8 +30,8 @@ def factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl
 
 
 @gluon.jit
-def rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Heads, their elements along `axis`, normed and rotated in float32 by `factors` of as many dimensions."""
+def _rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Heads, their elements along `axis`, normed and rotated in float32 by `_factors` of as many dimensions."""
     x = x.to(gl.float32)
     turned = x * cos + partner.to(gl.float32) * sin
     if HAS_NORM:
@@ -81,7 +67,7 @@ def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
+def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
     """Store a float32 vector [D] at a place of a contiguous cache; what reading it gives, in float32."""
     place = place.to(gl.int64)
     if FORMAT == 0:
@@ -96,41 +82,55 @@ def stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT
 
 
 @gluon.jit
-def new_token(
-    qkv_ptr, part_stride, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr,
-    head, position, place, eps, dtype: gl.constexpr, columns_layout: gl.constexpr,
-    FORMAT: gl.constexpr, PARTS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
+def new_key(
+    qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head, position, place, eps,
+    scale_log2,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Store a row's new key and value of one K/V head at `place`.
-
-    Returns the products [8] of the group's queries, in `dtype`, with the key as stored, each 8 / HEADS times, and the
-    value as stored [HEAD_DIM]; both float32.
-    """
+    """Store the new key, and leave the statistics of the part that it is: its products with the queries, as stored."""
     HALF: gl.constexpr = HEAD_DIM // 2
     line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
     dims = gl.arange(0, HEAD_DIM, layout=line)
     partners = (dims + HALF) % HEAD_DIM
-    key_source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
-    key = _summed(key_source + dims, None, part_stride, PARTS)
-    partner = _summed(key_source + partners, None, part_stride, PARTS)
-    value = _summed(key_source + KV_HEADS * HEAD_DIM + dims, None, part_stride, PARTS)
-    cos, sin = factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
-    key = rotated(key, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM)
-    key = stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
-    value = stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
-    cos, sin = factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
-    columns = gl.arange(0, QUERIES, layout=columns_layout)
-    scores = gl.zeros([QUERIES], gl.float32, columns_layout)
-    for index in range(GROUP):
+    key_cos, key_sin = _factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
+    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
+    if PDL:
+        wait_for_kernel_ahead()
+    source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
+    key = gl.load(source + dims)
+    partner = gl.load(source + partners)
+    queries = ()  # all are asked for before the key is stored, which they would wait for
+    for index in gl.static_range(GROUP):
         source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
-        query = rotated(
-            _summed(source + dims, None, part_stride, PARTS), _summed(source + partners, None, part_stride, PARTS),
-            cos, sin, eps, 0, HEAD_DIM, HAS_NORM,
-        ).to(dtype)  # fmt: skip
-        score = gl.sum(query.to(gl.float32) * key, axis=0)
-        scores = gl.where(columns // (QUERIES // HEADS) == index, score, scores)
-    return scores, value
+        queries += ((gl.load(source + dims), gl.load(source + partners)),)
+    key = _rotated(key, partner, key_cos, key_sin, eps, 0, HEAD_DIM, HAS_NORM)
+    key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
+    for index in gl.static_range(GROUP):
+        query, partner = queries[index]
+        query = _rotated(query, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM).to(qkv_ptr.dtype.element_ty)
+        score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
+        gl.store(statistic_ptr + index, score)
+        gl.store(statistic_ptr + QUERIES + index, 1.0)
+
+
+@gluon.jit
+def new_value(
+    source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, is_alone,
+    FORMAT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Store the new value, and leave it as stored as the sums of its part; alone, it is the output."""
+    line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
+    dims = gl.arange(0, HEAD_DIM, layout=line)
+    if PDL:
+        wait_for_kernel_ahead()
+    value = gl.load(source + dims).to(gl.float32)
+    value = _stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
+    for index in gl.static_range(GROUP):
+        if is_alone:
+            gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
+        else:
+            gl.store(sums_ptr + index * HEAD_DIM + dims, value)
 
 
 @gluon.constexpr_function
@@ -143,38 +143,28 @@ def _group_layout(heads: int, head_dim: int) -> gl.BlockedLayout:
 @gluon.jit
 def query_factors(rope_ptr, query_gain_ptr, position, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
                   HAS_NORM: gl.constexpr):  # fmt: skip
-    """`factors` of a group's queries."""
+    """`_factors` of a group's queries."""
     rows: gl.constexpr = gl.SliceLayout(1, _group_layout(HEADS, HEAD_DIM))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
-    return factors(rope_ptr, query_gain_ptr, position, dims, HEAD_DIM // 2, HAS_NORM)
+    return _factors(rope_ptr, query_gain_ptr, position, dims, HEAD_DIM // 2, HAS_NORM)
 
 
 @gluon.jit
 def new_queries(
-    qkv_ptr, part_stride, cos, sin, head, eps, dtype: gl.constexpr,
-    PARTS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
+    qkv_ptr, cos, sin, head, eps,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
-    """A group's queries [8, HEAD_DIM], normed and rotated by `query_factors`, in `dtype`: each 8 / HEADS times; zeros
-    past the group."""
+    """A group's queries [8, HEAD_DIM], normed and rotated by `query_factors`, each 8 / HEADS times; past it zeros."""
     cube: gl.constexpr = _group_layout(HEADS, HEAD_DIM)
     rows: gl.constexpr = gl.SliceLayout(1, cube)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
     source = qkv_ptr + (head * GROUP + heads)[:, None] * HEAD_DIM
     is_head = (heads < GROUP)[:, None]
-    query = _summed(source + dims[None, :], is_head, part_stride, PARTS)
-    partner = _summed(source + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], is_head, part_stride, PARTS)
-    query = rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM).to(dtype)
-    repeated, _ = gl.broadcast(gl.expand_dims(query, 1), gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], dtype, cube))
+    query = gl.load(source + dims[None, :], mask=is_head, other=0.0)
+    partner = gl.load(source + ((dims + HEAD_DIM // 2) % HEAD_DIM)[None, :], mask=is_head, other=0.0)
+    query = _rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM)
+    query = query.to(qkv_ptr.dtype.element_ty)
+    zeros = gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], query.dtype, cube)
+    repeated, _ = gl.broadcast(gl.expand_dims(query, 1), zeros)
     return gl.reshape(repeated, [QUERIES, HEAD_DIM])
-
-
-@gluon.jit
-def in_shared(matrix):
-    """A matrix of two bytes an element, put in shared memory."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, 2 * matrix.shape[1]), element_bitwidth=16, rank=2
-    )
-    shared = gl.allocate_shared_memory(matrix.dtype, matrix.shape, layout)
-    shared.store(matrix)
-    return shared

@@ -112,11 +112,7 @@ class Case:
 
 
 def check(case: Case, kernel: str) -> None:
-    check_results(case, *case.launch(kernel))
-
-
-def check_results(case: Case, call, output, caches, scales, counters) -> None:
-    """Output and stored tokens are the reference's, and the counters are left at zero."""
+    call, output, caches, scales, counters = case.launch(kernel)
     call()
     assert not counters.any(), "the counters are not zero"
     want, want_caches, want_scales = case.reference()

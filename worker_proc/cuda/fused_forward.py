@@ -21,7 +21,6 @@ from kernels import decode_attention as decode
 from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
-from kernels.decode_new_tokens import decode_new_tokens
 from kernels.embedding import embedding
 from kernels.launch import shared_memory_bytes
 from kernels.new_token import NewTokens
@@ -43,9 +42,6 @@ slow that kernel down: decode attention over 32 x 1024 tokens took 46.8 us so, 3
 
 FEWEST_PARTS_TOKENS = 2
 """Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
-
-LINE_MAKES_NEW_TOKENS = True
-"""Whether decode attention of many rows makes the new tokens itself: not before a card has confirmed it."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -205,13 +201,6 @@ class FusedForward:
                 k_scales=key_scales, v_scales=value_scales,
                 next_caches=(cache.key_caches[following], cache.value_caches[following]),
             )  # fmt: skip
-        elif LINE_MAKES_NEW_TOKENS and self._line_makes_new_tokens(bucket, attention, cache):
-            plan = self._decode_plan(bucket.rows, key_scales is not None, specialised=True)
-            decode_new_tokens(
-                attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
-                self._partials, self._decode_counters, plan, new, scale=attention.scale, decode_row_count=counts[1:2],
-                key_scales=key_scales, value_scales=value_scales,
-            )  # fmt: skip
         else:
             window, quantised = attention.sliding_window or 0, key_scales is not None
             has_chunks = bucket.kind != DECODE
@@ -350,13 +339,6 @@ class FusedForward:
             return False
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
-
-    def _line_makes_new_tokens(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
-        """Whether one kernel does all between the products for many decode rows."""
-        if bucket.kind != DECODE or self._rope_table.shape[1] != self.config.head_dim:
-            return False
-        heads = (cache.block_size, attention.sliding_window or 0, cache.key_scales[0] is not None)
-        return decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
 
     def _takes_warps(self, rows: int, cache: torch.Tensor) -> bool:
         if cache.device.type != "cuda":
