@@ -51,7 +51,7 @@ from kernels.new_token_warp import new_key, new_queries, new_value, query_factor
 from kernels.paged_kv import compile_options
 
 STAGE_COUNT = 2
-MERGED_NUMBERS = 128
+MERGED_NUMBERS = 64
 
 
 @gluon.jit
@@ -301,7 +301,7 @@ def fused_decode_warps_kernel(
                 if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts:
                     gl.store(counters_ptr + pair, 0)
                     merge(output_ptr, partials_ptr, statistics_ptr, pair * SPLITS, 1, 0, parts,
-                          GROUP, HEADS, HEAD_DIM, NUMBERS)  # fmt: skip
+                          GROUP, HEADS, HEAD_DIM, NUMBERS, AHEAD=True)  # fmt: skip
     else:
         if PDL:
             wait_for_kernel_ahead()
