@@ -74,11 +74,9 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_GROUP = 8
-SPECIALISED = True
-"""Whether the engine takes kernels/decode_attention_hopper.py where it can: not before a card has confirmed it."""
 
 
-def reference_decode_attention(
+def decode_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

@@ -21,9 +21,8 @@ by its own number and each later one from a ticket counter, so a program that go
 | output   | as query                             | as query     | tokens of no row, of slot -1 or of length 0 get     |
 |          |                                      |              | zeros; decode rows' tokens are left alone           |
 | counters | [2]                                  | int32        | zero before the first call and after every call     |
-| fresh    | 2 x [token_count, kv_heads, head_dim] | as query    | beside 8-bit caches, for plans that are `fresh`:    |
-|          |                                      |              | keys and values of query's tokens, bit for bit what |
-|          |                                      |              | reading the cache gives; elsewhere anything         |
+| fresh    | [token_count, kv_heads, head_dim] x2 | as query     | keys and values of these tokens, to the bit as the  |
+|          |                                      |              | 8-bit cache is read; anything for tokens of no row  |
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
@@ -65,7 +64,7 @@ from kernels.prefill_plans import PrefillPlan, can_specialise
 COUNTER_COUNT = 2
 
 
-def reference_prefill_attention(
+def prefill_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

@@ -62,7 +62,7 @@ def cached_tiles(tile_count, length, query_count, KEY_TILE: gl.constexpr, FRESH:
 def _copy_fresh(
     desc, query_start, query_count, length, head, tile_count, filled, boxes, full, empty, STAGES: gl.constexpr
 ):
-    """Copy the row's tiles of this step's own keys (or values), from the last of `tile_count` on; return how many.
+    """Copy those of the row's `tile_count` tiles that hold the step's own keys (or values) alone, the last one first.
 
     Tokens past the row's end come along; past the tensor's end there are zeros.
     """
@@ -78,7 +78,6 @@ def _copy_fresh(
         for half in gl.static_range(HALVES):
             place = [token - step * KEY_TILE, head, half * BOX]
             tma.async_copy_global_to_shared(desc, place, full.index(stage), boxes.index(stage * HALVES + half))
-    return tile_count - first_tile
 
 
 @gluon.jit
@@ -87,8 +86,8 @@ def _copy_row(
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the first `tile_count` tiles of keys (or values) from the cache, the last one first; return the stages
-    filled so far."""
+    """Copy the first `tile_count` tiles of keys (or values) from the cache, the last one first; return the stages that
+    are filled so far."""
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
     BOX: gl.constexpr = pages.shape[2]
     TILE_BYTES: gl.constexpr = KEY_TILE * HALVES * BOX * pages.dtype.primitive_bitwidth // 8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, reference_prefill_attention
+from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, prefill_attention_reference
 from kernels.prefill_plans import launch_plan, measured_tiles
 from tests.kernels.paged_batches import (
     DEVICES,
@@ -53,7 +53,7 @@ def run(
 def references(batch: PagedBatch, scale: float = 0.125, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """In the batch's own dtype, and in float64."""
     same, exact = (
-        reference_prefill_attention(*batch.prefill_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
+        prefill_attention_reference(*batch.prefill_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
         for dtype in (batch.query.dtype, torch.float64)
     )
     return same, exact

@@ -7,7 +7,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 import kernels.prefill_attention
-from kernels import prefill_attention_hopper
+from kernels import prefill_attention_hopper, prefill_plans
 from kernels.kv_format import dequantise, read_back
 from kernels.paged_kv import HeadShape
 from kernels.prefill_attention_hopper_convert import FP8_TO_BF16, INT8_TO_BF16
@@ -196,7 +196,7 @@ def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, 
         part[0] = float("nan")  # the decode row's
         assert part[-spare:].isnan().all() and part.stride(0) > part[0].numel()
     poison_cached_copies(batch)
-    plan_options = {"specialised": True}
+    plan_options = {"specialised": True, "fresh": True}
     result = run(batch, plan_options=plan_options, fresh=fresh, decode_row_count=decode_rows)[1:]
     assert torch.equal(result, from_cache)
 
@@ -244,12 +244,13 @@ def test_converted_tiles_are_what_is_written_back(dtype):
 def test_wrong_fresh_tensors_are_named(values, message):
     batch = quantise_caches(make_batch([(64, 64)], "cpu", torch.bfloat16, head_dim=128), torch.int8)
     with pytest.raises(ValueError, match=message):
-        run(batch, plan_options={"specialised": True}, fresh=(batch.fresh()[0], values))
+        run(batch, plan_options={"specialised": True, "fresh": True}, fresh=(batch.fresh()[0], values))
     with pytest.raises(ValueError, match="fresh: wanted keys and values beside a fresh plan, else None"):
         run(batch, plan_options=SMALL_TILES, fresh=batch.fresh())
 
 
-def test_fresh_plans_are_of_the_hopper_kernel_over_8_bits():
+def test_fresh_plans_are_of_the_hopper_kernel_over_8_bits(monkeypatch):
+    monkeypatch.setattr(prefill_plans, "READS_FRESH", True)
     sizes = (4096, 1, 16, 8, 128, 132)
     assert launch_plan(*sizes, specialised=True, quantised=True).fresh
     assert not launch_plan(*sizes, quantised=True).fresh and not launch_plan(*sizes, specialised=True).fresh

@@ -73,6 +73,7 @@ def fresh_plans(monkeypatch, device):
     Without a GPU it runs in the emulator, and the store is its reference: the interpreter takes seconds for it.
     """
     calls, attend = [], prefill_attention.prefill_attention
+    monkeypatch.setattr(prefill_plans, "READS_FRESH", True)
     monkeypatch.setattr(prefill_plans, "is_specialised_size", lambda *_: True)
     monkeypatch.setattr(
         prefill_attention, "prefill_attention", lambda *a, **o: calls.append(o["fresh"] is not None) or attend(*a, **o)
@@ -82,7 +83,9 @@ def fresh_plans(monkeypatch, device):
     if device == "cpu":
         emulated = EmulatedKernel(prefill_attention_hopper._hopper_kernel)
         monkeypatch.setattr(prefill_attention_hopper, "_hopper_kernel", emulated)
-        monkeypatch.setattr(fused_forward, "has_hopper_kernel", lambda *_, **__: True)
+        monkeypatch.setattr(
+            fused_forward.FusedForward, "_has_hopper_kernel", lambda self, plans, *_, **__: plans is prefill_plans
+        )
         monkeypatch.setattr(fused_forward, "qk_norm_rope_store", _store_by_reference)
     return calls
 
