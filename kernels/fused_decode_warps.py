@@ -226,9 +226,11 @@ def fused_decode_warps_kernel(
                 first = split * share
                 last = gl.minimum(first + share, tiles)
                 places = gl.arange(0, TILE, layout=token_layout)
-                scales = ()  # of the first tiles, for the keys and for the values
+                boxes = ()
+                scales = ()  # for the keys and for the values
                 for ahead in gl.static_range(STAGES):
                     box_rows = box_rows_of(table_ptr, first + ahead, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+                    boxes += (box_rows,)
                     if first + ahead < last:
                         copy_tile(
                             key_desc, value_desc, box_rows, key_boxes, value_boxes, full, ahead, TILE, BOX_ROWS, HALVES
@@ -236,10 +238,10 @@ def fused_decode_warps_kernel(
                     token_count = cached - (first + ahead) * TILE
                     scales += (_load_scales(key_scales_ptr, value_scales_ptr, box_rows, token_count, places, BOX_ROWS,
                                             FORMAT),)  # fmt: skip
-                if HAS_NEXT:
-                    box_rows = box_rows_of(table_ptr, first, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                    _prefetch(next_key_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
-                    _prefetch(next_value_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
+                for ahead in gl.static_range(STAGES):
+                    if HAS_NEXT and first + ahead < last:
+                        _prefetch(next_key_ptr, boxes[ahead], BOX_ROWS, HEAD_DIM, FORMAT)
+                        _prefetch(next_value_ptr, boxes[ahead], BOX_ROWS, HEAD_DIM, FORMAT)
                 operands = _operands(keys, values, full, 0, 0, cached - first * TILE, mma, FORMAT)
                 if FORMAT > 0:  # what is only kept in registers is converted late, when nothing is left to wait for
                     kept = ()
