@@ -53,7 +53,8 @@ def _divided(x, divisor, reciprocal):
 def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
     """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
     TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
-    largest = gl.max(gl.abs(x), axis=0)
+    bits = gl.abs(x).to(gl.int32, bitcast=True)  # in the same order, and one instruction compares those of all lanes
+    largest = gl.max(bits, axis=0).to(gl.float32, bitcast=True)
     scale = _divided(largest, TOP, 1.0 / TOP)
     scale = gl.minimum(gl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(gl.float16).to(gl.float32)
     scale = gl.where(largest == 0.0, 0.0, scale)
