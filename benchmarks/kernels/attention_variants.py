@@ -113,7 +113,7 @@ def _single_warps(quantised: bool) -> list[Options]:
     """The Hopper decode kernel: tile, programs a multiprocessor and stages, which together fill its shared memory."""
     sizes = [(32, 8, 3), (32, 6, 4), (64, 4, 3), (16, 12, 4)] if quantised else [(32, 4, 3), (32, 3, 4), (16, 6, 4)]
     names = ("tile_tokens", "programs_per_multiprocessor", "num_stages")
-    kernel = {"specialised": True, "late_sum": False}
+    kernel = {"specialised": True}
     return [kernel | dict(zip(names, size, strict=True)) for size in sizes]
 
 
@@ -136,16 +136,14 @@ def _decode_aspects(quantised: bool) -> Aspects:
         _tile(32, 2, None, 4),
     ]  # fmt: skip
     pairs = [
-        _tile(128, 4, None, 2), _tile(128, 4, 168, 3), _tile(128, 8, None, 1),
+        _tile(128, 4, None, 2), _tile(128, 4, 168, 3), _tile(128, 8, None, 1), _tile(128, 8, 128, 2),
         _tile(64, 4, None, 2), _tile(64, 4, 168, 3), _tile(64, 4, 128, 4), _tile(64, 8, 128, 2), _tile(32, 4, 128, 4),
-        _tile(64, 2, None, 4),
     ]  # fmt: skip
     return {
         "tile": pairs if quantised else plain,
         "stages": [{"num_stages": count} for count in (2, 4)],
         "programs": [{"programs_per_multiprocessor": 1}],
         "beginnings": [{"start_tiles": 2}],
-        "sums": [{"late_sum": True}],
     }
 
 

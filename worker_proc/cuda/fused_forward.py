@@ -12,6 +12,7 @@ instead (`plain_forward`). Called by the GPU runner.
 """
 
 from copy import copy
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -107,14 +108,14 @@ class FusedForward:
         widest = 2 * config.intermediate_size
         self._workspace = Workspace.allocate(max_tokens, config.hidden_size, widest, dtype, device)
         self._rope_table = rope_table(model, max_positions)
-        decode_plan = self._decode_plan(max_rows)
-        fused_plans = [
-            self._fused_plan(rows, warps) for rows in range(1, fused.MAX_ROWS + 1) for warps in (False, True)
+        both = (False, True)
+        decode_plans = [
+            self._decode_plan(max_rows, quantised, specialised) for quantised, specialised in product(both, both)
         ]
-        floats = [plan.workspace_floats for plan in fused_plans]
-        floats.append(self._decode_plan(max_rows, quantised=True, specialised=True).workspace_floats)
-        self._partials = torch.empty(max(decode_plan.workspace_floats, *floats), device=device)
-        self._decode_counters = torch.zeros(decode_plan.counter_count, dtype=torch.int32, device=device)
+        fused_plans = [self._fused_plan(rows, warps) for rows, warps in product(range(1, fused.MAX_ROWS + 1), both)]
+        floats = max(plan.workspace_floats for plan in (*decode_plans, *fused_plans))
+        self._partials = torch.empty(floats, device=device)
+        self._decode_counters = torch.zeros(decode_plans[0].counter_count, dtype=torch.int32, device=device)
         self._prefill_counters = torch.zeros(prefill.COUNTER_COUNT, dtype=torch.int32, device=device)
 
     def run(
