@@ -51,7 +51,8 @@ def _divided(x, divisor, reciprocal):
 
 @gluon.jit
 def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
+    """A float32 vector [D] as elements of an 8-bit type, the same in float32, and their float16 scale; to the bit as
+    kernels/kv_quant.py."""
     TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
     bits = gl.abs(x).to(gl.int32, bitcast=True)  # in the same order, and one instruction compares those of all lanes
     largest = gl.max(bits, axis=0).to(gl.float32, bitcast=True)
@@ -64,7 +65,13 @@ def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
     if FORMAT == INT8:
         below_half: gl.constexpr = 0.5 - 2**-25  # a half would take what is just below it to the next level
         level = gl.where(level < 0.0, level - below_half, level + below_half).to(gl.int32)  # halves away from zero
-    return level.to(dtype), scale
+        read = level.to(gl.float32)
+    else:
+        # Rounded here: an element that is both stored in a word of four and converted back comes out of ptxas wrong.
+        power = (level.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        shift = gl.maximum(power * 0.125, 2.0**-9) * (1.5 * 2.0**23)  # below it, float32 has e4m3's spacing
+        read = (level + shift) - shift
+    return level.to(dtype), read, scale
 
 
 @gluon.jit
@@ -75,9 +82,9 @@ def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMA
         elements = x.to(cache_ptr.dtype.element_ty)
         read = elements.to(gl.float32)
     else:
-        elements, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
+        elements, level, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
         gl.store(scales_ptr + place, scale.to(gl.float16))
-        read = elements.to(gl.float32) * scale
+        read = level * scale
     gl.store(cache_ptr + place * HEAD_DIM + dims, elements)
     return read
 
