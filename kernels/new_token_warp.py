@@ -50,8 +50,17 @@ def _divided(x, divisor, reciprocal):
 
 
 @gluon.jit
-def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
+def _as_e4m3(level):
+    """Float32 rounded to what e4m3 holds, to the nearest, ties to even. Not by way of that type: what is converted back
+    in the program that also stores it comes out of a register that nothing has written, by Triton 3.6's ptxas."""
+    bits = level.to(gl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(gl.float32, bitcast=True)
+    return gl.where(gl.abs(level) < 0.015625, (level + 24576.0) - 24576.0, rounded)  # below 2^-6 in steps of 2^-9
+
+
+@gluon.jit
+def _quantised(x, FORMAT: gl.constexpr):
+    """Levels and scale of a float32 vector [D], both float32: to the bit as kernels/kv_quant.py."""
     TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
     bits = gl.abs(x).to(gl.int32, bitcast=True)  # in the same order, and one instruction compares those of all lanes
     largest = gl.max(bits, axis=0).to(gl.float32, bitcast=True)
@@ -64,20 +73,25 @@ def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
     if FORMAT == INT8:
         below_half: gl.constexpr = 0.5 - 2**-25  # a half would take what is just below it to the next level
         level = gl.where(level < 0.0, level - below_half, level + below_half).to(gl.int32)  # halves away from zero
-    return level.to(dtype), scale
+        level = level.to(gl.float32)
+    else:
+        level = _as_e4m3(level)
+    return level, scale
 
 
 @gluon.jit
 def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
     """Store a float32 vector [D] at a place of a contiguous cache; what reading it gives, in float32."""
     place = place.to(gl.int64)
+    dtype: gl.constexpr = cache_ptr.dtype.element_ty
     if FORMAT == 0:
-        elements = x.to(cache_ptr.dtype.element_ty)
+        elements = x.to(dtype)
         read = elements.to(gl.float32)
     else:
-        elements, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
+        level, scale = _quantised(x, FORMAT)
         gl.store(scales_ptr + place, scale.to(gl.float16))
-        read = elements.to(gl.float32) * scale
+        elements = level.to(dtype)
+        read = level * scale
     gl.store(cache_ptr + place * HEAD_DIM + dims, elements)
     return read
 
