@@ -111,7 +111,7 @@ class StepStager:
         sampled_slots = slots[sampled_rows]
         positions = self._mirror.known_lengths[sampled_slots]
         self._advance(slots, counts, samples)
-        header = (len(slots), len(plan.decode_slots), starts[-1], len(plan.block_ids))
+        header = (len(slots), len(plan.decode_slots), starts[-1], len(plan.block_ids), 0)  # nobody asks for the number
         appends = np.concatenate(([0], np.cumsum(append_counts)))
         addresses, values = writes.arrays()
         parts = (header, slots, counts, starts, first_blocks, appends, plan.block_ids, sampled_rows,
@@ -201,7 +201,7 @@ def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: St
 
     The same as the kernel in `kernels/step_inputs.py`, whose docstring has formula, tables and padding.
     """
-    row_count, _, token_count, block_count = plan[:HEADER].tolist()
+    row_count, _, token_count, block_count, *_ = plan[:HEADER].tolist()
     slots, counts = plan[layout.row_slots][:row_count], plan[layout.token_counts][:row_count]
     tables, computed_lengths = state.block_tables.numpy(), state.computed_lengths.numpy()
     if block_count:
