@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,3 +266,45 @@ def test_tokens_are_those_of_copied_plans(
         driver = make_gpu_driver(folder, device, padded=device == "cpu")
         outputs.append(outputs_of(driver, depth=2))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+def test_steps_of_every_bucket_issued_ahead_give_the_tokens_of_copied_plans(
+    family, tiny_model, make_gpu_driver, fused_sizes, monkeypatch
+):
+    """Chunks, mixed and decode steps, log probabilities, captures between them, five steps in flight."""
+    _, folder = tiny_model(family, **fused_sizes)
+    outputs = []
+    for fetching in (False, True):
+        monkeypatch.setattr(staging, "FETCHING", fetching)
+        driver = make_gpu_driver(folder, "cuda", block_count=BLOCKS)
+        driver.forward = SimpleNamespace(failing=False)
+        traffic = Traffic(driver, seed=5, depth=LANE_COUNT - 2)
+        traffic.run(250)
+        outputs.append([request.output for request in traffic.everybody])
+    assert outputs[0] == outputs[1] and sum(map(len, outputs[0])) > 200
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
+def test_a_step_is_nothing_but_its_graph(make_counting):
+    """Of decoding: no copy to the card or from it, and one launch."""
+    from torch.profiler import ProfilerActivity, profile
+
+    driver = make_counting("cuda")
+    request = driver.add([5])
+    in_flight = [driver.runner.execute(driver.plan([(request, 1)]))]
+    request.tokens.append(6)
+    in_flight.append(driver.runner.execute(driver.plan([(request, 1)])))
+    for step in in_flight:
+        step.result()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for count in range(20):
+            request.tokens.append(7 + count)
+            result = driver.runner.execute(driver.plan([(request, 1)])).result()
+            assert list(result.token_ids) == [8 + count]
+    calls = {event.key: event.count for event in profiled.key_averages()}
+    assert not [name for name in calls if name.startswith(("Memcpy", "cudaMemcpy"))], calls
+    assert calls["cudaGraphLaunch"] == 20
+    assert not [name for name in calls if name.startswith(("cudaLaunchKernel", "cuLaunchKernel"))], calls
