@@ -117,7 +117,7 @@ def make_counting(plan_driver, monkeypatch):
         runner = CudaRunner(forward, cache, slots, StepLimits(SLOTS, MAX_TOKENS), VOCABULARY, eager=eager)
         if device == "cpu" and not eager:
             record_graphs(runner, monkeypatch)
-        driver = plan_driver(runner.execute, SLOTS, BLOCKS, BLOCK_SIZE)
+        driver = plan_driver(lambda plan: runner.execute(plan).result(), SLOTS, BLOCKS, BLOCK_SIZE)
         driver.runner, driver.forward = runner, forward
         return driver
 
@@ -242,6 +242,19 @@ def test_a_turn_too_many_is_told_and_not_taken_for_a_result(device, make_countin
     request.tokens.append(6)
     with pytest.raises(RuntimeError, match="lane 1: the host's step is 1, the device's 0"):
         driver.runner.execute(driver.plan([(request, 1)])).result()
+
+
+@devices
+def test_what_does_not_fit_behind_the_plan_is_copied(device, make_counting, monkeypatch):
+    monkeypatch.setattr(staging, "WRITE_ROOM", 60)
+    apart = []
+    copy = staging.StagingRing._copy_apart
+    monkeypatch.setattr(staging.StagingRing, "_copy_apart", lambda *a: apart.append(len(a[1])) or copy(*a))
+    driver = make_counting(device)
+    requests = [driver.add(list(range(count))) for count in (20, 2, 25)]
+    driver.run(requests, 3, chunk=8)
+    assert [r.output for r in requests] == [[20, 21, 22], [2, 3, 4], [25, 26, 27]]
+    assert apart and min(apart) > 60
 
 
 def outputs_of(driver, depth: int) -> list[list[int]]:
