@@ -6,7 +6,7 @@
 `--decode BxC` times decode steps of B rows with C tokens of context each, issued back to back as with run-ahead;
 `--chunk BxC` times steps that compute B whole prompts of C tokens. For each: wall time, device time and main-thread
 time per step. `--profile` adds a table of kernel times, overlaps taken apart, and counts of operations that a step must
-not contain. `--fetching on|off` says whether a step's kernels read its plan from the host's memory and write its results
+not contain. `--fetching on|off` says whether a step's kernels read its plan in the host's memory and write its results
 there, or copies do (`FETCHING` in worker_proc/cuda/staging.py). Random weights. Prints a table and ends with one JSON
 line.
 """
