@@ -61,9 +61,9 @@ from kernels.decode_tile import (
 from kernels.fused_decode_parts import fused_decode_parts_kernel
 from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
-from kernels.launch import launch_options, let_next_start, takes_gluon, wait_for_inputs
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.new_token import NewTokens, new_queries, norm_gains, rotation, stored_new_token
-from kernels.paged_kv import LOG2_E, HeadShape, attend_row, gather_row
+from kernels.paged_kv import LOG2_E, HeadShape, attend_row, gather_row, gluon_attends
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
@@ -135,9 +135,8 @@ def can_take_warps(
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
-    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= WARPS_GROUP
-    dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
-    return is_size and dtype in dtypes and takes_gluon(capability_major, triton_version)
+    card = {"capability_major": capability_major, "triton_version": triton_version}
+    return gluon_attends(shape, dtype, WARPS_GROUP, quantised=quantised, **card)
 
 
 def takes_warps(

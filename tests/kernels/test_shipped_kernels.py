@@ -66,7 +66,8 @@ def test_attention_over_8_bit_caches_compiles(compiler):
         assert "failed" not in found, found
         check(found["kernels"])
     (kernel,) = ask(compiler, KERNELS["decode"])["kernels"]
-    assert (kernel["registers"], kernel["threads"]) == (128, 256), "two programs of eight warps on a multiprocessor"
+    assert 4 * kernel["registers"] * kernel["threads"] <= 65_536, "four programs of two warps on a multiprocessor"
+    assert kernel["threads"] == 64, kernel
     (large,) = ask(compiler, KERNELS["decode"], tile_tokens=256, num_stages=5)["kernels"]
     assert large["shared_bytes"] > CARD["shared_memory_per_block_optin"]
     assert "failed" in ask(compiler, KERNELS["decode"], tile_tokens=100), "no power of two"
