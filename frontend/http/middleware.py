@@ -191,8 +191,8 @@ def _compressed(encoding: bytes) -> RequestError:
 
 def _foreign(origin: bytes) -> RequestError:
     text = (
-        f"pages of {origin.decode('latin-1'):.100} may not call this engine: start it with --allowed-origins, or, from a "
-        "page of its own origin, send the body as application/json"
+        f"pages of {origin.decode('latin-1'):.100} may not call this engine: start it with --allowed-origins, or send "
+        "the body as application/json from a page of its own origin"
     )
     return RequestError(text, code="origin_not_allowed", status=403)
 
