@@ -16,7 +16,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeVar, Unpack, overload
 
 import zmq
@@ -85,7 +85,7 @@ class Client:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._closed = False
-        self._use = threading.RLock()
+        self._in_use = _OneThread()
         try:
             self.welcome = self._call(client_requests.hello(name), HELLO_ID)
         except BaseException:
@@ -291,19 +291,9 @@ class Client:
         raise_error(reply)
         return reply
 
-    @contextlib.contextmanager
-    def _used(self) -> Iterator[None]:
-        """For what uses the sockets: two threads at once would have ZeroMQ abort the process."""
-        if not self._use.acquire(blocking=False):
-            raise RuntimeError("another thread is using this client; give each thread a client of its own")
-        try:
-            yield
-        finally:
-            self._use.release()
-
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
-        with self._used():
+        with self._in_use:
             if self._monitor in dict(self._poller.poll(wait_ms)):
                 self._look_at_connection()
             self._drain()
@@ -323,7 +313,7 @@ class Client:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
-        with self._used():
+        with self._in_use:
             self._await_connection()
             self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
 
@@ -345,6 +335,20 @@ class Client:
             reply = self.next_reply(inbox, time.monotonic() + self.timeout_s)
         assert isinstance(reply, call.reply), f"wanted {call.reply.__name__}, got {type(reply).__name__}"
         return call.value(reply)
+
+
+class _OneThread:
+    """Held by what uses the sockets: two threads at once would have ZeroMQ abort the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another thread is using this client; give each thread a client of its own")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Running(Protocol[ResultT_co]):

@@ -78,7 +78,7 @@ SPECIALISED = False
 """Whether the engine takes kernels/decode_attention_hopper.py where it can: not before a card has confirmed it."""
 
 
-def reference_decode_attention(
+def decode_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

@@ -61,7 +61,7 @@ from kernels.prefill_plans import PrefillPlan, can_specialise
 COUNTER_COUNT = 2
 
 
-def reference_prefill_attention(
+def prefill_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,

@@ -212,9 +212,9 @@ class DecodeTrial(_PagedTrial):
 
     def reference(self, inputs: PagedInputs, dtype: torch.dtype) -> torch.Tensor:
         """Row by row."""
-        from kernels.decode_attention import reference_decode_attention
+        from kernels.decode_attention import decode_attention_reference
 
-        return reference_decode_attention(*inputs.decode_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
+        return decode_attention_reference(*inputs.decode_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
 
 
 class PrefillTrial(_PagedTrial):
@@ -260,9 +260,9 @@ class PrefillTrial(_PagedTrial):
 
     def reference(self, inputs: PagedInputs, dtype: torch.dtype) -> torch.Tensor:
         """Row by row; at 4,096 tokens and 32 heads some gigabytes."""
-        from kernels.prefill_attention import reference_prefill_attention
+        from kernels.prefill_attention import prefill_attention_reference
 
-        return reference_prefill_attention(*inputs.prefill_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
+        return prefill_attention_reference(*inputs.prefill_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
 
 
 class FewRowsTrial(_PagedTrial):

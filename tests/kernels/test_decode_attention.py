@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.decode_attention import bytes_moved, decode_attention, launch_plan, reference_decode_attention
+from kernels.decode_attention import bytes_moved, decode_attention, decode_attention_reference, launch_plan
 from tests.kernels.paged_batches import (
     DEVICES,
     MULTIPROCESSORS,
@@ -38,7 +38,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
 def check(batch: PagedBatch, *, plan_options: dict | None = None, scale: float = 0.125, **options) -> None:
     result = run(batch, scale=scale, plan_options=plan_options, **options)
     exact, same = (
-        reference_decode_attention(*batch.decode_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
+        decode_attention_reference(*batch.decode_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
         for dtype in (torch.float64, batch.query.dtype)
     )
     assert_as_exact_as_torch(result, same, exact, ERROR_FACTOR)
@@ -109,7 +109,7 @@ def test_rows_past_the_decode_rows_are_left_alone(place):
     batch = make_batch(ones(40, 90, 20, 300), *place)
     result = run(batch, decode_row_count=torch.tensor([2], dtype=torch.int32, device=place[0]))
     exact, same = (
-        reference_decode_attention(*batch.decode_inputs, scale=0.125, dtype=dtype)[:2]
+        decode_attention_reference(*batch.decode_inputs, scale=0.125, dtype=dtype)[:2]
         for dtype in (torch.float64, batch.query.dtype)
     )
     assert_as_exact_as_torch(result[:2], same, exact, ERROR_FACTOR)
@@ -259,7 +259,7 @@ def test_one_graph_is_right_for_every_mix_of_lengths(cache, specialised):
         output.fill_(float("nan"))
         graph.replay()
         same, exact = (
-            reference_decode_attention(*batch.decode_inputs, scale=0.1, dtype=dtype, **batch.scales)
+            decode_attention_reference(*batch.decode_inputs, scale=0.1, dtype=dtype, **batch.scales)
             for dtype in (torch.bfloat16, torch.float64)
         )
         assert_as_exact_as_torch(output, same, exact, ERROR_FACTOR)

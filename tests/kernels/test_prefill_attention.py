@@ -8,7 +8,7 @@ import torch
 import kernels.prefill_attention
 from kernels import prefill_attention_hopper
 from kernels.paged_kv import HeadShape
-from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, reference_prefill_attention
+from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, prefill_attention_reference
 from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan, measured_tiles
 from tests.kernels.gluon_emulator import EmulatedKernel
 from tests.kernels.paged_batches import (
@@ -53,7 +53,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
 def references(batch: PagedBatch, scale: float = 0.125, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """In the batch's own dtype, and in float64."""
     same, exact = (
-        reference_prefill_attention(*batch.prefill_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
+        prefill_attention_reference(*batch.prefill_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
         for dtype in (batch.query.dtype, torch.float64)
     )
     return same, exact

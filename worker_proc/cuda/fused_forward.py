@@ -64,19 +64,9 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_hopper_kernel(
-    model: LlamaForCausalLM, block_size: int, sliding_window: int, quantised: bool, plans: ModuleType = prefill_plans
-) -> bool:
-    """Whether the kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache.
-
-    `plans`: the module whose `can_specialise` says what the kernel computes, of prefill or of decode.
-    """
-    config, weight = model.config, model.model.norm.weight
-    if weight.device.type != "cuda":
-        return False
-    shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
-    major = torch.cuda.get_device_capability(weight.device)[0]
-    return plans.can_specialise(shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major)
+def capability_major(device: torch.device) -> int:
+    """The first number of a GPU's compute capability, 9 for Hopper; 0 for the interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 class FusedForward:
@@ -100,7 +90,7 @@ class FusedForward:
         self._layers = list(enumerate(model.model.layers))
         weight = model.model.norm.weight
         device, dtype = weight.device, weight.dtype
-        self._multiprocessors = multiprocessor_count(device)
+        self._multiprocessors, self._capability_major = multiprocessor_count(device), capability_major(device)
         self._query_shape = (config.head_count, config.head_dim)
         query_size, kv_size = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
 
@@ -266,7 +256,7 @@ class FusedForward:
         quantised = cache.key_scales[index] is not None
         if bucket.kind != CHUNK:
             heads = (cache.block_size, options["sliding_window"], quantised)
-            specialised = decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
+            specialised = decode.SPECIALISED and self._has_hopper_kernel(decode, *heads)
             plan = self._decode_plan(bucket.rows, quantised, specialised)
             decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
         if bucket.kind != DECODE:
@@ -326,11 +316,19 @@ class FusedForward:
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
 
     def _takes_warps(self, cache: torch.Tensor) -> bool:
-        group = self.config.head_count // self.config.kv_head_count
-        if not fused.SINGLE_WARPS or cache.device.type != "cuda":
-            return False
-        major = torch.cuda.get_device_capability(cache.device)[0]
-        return fused.can_take_warps(self._qkv.dtype, cache, group, capability_major=major)
+        group, major = self.config.head_count // self.config.kv_head_count, self._capability_major
+        return fused.SINGLE_WARPS and fused.can_take_warps(self._qkv.dtype, cache, group, capability_major=major)
+
+    def _has_hopper_kernel(self, plans: ModuleType, block_size: int, sliding_window: int, quantised: bool) -> bool:
+        """Whether the kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache.
+
+        `plans`: the module whose `can_specialise` says what the kernel computes, of prefill or of decode.
+        """
+        config, major = self.config, self._capability_major
+        shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
+        return plans.can_specialise(
+            shape, self.hidden.dtype, sliding_window, quantised=quantised, capability_major=major
+        )
 
     def _fused_plan(self, rows: int, single_warps: bool) -> fused.FusedDecodePlan:
         sizes = (self.config.kv_head_count, self.config.head_dim)
@@ -348,7 +346,7 @@ class FusedForward:
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
         is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
-        is_specialised = is_large and has_hopper_kernel(self.model, block_size, sliding_window, quantised)
+        is_specialised = is_large and self._has_hopper_kernel(prefill_plans, block_size, sliding_window, quantised)
         rows = row_class(self.logits.shape[0] if is_specialised else bucket.rows)
         return prefill_plans.launch_plan(
             bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised,

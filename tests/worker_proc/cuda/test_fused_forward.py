@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import fused_decode_attention as fused
 from kernels import prefill_plans, skinny_linear, tuning
 from kernels.tuning import LIBRARY, LinearPlan
-from worker_proc.cuda import fused_forward
 from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket, bucket_of, compiled_buckets
-from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, has_hopper_kernel
+from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward
 
 
 @pytest.mark.parametrize(
@@ -20,21 +20,33 @@ from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, has_hoppe
 )
 def test_the_hopper_kernel_is_asked_about_the_blocks_that_there_are(block_size, capability, possible, monkeypatch):
     """Its copies start at eight positions: with smaller blocks the plain kernel has to do."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
     monkeypatch.setattr(prefill_plans, "can_specialise", partial(prefill_plans.can_specialise, triton_version="3.6.0"))
-    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    model = SimpleNamespace(
-        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128),
-        model=SimpleNamespace(norm=SimpleNamespace(weight=weight)),
-    )
-    assert has_hopper_kernel(model, block_size, sliding_window=0, quantised=False) is possible
-
-
-def attention_variants(bucket: Bucket, max_rows: int) -> set:
-    """What the attention of a bucket's step is compiled for, early launch included, on a card like Hopper."""
     pass_ = SimpleNamespace(
-        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _multiprocessors=132, model=None,
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _capability_major=capability,
+        hidden=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+    assert FusedForward._has_hopper_kernel(pass_, prefill_plans, block_size, 0, quantised=False) is possible
+
+
+@pytest.mark.parametrize(("capability", "is_on"), [(9, True), (8, True), (0, True), (9, False)])
+def test_single_warps_are_taken_where_the_card_has_them_and_they_are_on(capability, is_on, monkeypatch):
+    """A pass knows its card from the start: nothing here asks for it, layer by layer."""
+    monkeypatch.setattr(fused, "SINGLE_WARPS", is_on)
+    monkeypatch.setattr(fused, "can_take_warps", partial(fused.can_take_warps, triton_version="3.6.0"))
+    pass_ = SimpleNamespace(
+        config=SimpleNamespace(head_count=16, kv_head_count=8), _capability_major=capability,
+        _qkv=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+    cache = torch.empty(1, 8, 16, 128, dtype=torch.bfloat16)
+    assert FusedForward._takes_warps(pass_, cache) is (is_on and capability == 9)
+
+
+def attention_variants(bucket: Bucket, max_rows: int, is_hopper: bool) -> set:
+    """What the attention of a bucket's step is compiled for, early launch included."""
+    pass_ = SimpleNamespace(
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _multiprocessors=132,
         logits=torch.empty(max_rows, 0), hidden=torch.empty(0, dtype=torch.bfloat16),
+        _has_hopper_kernel=lambda *_: is_hopper,
     )  # fmt: skip
     found = set()
     if bucket.kind != CHUNK:
@@ -47,18 +59,17 @@ def attention_variants(bucket: Bucket, max_rows: int) -> set:
 
 @pytest.mark.parametrize("is_hopper", [True, False])
 @pytest.mark.parametrize("limits", [(1, 16), (48, 64), (100, 1000), (256, 8192), (300, 512), (512, 4096), (1024, 8192)])
-def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper, monkeypatch):
+def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper):
     """Otherwise a step among many has to wait for the compiler, on a machine where it is the first of its kind."""
-    monkeypatch.setattr(fused_forward, "has_hopper_kernel", lambda *_, **__: is_hopper)
     max_rows, max_tokens = limits
-    ready = set().union(*(attention_variants(bucket, max_rows) for bucket in compiled_buckets(*limits)))
+    ready = set().union(*(attention_variants(bucket, max_rows, is_hopper) for bucket in compiled_buckets(*limits)))
     rng = Random(0)
     for _ in range(500):
         rows = rng.choice((rng.randint(1, max_rows), min(max_rows, rng.choice((1, 16, 17, 64, 65, 128, 129)))))
         chunks = rng.choice((0, 1, rows // 2, rows))
         tokens = rows if chunks == 0 else min(max_tokens, rows + int(2 ** rng.uniform(0, 13)))
         bucket = bucket_of(rows - chunks, chunks, tokens, max_rows=max_rows, max_tokens=max_tokens)
-        assert attention_variants(bucket, max_rows) <= ready, bucket
+        assert attention_variants(bucket, max_rows, is_hopper) <= ready, bucket
 
 
 @pytest.mark.parametrize("measured", ["n40_k64", "n40_k64_norm"])
