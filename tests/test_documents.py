@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from common.cli import OptionParser
+from common.errors import ConfigError
 from common.messages import SlotInit, SlotSampling, StepPlan
+from common.other_engines import INSTEAD
 from kernels.step_layout import PlanLayout, StepInputs
 from launcher import serve
 from worker_proc.slots import SlotMemory, SlotMirror
@@ -80,6 +82,20 @@ def test_the_migration_tables_are_true(options):
             assert not theirs & options, f"{engine}: {theirs & options} is taken as it is"
 
 
+def test_an_option_that_is_refused_is_refused_with_what_the_migration_tables_say():
+    """Unknown, without a word: whoever came from vLLM had to find the table."""
+    told = {flag for _, theirs, cell, _ in migration_rows() if cell != "same" for flag in theirs}
+    assert told == INSTEAD.keys()
+    for flag in told:
+        with pytest.raises(ConfigError) as caught:
+            serve.parse([flag, "x"])
+        assert str(caught.value) == f"unknown argument {flag}; {INSTEAD[flag]}"
+
+
+def test_hints_at_other_options_name_existing_ones(options):
+    assert named(" ".join(INSTEAD.values())) <= options
+
+
 def test_notes_of_the_migration_tables_name_existing_options(options):
     text = (ROOT / "docs" / "migrating.md").read_text()
     notes = " ".join(line.rsplit("|", 2)[1] for line in text.splitlines() if line.startswith("| `--"))
@@ -91,7 +107,8 @@ def test_every_option_of_ours_with_another_engines_name_is_in_a_table(options):
     told = {flag for _, theirs, cell, _ in migration_rows() if cell == "same" for flag in theirs}
     aliases = {"--model-path", "--tokenizer-path", "--context-length", "--page-size", "--mem-fraction-static",
                "--max-running-requests", "--max-queued-requests", "--disable-cuda-graph", "--disable-radix-cache",
-               "--tp-size", "--log-requests"}  # fmt: skip
+               "--tp-size", "--log-requests", "--num-gpu-blocks-override", "--scheduling-policy", "--random-seed",
+               "--enable-deterministic-inference"}  # fmt: skip
     assert aliases <= options and aliases <= told
 
 
