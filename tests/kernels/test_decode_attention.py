@@ -198,14 +198,6 @@ def test_wrong_inputs_are_named(change, message):
         decode_attention(output, *batch.decode_inputs, partials, counters, plan, scale=0.1)
 
 
-@pytest.mark.parametrize("cache", [None, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 40, "soft_cap": 5.0}], ids=["all", "window"])
-def test_sums_taken_late_are_the_same(options, cache, place):
-    batch = make_batch(ones(1, 64, 0, 130, 17, 400), *place, padding=(2,), seed=3)
-    batch = batch if cache is None else quantise_caches(batch, cache)
-    check(batch, plan_options={"late_sum": True}, **options)
-
-
 def test_plan_is_sized_by_the_bucket_alone():
     plan = launch_plan(48, 16, 8, 128, 132)
     assert plan.program_count % 132 == 0

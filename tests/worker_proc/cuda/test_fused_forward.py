@@ -1,5 +1,6 @@
 """What the fused pass decides from the model and the card, without either."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -10,9 +11,13 @@ import torch
 
 from kernels import fused_decode_attention as fused
 from kernels import prefill_plans, skinny_linear, tuning
+from kernels.step_layout import StepInputs
 from kernels.tuning import LIBRARY, LinearPlan
+from tests.support.poison import poison
 from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket, bucket_of, compiled_buckets
 from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward
+from worker_proc.kv_cache import KVCache, cache_specs
+from worker_proc.loader import load_model
 
 
 @pytest.mark.parametrize(
@@ -28,17 +33,19 @@ def test_the_hopper_kernel_is_asked_about_the_blocks_that_there_are(block_size, 
     assert FusedForward._has_hopper_kernel(pass_, prefill_plans, block_size, 0, quantised=False) is possible
 
 
-@pytest.mark.parametrize(("capability", "is_on"), [(9, True), (8, True), (0, True), (9, False)])
-def test_single_warps_are_taken_where_the_card_has_them_and_they_are_on(capability, is_on, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "block_size", "capability", "possible"),
+    [(1, 16, 9, False), (2, 16, 9, True), (16, 16, 9, True), (2, 4, 9, False), (2, 16, 8, False), (2, 16, 0, False)],
+)
+def test_few_rows_are_left_to_single_warps_where_these_are_faster(rows, block_size, capability, possible, monkeypatch):
     """A pass knows its card from the start: nothing here asks for it, layer by layer."""
-    monkeypatch.setattr(fused, "SINGLE_WARPS", is_on)
     monkeypatch.setattr(fused, "can_take_warps", partial(fused.can_take_warps, triton_version="3.6.0"))
     pass_ = SimpleNamespace(
-        config=SimpleNamespace(head_count=16, kv_head_count=8), _capability_major=capability,
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _capability_major=capability,
         _qkv=torch.empty(0, dtype=torch.bfloat16),
     )  # fmt: skip
-    cache = torch.empty(1, 8, 16, 128, dtype=torch.bfloat16)
-    assert FusedForward._takes_warps(pass_, cache) is (is_on and capability == 9)
+    cache = torch.empty(1, 8, block_size, 128, dtype=torch.bfloat16)
+    assert FusedForward._takes_warps(pass_, rows, cache) is possible
 
 
 def attention_variants(bucket: Bucket, max_rows: int, is_hopper: bool) -> set:
@@ -50,7 +57,8 @@ def attention_variants(bucket: Bucket, max_rows: int, is_hopper: bool) -> set:
     )  # fmt: skip
     found = set()
     if bucket.kind != CHUNK:
-        found.add(FusedForward._decode_plan(pass_, bucket.rows))
+        plan = FusedForward._decode_plan(pass_, bucket.rows, specialised=is_hopper)
+        found.add((plan, is_hopper and bucket.kind == DECODE))
     if bucket.kind != DECODE:
         plan = FusedForward._prefill_plan(pass_, bucket, block_size=16, sliding_window=0, quantised=False)
         found.add((replace(plan, program_count=0), bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS))
@@ -88,3 +96,69 @@ def test_the_head_takes_the_plan_of_the_product_that_it_is(measured, monkeypatch
     FusedForward._logits_of(forward, torch.zeros(3, 64))
     FusedForward._head(forward, torch.zeros(3, 64), Bucket(DECODE, 3, 3), None)
     assert chosen == (["small_m", "library"] if measured == "n40_k64" else ["library", "small_m"])
+
+
+class OnePrompt:
+    """A prompt's rows of queries, keys and values, and a pass of one layer whose attention takes them in pieces.
+
+    What no step has written is NaN: in the cache, and in the rows past each step's own.
+    """
+
+    def __init__(self, folder, device: str, kv_cache_dtype: str, length: int) -> None:
+        place = torch.device(device)
+        model = load_model(folder, device=place, dtype=torch.bfloat16)
+        config = model.config
+        self.cache = KVCache(
+            cache_specs(config, torch.bfloat16, kv_cache_dtype), block_size=16, block_count=64, host_block_count=0,
+            device=place,
+        )  # fmt: skip
+        poison(self.cache)
+        self.forward = FusedForward(model, max_rows=4, max_tokens=320, max_positions=length)
+        self.rows = torch.randn(length, (config.head_count + 2 * config.kv_head_count) * config.head_dim)
+        self.free = list(torch.randperm(64))
+
+    def attended(self, cuts: list[int], shared: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the tokens from the first cut on, a step from each to the next; and the prompt's blocks, of
+        which the first may be another's."""
+        device = self.forward.hidden.device
+        owned = [] if shared is None else [*shared.tolist()]
+        table = torch.tensor([*owned, *(self.free.pop() for _ in range(-(-cuts[-1] // 16) - len(owned)))])
+        found = []
+        for start, end in itertools.pairwise(cuts):
+            tokens = -(-(end - start) // 64) * 64
+            positions = torch.arange(start, end)
+            inputs = StepInputs.allocate(1, tokens, device)
+            inputs.positions[: end - start] = positions
+            inputs.slot_mapping[: end - start] = table[positions // 16] * 16 + positions % 16
+            for field, values in ("row_slots", [0]), ("context_lengths", [end]), ("query_starts", [0, end - start]):
+                getattr(inputs, field).copy_(torch.tensor(values))
+            rows = torch.full((tokens, self.rows.shape[1]), float("nan"), dtype=torch.bfloat16, device=device)
+            rows[: end - start] = self.rows[start:end]
+            slots = SimpleNamespace(block_tables=table[None].int().to(device))
+            counts = torch.tensor([1, 0], dtype=torch.int32, device=device)
+            bucket = Bucket(CHUNK, 1, tokens)
+            output = self.forward._store_and_attend(0, rows, bucket, inputs, self.cache, slots, counts)
+            found.append(output[: end - start].clone())
+        return torch.cat(found), table
+
+
+@pytest.mark.parametrize("device", [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+])  # fmt: skip
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_prompts_attention_has_the_same_bits_however_it_is_cut(
+    device, kv_cache_dtype, fresh_plans, tiny_model, fused_sizes
+):
+    """Keys are read as bfloat16 in the step that computes them, and from the cache in later ones and by others."""
+    _, folder = tiny_model("Qwen3", **fused_sizes | {"head_dim": 128, "num_hidden_layers": 1})
+    with torch.no_grad():
+        prompt = OnePrompt(folder, device, kv_cache_dtype, length=200)
+        whole, blocks = prompt.attended([0, 200])
+        in_tiles, _ = prompt.attended([0, 64, 192, 200])
+        anywhere, _ = prompt.attended([0, 70, 200])
+        behind, _ = prompt.attended([128, 200], shared=blocks[:8])
+    assert all(fresh_plans) and len(fresh_plans) == 7
+    assert torch.isfinite(whole).all()
+    assert torch.equal(in_tiles, whole) and torch.equal(behind, whole[128:])
+    torch.testing.assert_close(anywhere, whole, rtol=2**-6, atol=2**-9)  # tiles of other queries
