@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from common import client_messages as wire
 
 FRUITLESS_LIMIT = 2
-"""A request that was lost so often without a token in between is not sent again: it may be what ends the frontend."""
+"""A request that was lost so often, soon after it was sent and without a token in between, is not sent again: it may be
+what ends the frontend."""
+SOON_S = 10.0
+"""A frontend that has had a request for so long, and no tokens for it, has done all that it does for one that waits."""
 
 
 @dataclass(slots=True)
@@ -40,13 +43,13 @@ class Kept:
         is_aborted: its caller wants no more of it.
     """
 
-    __slots__ = ("_fruitless_count", "_message", "_sent_at_s", "_sent_count", "is_aborted", "samples")
+    __slots__ = ("_began_at_s", "_fruitless_count", "_message", "_sent_at_s", "_sent_count", "is_aborted", "samples")
 
     def __init__(self, message: wire.FromClient, now_s: float) -> None:
         self.is_aborted = False
         self.samples: dict[int, KeptSample] = {}
         self._message = message
-        self._sent_at_s = now_s
+        self._began_at_s = self._sent_at_s = now_s
         self._sent_count = 0
         self._fruitless_count = 0
 
@@ -59,21 +62,22 @@ class Kept:
         sample.logprobs.extend(delta.logprobs)
         sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def note_loss(self) -> bool:
+    def note_loss(self, now_s: float) -> bool:
         """The engine has lost it; returns whether it may be sent again."""
         if self._sent_count >= 0:
-            self._fruitless_count = self._fruitless_count + 1 if self._token_count == self._sent_count else 0
+            is_fruitless = self._token_count == self._sent_count and now_s < self._sent_at_s + SOON_S
+            self._fruitless_count = self._fruitless_count + 1 if is_fruitless else 0
         self._sent_count = -1
         return self._fruitless_count < FRUITLESS_LIMIT
 
     def messages(self, now_s: float) -> list[wire.FromClient]:
         """What to send so that it goes on."""
-        self._sent_count = self._token_count
+        self._sent_count, self._sent_at_s = self._token_count, now_s
         request = self._message
         if not isinstance(request, wire.Generate | wire.Embed):
             return [request]
         if request.timeout_ms is not None:
-            left_ms = request.timeout_ms - round((now_s - self._sent_at_s) * 1000)
+            left_ms = request.timeout_ms - round((now_s - self._began_at_s) * 1000)
             request = dataclasses.replace(request, timeout_ms=max(1, left_ms))
         samples = [
             wire.SampleSoFar(index, sample.token_ids, sample.finish_reason, sample.stop_reason)

@@ -187,11 +187,11 @@ class ClientState:
 
     def lose(self, error: EngineDeadError) -> None:
         """The connection is gone: end what cannot be asked for again; the rest waits for the engine to come back."""
-        self._loss = error
+        self._loss, now_s = error, time.monotonic()
         for inbox, kept in self._sent():
             if not self.engine:
                 self._end(inbox, error)
-            elif not kept.note_loss():
+            elif not kept.note_loss(now_s):
                 text = f"the engine was lost {FRUITLESS_LIMIT} times while it had this request"
                 self._end(inbox, RequestError(text, code="engine_restarted", status=503))
         self.is_resuming = bool(self._sent())

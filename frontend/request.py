@@ -73,11 +73,7 @@ class Sample:
     def take_up(self, known: SampleSoFar) -> None:
         """Bring the sample to where it was when an earlier frontend was lost; the text so far is not shown again."""
         request, reason = self._request, known.finish_reason
-        ends_silently = (
-            reason == "stop"
-            and not isinstance(known.stop_reason, str)
-            and not request.params.include_stop_str_in_output
-        )
+        ends_silently = reason == "stop" and not request.params.include_stop_str_in_output
         for count, token_id in enumerate(known.token_ids, 1):
             is_last = count == len(known.token_ids)
             self.add(token_id, silent=ends_silently and is_last and token_id in request.end_token_ids)

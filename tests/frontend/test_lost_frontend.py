@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -149,9 +150,11 @@ def test_everything_waits_for_a_frontend_that_waits_for_the_engine(start, again)
         with pytest.raises(RequestError, match="deadline") as caught:
             running[1].result()
         assert caught.value.code == "deadline_exceeded"
+        waited_until_s = time.time()
         second.start_scheduler()
         assert running[0].result().samples == new.result().samples == expected
         assert embedding.result().embedding == EMBEDDING
+        assert all(added.arrived_at_s < waited_until_s for added in second.scheduler.added), "deadlines count from then"
         known += cut
         assert cut.final.samples[0].finish_reason == "abort" and joined(known) == of_final(cut.final)
         assert cut.final.completion_tokens >= 2, "what had come is not lost with the abort"
@@ -163,16 +166,15 @@ def test_new_requests_beyond_a_full_queue_do_not_wait(start, again):
     first.scheduler.gate.clear()
     with Client(first.endpoint, timeout_s=20) as client:
         old = [client.submit("the sea", {"max_tokens": 2}) for _ in range(3)]
-        first.scheduler.wait_until(lambda: first.scheduler.live_count == 3)
-        second = again(first)(is_known=False)
-        client.ping()
-        object.__setattr__(second.config.scheduler, "max_num_queued_reqs", 4)
-        new = [client.submit("the sea", {"max_tokens": 2}) for _ in range(2)]
+        embedding = client.submit_embedding("the sea")
+        first.scheduler.wait_until(lambda: first.scheduler.live_count == 4)
+        second = again(first)(is_known=False, queue_limit=2)
         with pytest.raises(RequestError, match="still starting") as caught:
-            new[1].result()
+            client.generate("the sea", {"max_tokens": 2})
         assert (caught.value.code, caught.value.retry_after_ms) == ("starting", 1000)
         second.start_scheduler()
-        assert [stream.result().completion_tokens for stream in (*old, new[0])] == [2] * 4
+        assert [stream.result().completion_tokens for stream in old] == [2] * 3
+        assert embedding.result().embedding == EMBEDDING
 
 
 @pytest.mark.parametrize("restart", [True, False])
@@ -201,6 +203,23 @@ def test_nothing_goes_on_in_an_engine_that_starts_nothing_again(run_frontend):
         raw.send(wire.Hello(2, "new"), wire.Resume(wire.Generate(request_id="g", prompt="x")))
         assert raw.receive().engine == ""
         assert raw.receive().code == "invalid_parameter"
+
+
+def test_what_waits_in_the_socket_of_a_lost_connection_runs_for_nobody(start, again):
+    """The next engine had it, and went on with it."""
+    first, ghost = start(), wire.Generate(request_id="ghost", prompt="the sea", params={"max_tokens": 2000})
+
+    async def main() -> None:
+        async with AsyncClient(first.endpoint) as client:
+            with Client(first.endpoint) as blocking:
+                starting = again(first)  # in this loop's thread: neither notices the loss
+                for socket in (client._socket, blocking._socket):
+                    socket.send(ghost.to_wire())
+                second = starting(step_interval_s=0.02)
+                assert (await client.generate("a", SHORT)).samples == blocking.generate("a", SHORT).samples
+                second.scheduler.wait_until(lambda: second.scheduler.live_count == 0)
+
+    asyncio.run(main())
 
 
 def test_another_engine_in_its_place_is_not_asked(start, run_frontend):

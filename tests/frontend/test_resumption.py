@@ -311,6 +311,44 @@ def test_a_request_that_may_be_the_cause_is_not_sent_for_ever(client):
     assert client.is_live("good") and len(good.replies) == 3
 
 
+def test_who_waits_is_not_the_cause():
+    kept = Kept(GENERATE, 0.0)
+    for now_s in (100.0, 200.0, 300.0):
+        assert kept.note_loss(now_s)
+        assert kept.messages(now_s + 1.0) == [wire.Resume(GENERATE)]
+    assert kept.note_loss(302.0)
+    kept.messages(303.0)
+    assert not kept.note_loss(304.0)
+
+
+def test_tokens_come_on_the_way_where_only_the_end_is_wanted(client):
+    quiet = dataclasses.replace(GENERATE, stream=False)
+    scored = dataclasses.replace(quiet, request_id="s", params={"prompt_logprobs": 1})
+    inboxes = {message.request_id: client.open(message.request_id) for message in (quiet, scored)}
+    sent = [client.streamed(inboxes[message.request_id], message) for message in (quiet, scored)]
+    assert sent == [GENERATE, scored], "log probabilities of a prompt would be lost with the first token"
+    client.note_sent(inboxes["g"], sent[0])
+    hear(client, "g", [5, 6])
+    assert not inboxes["g"].replies
+    client.lose(LOST)
+    assert client.take(welcome()) == [wire.Resume(GENERATE, (SampleSoFar(0, array("i", [5, 6])),))]
+    for_good = ClientState()
+    for_good.take(welcome(""))
+    assert for_good.streamed(for_good.open("g"), quiet) == quiet
+
+
+def test_a_result_is_whole_although_the_engine_knows_only_the_rest(client):
+    inbox = ask(client, GENERATE)
+    logprobs = [wire.TokenLogprob(token_id, "x", b"x", -0.5, 1) for token_id in (5, 6)]
+    hear(client, "g", [5], logprobs=logprobs[:1])
+    client.lose(LOST)
+    client.take(welcome())
+    hear(client, "g", [6], logprobs=logprobs[1:])
+    sample = wire.SampleResult(0, "xx", array("i", [5, 6]), "length", None, (logprobs[1],))
+    client.take(wire.Final(request_id="g", samples=(sample,), prompt_token_ids=array("i")).to_wire())
+    assert inbox.replies[-1].samples == (dataclasses.replace(sample, logprobs=tuple(logprobs)),)
+
+
 def test_of_a_timeout_is_left_what_has_not_passed():
     kept = Kept(dataclasses.replace(GENERATE, timeout_ms=5000), 100.0)
     assert [kept.messages(now_s)[0].request.timeout_ms for now_s in (102.0, 200.0)] == [3000, 1]

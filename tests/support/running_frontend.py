@@ -10,7 +10,7 @@ import threading
 
 from benchmarks.fake_scheduler import FakeScheduler
 from common import messages as m
-from common.config import EngineConfig, ServerOptions
+from common.config import EngineConfig, SchedulerOptions, ServerOptions
 from frontend.main import Frontend
 from tests.support import tiny
 
@@ -63,10 +63,11 @@ class RunningFrontend(threading.Thread):
         server: server options that differ from the usual.
         session: how often processes of this engine have been lost.
         is_known: whether there is a scheduler from the start.
+        queue_limit: how many requests may wait.
         script: what the scheduler does.
     """
 
-    def __init__(self, folder, server=None, session=0, *, is_known=True, **script) -> None:
+    def __init__(self, folder, server=None, session=0, *, is_known=True, queue_limit=4096, **script) -> None:
         super().__init__(name="frontend", daemon=True)
         self.folder, self._server, self._script = folder, server or {}, script
         model_dir = folder / "model"
@@ -74,7 +75,10 @@ class RunningFrontend(threading.Thread):
             model_dir.mkdir()
             tiny.save_tokenizer(model_dir)
         options = ServerOptions(**{"http": False, "client_endpoint": f"ipc://{folder}/client.sock", **self._server})
-        self.config = EngineConfig(server=options, run_dir=str(folder), model_dir=str(model_dir), session=session)
+        self.config = EngineConfig(
+            server=options, scheduler=SchedulerOptions(max_num_queued_reqs=queue_limit), run_dir=str(folder),
+            model_dir=str(model_dir), session=session,
+        )  # fmt: skip
         self.endpoint = options.client_endpoint
         self.link = FakeLink()
         self.exit_code: int | None = None
