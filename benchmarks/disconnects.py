@@ -194,9 +194,7 @@ def main() -> int:
         device=records.processor_name(), options={"engine": list(OPTIONS)}, limit={"longest_ms": 1000},
         model=records.model_label(arguments.model), weights="random" if arguments.model == "tiny" else "real",
     )  # fmt: skip
-    if not arguments.smoke:
-        records.save([entry], arguments.output)
-    print(json.dumps(entry))
+    records.finish(entry, "" if arguments.smoke else arguments.output)
     return 0
 
 

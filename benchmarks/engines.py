@@ -71,15 +71,9 @@ class TriremeEngine:
         """Submit all prompts as one `generate` call."""
         from frontend import SamplingParams
 
-        prompts, output_lens = workload
-        params = [
-            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count, detokenize=False)
-            for count in output_lens
-        ]
-        submitted_s = time.time()
-        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+        submitted_s, outputs = _generated(self._llm, SamplingParams, workload)
         timings = []
-        for output, wanted in zip(outputs, output_lens, strict=True):
+        for output, wanted in zip(outputs, workload[1], strict=True):
             count = len(output.outputs[0].token_ids)
             if count != wanted:
                 raise RuntimeError(f"wanted {wanted} tokens, got {count} ({output.outputs[0].finish_reason})")
@@ -183,16 +177,10 @@ class VllmEngine:
         """Submit all prompts as one `generate` call."""
         from vllm import SamplingParams
 
-        prompts, output_lens = workload
-        params = [
-            SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count, detokenize=False)
-            for count in output_lens
-        ]
-        submitted_s = time.time()
-        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        submitted_s, outputs = _generated(self._llm, SamplingParams, workload, use_tqdm=False)
         ended_s = time.time()
         timings = []
-        for output, count in zip(outputs, output_lens, strict=True):
+        for output, count in zip(outputs, workload[1], strict=True):
             metrics = output.metrics
             ttft_s = getattr(metrics, "first_token_latency", None) or ended_s - submitted_s
             timings.append(RequestTiming(submitted_s, submitted_s + ttft_s, ended_s, count))
@@ -205,6 +193,17 @@ class VllmEngine:
     def close(self) -> None:
         """Free the GPU for the next engine."""
         del self._llm
+
+
+def _generated(llm: Any, sampling_params: Any, workload: Workload, **options: Any) -> tuple[float, list[Any]]:
+    """When a workload was submitted, and its outputs: the same call of our class and of vLLM's."""
+    prompts, output_lens = workload
+    params = [
+        sampling_params(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count, detokenize=False)
+        for count in output_lens
+    ]
+    submitted_s = time.time()
+    return submitted_s, llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, **options)
 
 
 ENGINES = {"trireme": TriremeEngine, "transformers": TransformersEngine, "vllm": VllmEngine}

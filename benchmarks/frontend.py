@@ -204,7 +204,6 @@ def main() -> None:
     if args.http:
         options |= {"uds": "", "port": free_port(), "http": True}
     metrics = measure(args.streams, args.rate, args.clients, args.tokens, args.beside, **options)
-    device = f"{records.processor_name()}, {os.cpu_count()} cores"
     workload = f"{args.streams} streams, {args.clients} clients, {args.rate:g} tokens/s"
     if args.http:
         workload += ", HTTP"
@@ -214,13 +213,11 @@ def main() -> None:
         benchmark="frontend",
         workload=workload,
         metrics=metrics,
-        device=device,
+        device=records.host_name(),
         limit=HTTP_TARGETS if args.http else TARGETS,
         options=options,
     )
-    if args.output:
-        records.save([entry], args.output)
-    print(json.dumps(entry))
+    records.finish(entry, args.output)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 `--decode BxC` times decode steps of B rows with C tokens of context each, issued back to back as with run-ahead;
 `--chunk BxC` times steps that compute B whole prompts of C tokens. For each: wall time, device time and main-thread
-time per step. `--profile` adds a table of kernel times, and counts of operations that a step must not contain. Random
-weights. Prints a table and ends with one JSON line.
+time per step. `--profile` adds a table of kernel times, overlaps taken apart, and counts of operations that a step must
+not contain. Random weights. Prints a table and ends with one JSON line.
 """
 
 import argparse
@@ -41,11 +41,12 @@ class StepBench:
     """
 
     def __init__(
-        self, model_dir: str, max_num_seqs: int, max_num_batched_tokens: int, eager: bool, deterministic: bool = False
-    ) -> None:
+        self, model_dir: str, max_num_seqs: int, max_num_batched_tokens: int, eager: bool, deterministic: bool = False,
+        kv_cache_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         config = EngineConfig(
             model=ModelOptions(model=model_dir, load_format="dummy", max_model_len=0),
-            cache=CacheOptions(),
+            cache=CacheOptions(kv_cache_dtype=kv_cache_dtype),
             scheduler=SchedulerOptions(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
             worker=WorkerOptions(enforce_eager=eager, deterministic=deterministic),
         )
@@ -58,7 +59,7 @@ class StepBench:
         model = load_model(Path(model_dir), device=device, dtype=dtype, load_format="dummy")
         torch.cuda.synchronize()
         self.load_s = time.perf_counter() - start
-        specs = cache_specs(model_config, dtype, "auto")
+        specs = cache_specs(model_config, dtype, kv_cache_dtype)
         limits = step_limits(config.scheduler, "H200")
         self.runner, self.size = cuda_runner(config, limits, model, specs, model_config.vocab_size)
         self.ready_s = time.perf_counter() - start
@@ -160,19 +161,14 @@ class StepBench:
             self.run(plans if kind != "decode" else plans[2:])
         self.clear()
         events = profiled.key_averages()
-        on_device = torch.autograd.DeviceType.CUDA
-        kernels = [e for e in events if e.device_type == on_device and e.self_device_time_total > 0]
-        kernels.sort(key=lambda e: -e.self_device_time_total)
         count = len(plans) - (2 if kind == "decode" else 0)
         return {
             "case": f"{kind} {batch}x{length}",
             "kernels": [
-                (e.key[:70], e.count / count, e.self_device_time_total / count, e.self_device_time_total / e.count)
-                for e in kernels
+                (name, *(value / count for value in values)) for name, values in kernel_times(profiled.events())
             ],
             "forbidden": {name: sum(e.count for e in events if e.key == name) for name in FORBIDDEN},
-            "busy_us": sum(e.self_device_time_total for e in kernels) / count,
-        }  # fmt: skip
+        }
 
     def _plan(self, **values: Any) -> StepPlan:
         self._step_id += 1
@@ -184,10 +180,28 @@ class StepBench:
             self._results.put(self._pending.get().result())
 
 
+def kernel_times(events: Any) -> list[tuple[str, tuple[int, float, float]]]:
+    """Of each kernel: launches, their microseconds in all, and of these what each ended later than what came before it.
+
+    Kernels overlap: one that is launched early waits for the one ahead. The last figures add up to the time from the
+    first kernel's start to the last one's end, so they say where it goes; largest first.
+    """
+    on_device = torch.autograd.DeviceType.CUDA
+    spans = [(e.time_range.end, e.time_range.start, e.name) for e in events if e.device_type == on_device]
+    found: dict[str, tuple[int, float, float]] = {}
+    reached = min((start for _, start, _ in spans), default=0.0)
+    for end, start, name in sorted(spans):
+        launches, whole, added = found.get(name, (0, 0.0, 0.0))
+        found[name] = (launches + 1, whole + end - start, added + max(end - reached, 0.0))
+        reached = max(reached, end)
+    return sorted(found.items(), key=lambda item: -item[1][2])
+
+
 def profile_text(profile: dict[str, Any], limit: int = 24) -> str:
-    """A profile as a table: calls a step, microseconds a step, microseconds a call."""
-    lines = [f"== {profile['case']}: {profile['busy_us']:.0f} us of kernels a step; {profile['forbidden']}"]
-    lines += [f"{n:7.1f} x {each:8.2f} = {total:8.1f}  {key}" for key, n, total, each in profile["kernels"][:limit]]
+    """A profile as a table, each figure a step: launches, microseconds, and those not overlapped by earlier kernels."""
+    whole = sum(added for *_, added in profile["kernels"])
+    lines = [f"== {profile['case']}: {whole:.0f} us a step; {profile['forbidden']}", "  launches  all us  added us"]
+    lines += [f"{n:10.1f} {us:7.1f} {added:9.1f}  {name[:70]}" for name, n, us, added in profile["kernels"][:limit]]
     return "\n".join(lines)
 
 
@@ -202,12 +216,15 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="the batch-invariant pass, to see what it costs")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--output", default=str(records.RESULTS_DIR / "gpu_step.jsonl"), help="'' keeps nothing")
     args = parser.parse_args()
     bench = StepBench(
-        args.model, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, args.deterministic
-    )
+        args.model, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, args.deterministic,
+        args.kv_cache_dtype,
+    )  # fmt: skip
     options = {"deterministic": True} if args.deterministic else {}
+    options |= {"kv_cache_dtype": args.kv_cache_dtype} if args.kv_cache_dtype != "auto" else {}
     print(f"loaded in {bench.load_s:.1f} s, ready in {bench.ready_s:.1f} s", bench.size, flush=True)
     cases = [(kind, *map(int, case.split("x"))) for kind in ("decode", "chunk") for case in getattr(args, kind)]
     entries = []

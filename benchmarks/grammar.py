@@ -6,7 +6,6 @@ the token goes into the matcher, the mask for the next one comes out. Ends with 
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -127,11 +126,10 @@ def main() -> None:
         metrics = measure(file, 3 if args.smoke else 40)
     for name, figures in metrics.items():
         print(f"{name:<14} {figures}", file=sys.stderr)
-    device = f"{records.processor_name()}, {os.cpu_count()} cores"
-    entry = records.record(benchmark="grammar", workload="json", metrics=metrics, device=device, limit=TARGETS)
-    if args.output:
-        records.save([entry], args.output)
-    print(json.dumps(entry))
+    entry = records.record(
+        benchmark="grammar", workload="json", metrics=metrics, device=records.host_name(), limit=TARGETS
+    )
+    records.finish(entry, args.output)
 
 
 if __name__ == "__main__":

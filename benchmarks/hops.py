@@ -15,7 +15,6 @@ machine's when it began. The last line is one JSON object.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -266,11 +265,9 @@ def main() -> None:
         benchmark="hops",
         workload=f"1 request, {PROMPT_TOKENS} in, 1 out, step {args.step_ms:g} ms",
         metrics=metrics,
-        device=f"{records.processor_name()}, {os.cpu_count()} cores",
+        device=records.host_name(),
     )
-    if args.output:
-        records.save([entry], args.output)
-    print(json.dumps(entry))
+    records.finish(entry, args.output)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ appends it to --output; exits with 1 if a process uses 1 % of a core or more (th
 """
 
 import argparse
-import json
 import sys
 import time
 from typing import Any
@@ -62,9 +61,7 @@ def main() -> int:
         device=records.processor_name(), limit={"most_percent": LIMIT_PERCENT},
         model=records.model_label(arguments.model), weights="random" if arguments.model == "tiny" else "real",
     )  # fmt: skip
-    if not arguments.smoke:
-        records.save([entry], arguments.output)
-    print(json.dumps(entry))
+    records.finish(entry, "" if arguments.smoke else arguments.output)
     return 0 if arguments.smoke or metrics["most_percent"] < LIMIT_PERCENT else 1
 
 

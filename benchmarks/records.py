@@ -56,6 +56,13 @@ def save(records: list[dict[str, Any]], path: str | Path) -> None:
         file.writelines(json.dumps(entry) + "\n" for entry in records)
 
 
+def finish(entry: dict[str, Any], path: str | Path | None) -> None:
+    """Show a benchmark's one result, as a line of JSON, and append it to a file if one is named."""
+    if path:
+        save([entry], path)
+    print(json.dumps(entry))
+
+
 def model_label(model: str) -> str:
     """A model's name in results: the embedded one's, or the last part of a folder or hub id."""
     return "smollm2-135m" if model == "default" else Path(model).name.lower()
@@ -67,6 +74,11 @@ def device_name() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return host_name()
+
+
+def host_name() -> str:
+    """The processor's name with its core count."""
     return f"{processor_name()}, {os.cpu_count()} cores"
 
 

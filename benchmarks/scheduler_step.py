@@ -8,8 +8,6 @@ with the computation of its keys. The last line is one JSON object.
 
 import argparse
 import gc
-import json
-import os
 import subprocess
 import sys
 import time
@@ -191,12 +189,11 @@ def main() -> None:
     metrics = measure(args.smoke)
     for name, figures in metrics.items():
         print(f"{name:<22} {figures}", file=sys.stderr)
-    device = f"{records.processor_name()}, {os.cpu_count()} cores"
     limit = GPU_HOST_TARGETS if Path("/dev/nvidia0").exists() else TARGETS
-    entry = records.record(benchmark="scheduler_step", workload="decode", metrics=metrics, device=device, limit=limit)
-    if args.output:
-        records.save([entry], args.output)
-    print(json.dumps(entry))
+    entry = records.record(
+        benchmark="scheduler_step", workload="decode", metrics=metrics, device=records.host_name(), limit=limit
+    )
+    records.finish(entry, args.output)
 
 
 if __name__ == "__main__":

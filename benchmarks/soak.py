@@ -285,9 +285,7 @@ def main() -> int:
         benchmark="soak", workload="mixed", metrics=metrics, device=records.processor_name(), options=options,
         model=records.model_label(arguments.model), weights="random" if arguments.model == "tiny" else "real",
     )  # fmt: skip
-    if not arguments.smoke:
-        records.save([entry], arguments.output)
-    print(json.dumps(entry))
+    records.finish(entry, "" if arguments.smoke else arguments.output)
     return 0 if metrics["ok"] else 1
 
 

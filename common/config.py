@@ -380,6 +380,8 @@ def _check_server(server: ServerOptions) -> None:
     for name, seconds in (("shutdown", server.shutdown_timeout), ("startup", server.startup_timeout)):
         if not 0 <= seconds <= TIMEOUT_LIMIT_S:  # a NaN is refused too
             raise ConfigError(f"--{name}-timeout is {seconds:g}; wanted 0 to {TIMEOUT_LIMIT_S} seconds (a day)")
+    if not re.fullmatch(r"(/[^/?#\s]+)*", server.root_path):
+        raise ConfigError(f"--root-path is {server.root_path}; wanted a path such as /llm, without a slash at its end")
     if server.restart_limit < 1:
         raise ConfigError(f"--restart-limit is {server.restart_limit}; wanted at least 1")
     if server.stream_interval < 1:

@@ -4,7 +4,8 @@
 file outlives its process, so whoever binds first removes a file that nobody serves. If two engines did so at the same
 moment, both would find nobody, and the second would remove the first one's file. Used by `sockets` and `http_socket`.
 
-`is_locked` tells a directory in use from one that a killed process left behind. Used by `run_dir`.
+`is_locked` tells a directory in use from one that a killed process left behind; `try_lock` takes a lock if it is free.
+Used by `run_dir` and `scratch`.
 """
 
 import contextlib
@@ -48,25 +49,30 @@ def is_locked(path: Path) -> bool:
     """
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # network file systems lock open-for-writing only
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not try_lock(fd, without_locks=False)
     finally:
         os.close(fd)
-    return False
+
+
+def try_lock(fd: int, *, without_locks: bool) -> bool:
+    """Whether the lock of an open file or directory is ours now, until it is closed.
+
+    Args:
+        fd: the open file.
+        without_locks: the answer on a file system that has none.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return without_locks
+    return True
 
 
 def _lock(fd: int, path: Path) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise StartupError(
-                    f"cannot bind in {path}: another program has had it locked for {TIMEOUT_S:g} s"
-                ) from None
-            time.sleep(_POLL_S)
-        except OSError:
-            return
+    while not try_lock(fd, without_locks=True):
+        if time.monotonic() > deadline_s:
+            raise StartupError(f"cannot bind in {path}: another program has had it locked for {TIMEOUT_S:g} s")
+        time.sleep(_POLL_S)

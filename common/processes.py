@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from common.child import DEATH_PIPE_VARIABLE
@@ -21,6 +21,7 @@ from common.errors import StartupError
 FILE_LIMIT = 65_536
 _TAIL_LIMIT_BYTES = 16384
 _ROOT = Path(__file__).resolve().parent.parent
+_LOADED_S, _COMPUTED_S = time.monotonic(), time.process_time()
 
 
 class DeathPipe:
@@ -182,12 +183,24 @@ class Wakeup:
 
 
 def seconds_since_start() -> float:
-    """How long this process has existed, the interpreter's own start included."""
-    try:
-        start_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return time.process_time()  # no /proc: the time we computed is the best there is
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+    """How long this program has run, the interpreter's own start included, as the time that it computed.
+
+    When the process began says less: it may have been a shell, which did other work and then became this program.
+    """
+    return _COMPUTED_S + time.monotonic() - _LOADED_S
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Take note of the ends of processes that a lost child had started: as process 1 of a container we inherit them.
+
+    Args:
+        own: process ids of the children that we have started ourselves, whose ends `Child` takes note of.
+    """
+    with contextlib.suppress(ChildProcessError):  # there are none at all
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid in own:
+                return
+            os.waitpid(ended.si_pid, 0)
 
 
 def open_standard_files() -> None:

@@ -5,13 +5,14 @@ systems; and by the verb `check`.
 """
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from common.file_locks import try_lock
 
 
 @contextlib.contextmanager
@@ -39,7 +40,7 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int]:
             fd = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        if _lock(fd, free_without_locks=True) and folder.exists():
+        if try_lock(fd, without_locks=True) and folder.exists():
             return folder, fd
         os.close(fd)
 
@@ -51,18 +52,7 @@ def _remove_unless_held(path: Path) -> None:
     except OSError:  # its owner has removed it meanwhile, or it is not ours
         return
     try:
-        if _lock(fd, free_without_locks=False):
+        if try_lock(fd, without_locks=False):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(fd)
-
-
-def _lock(fd: int, *, free_without_locks: bool) -> bool:
-    """Whether the lock is ours now; on a file system that has none, what the caller takes that for."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return free_without_locks
-    return True

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -84,12 +84,12 @@ def new_tracer() -> Tracer:
 
 
 @contextlib.contextmanager
-def traced(path: Path | None) -> Iterator[None]:
-    """Trace what happens inside, if there is a file to write it to."""
+def traced(path: Path | None, make_tracer: Callable[[], Tracer] | None = None) -> Iterator[None]:
+    """Trace what happens inside, if there is a file to write it to; by `new_tracer` unless another way is given."""
     if path is None:
         yield
         return
-    tracer = new_tracer()
+    tracer = (make_tracer or new_tracer)()
     tracer.start()
     try:
         yield

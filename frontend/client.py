@@ -16,7 +16,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeVar, Unpack, overload
 
 import zmq
@@ -84,7 +84,7 @@ class Client:
         self._connect()
         self._give_up_at_s = 0.0
         self._closed = False
-        self._use = threading.RLock()
+        self._in_use = _OneThread()
         try:
             self.welcome = self._call(self._hello, HELLO_ID)
         except BaseException:
@@ -288,16 +288,6 @@ class Client:
         raise_error(reply)
         return reply
 
-    @contextlib.contextmanager
-    def _used(self) -> Iterator[None]:
-        """For what uses the sockets: two threads at once would have ZeroMQ abort the process."""
-        if not self._use.acquire(blocking=False):
-            raise RuntimeError("another thread is using this client; give each thread a client of its own")
-        try:
-            yield
-        finally:
-            self._use.release()
-
     def _connect(self) -> None:
         self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
         self._poller = zmq.Poller()
@@ -312,7 +302,7 @@ class Client:
 
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
-        with self._used():
+        with self._in_use:
             if self._state.is_resuming:
                 left_ms = max(0, math.ceil((self._give_up_at_s - time.monotonic()) * 1000))
                 wait_ms = left_ms if wait_ms is None else min(wait_ms, left_ms)
@@ -344,7 +334,7 @@ class Client:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
-        with self._used():
+        with self._in_use:
             self._await_connection()
             self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
             if inbox is not None:
@@ -368,6 +358,20 @@ class Client:
             reply = self.next_reply(inbox, time.monotonic() + self.timeout_s)
         assert isinstance(reply, call.reply), f"wanted {call.reply.__name__}, got {type(reply).__name__}"
         return call.value(reply)
+
+
+class _OneThread:
+    """Held by what uses the sockets: two threads at once would have ZeroMQ abort the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another thread is using this client; give each thread a client of its own")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Running(Protocol[ResultT_co]):

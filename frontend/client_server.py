@@ -165,7 +165,7 @@ class ClientServer:
         key = key_of(frames[-1])
         if key and self._access is not None:
             if not self._access.allows(key):
-                self._reply(self._record_of(identity), error_reply(wire.request_id_of(parts[-1]), _revoked()))
+                self._refuse(self._record_of(identity), wire.request_id_of(parts[-1]), _revoked())
                 return
             self._record_of(identity).public_key = key
             self._check_keys_later()
@@ -209,21 +209,17 @@ class ClientServer:
                 raise WireError(f"a message is one frame, got {len(frames) - 1}")
             message = wire.decode_from_client(data)
         except WireError as error:
-            reply = wire.ErrorReply(wire.request_id_of(data), "bad_message", str(error)[:1000])
-            self._reply(client, reply)
+            refusal = RequestError(str(error)[:1000], code="bad_message")
+            self._refuse(client, wire.request_id_of(data), refusal)
             return
         except MemoryError:
             refusal = RequestError("there is no memory for this message", code="internal_error", status=500)
-            self._reply(client, error_reply(wire.request_id_of(data), refusal))
+            self._refuse(client, wire.request_id_of(data), refusal)
             return
         try:
             self._dispatch(client, message)
-        except RequestError as error:
-            self._reply(client, error_reply(getattr(message, "request_id", ""), error))
         except BaseException as error:  # panics of the tokenizer are no Exceptions
-            logger.exception("a client's %s failed", type(message).__name__)
-            failure = RequestError(f"internal error: {error}", code="internal_error", status=500)
-            self._reply(client, error_reply(getattr(message, "request_id", ""), failure))
+            self._refuse(client, getattr(message, "request_id", ""), error)
 
     def _dispatch(self, client: ClientRecord, message: wire.FromClient) -> None:
         match message:
@@ -252,21 +248,23 @@ class ClientServer:
         client.ends.append(reply.to_wire())
         client.touch()
 
+    def _refuse(self, client: ClientRecord, request_id: str, error: BaseException) -> None:
+        """Answer with what went wrong; without an answer the client would wait for ever."""
+        if not isinstance(error, RequestError):
+            logger.error("a client's request failed", exc_info=error)
+            error = RequestError(f"internal error: {error}", code="internal_error", status=500)
+        self._reply(client, error_reply(request_id, error))
+
     def _start(self, client: ClientRecord, request_id: str, work: Coroutine[Any, Any, None]) -> None:
         """Run work that takes time as a task; its errors become replies."""
 
         async def guarded() -> None:
-            """The work, and in any case an answer: whoever asked would wait for ever."""
             try:
                 await work
-            except RequestError as error:
-                self._reply(client, error_reply(request_id, error))
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
-                logger.exception("a client's request failed")
-                failure = RequestError(f"internal error: {error}", code="internal_error", status=500)
-                self._reply(client, error_reply(request_id, failure))
+                self._refuse(client, request_id, error)
             finally:
                 client.task_count -= 1
                 client.touch()

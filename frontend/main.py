@@ -24,7 +24,7 @@ import zmq
 
 from common.child import SupervisorLink
 from common.config import EngineConfig
-from common.errors import WireError, first_line
+from common.errors import ConfigError, StartupError, WireError, first_line
 from common.messages import EngineReady, NewSession, PeerFailed, Profile, Stop, TokensOut, decode_for_frontend
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
@@ -139,7 +139,12 @@ class Frontend:
         local = self._config.endpoint("client", 0)
         endpoint = self._config.server.client_endpoint or local
         keys = self._access.server_keys if self._access is not None else None
-        return bind_client_router(self._context, endpoint, keys, local)
+        try:
+            return bind_client_router(self._context, endpoint, keys, local)
+        except StartupError as error:
+            if self._config.session:  # it was ours before: another attempt may succeed
+                raise
+            raise ConfigError(f"--client-endpoint: {error}") from None
 
     def _send_to_scheduler(self, data: bytes, more: bool = False) -> None:
         flags = _MORE if more else _LAST  # frames of one message: the scheduler cannot see the first without the others

@@ -6,21 +6,21 @@ other vectors than ours. That is an error when an embedding is asked for, but do
 Read at start by the engine, and by the pre-flight.
 """
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import RequestError
+from common.errors import ConfigError, RequestError
+from common.model_files import read_array, read_object
 
 MODULES_FILE = "modules.json"
 DEFAULT = "last"
 MODES = {"mean": "mean", "mean_sqrt_len": "mean", "lasttoken": "last", "cls": "cls"}
 """The modes of a Pooling that are supported -> ours; mean_sqrt_len is a mean of another length, and ours is 1."""
-LARGEST_BYTES = 1 << 20
-"""Of each file; they have some hundred."""
-SHOWN_LIMIT = 100
+NAME_LIMIT = 100
 """Characters of a mode's or module's name."""
+SHOWN_LIMIT = 400
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,14 @@ class ModelPooling:
     def read(cls, folder: str | Path) -> "ModelPooling":
         """From a model's folder."""
         path = Path(folder) / MODULES_FILE
-        if not folder or not path.is_file():
+        if not folder or not os.path.lexists(path):
             return cls()
         try:
             return _from_modules(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return cls(unsupported=f"{path} and the folders that it names cannot be read: {error!r:.200}")
+        except ConfigError as error:
+            return cls(unsupported=_shown(str(error)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls(unsupported=_shown(f"{path} and the files that it names are not what they should be: {error!r}"))
 
     def name(self) -> str:
         """The mode, for a request that names none.
@@ -66,34 +68,27 @@ class ModelPooling:
 
 def _from_modules(path: Path) -> ModelPooling:
     mode, source = DEFAULT, ""
-    for module in _read(path):
+    for module in read_array(path):
         kind = str(module["type"]).rpartition(".")[2]
         if kind == "Pooling":
             place = Path(module["path"])
             if place.is_absolute() or ".." in place.parts:
-                raise ValueError(f"{_shown(str(place))} is outside of the folder")
+                raise ValueError(f"{_shown(str(place), NAME_LIMIT)} is outside of the folder")
             source = str(path.parent / place / "config.json")
-            modes = _modes(_read(Path(source)))
+            modes = _modes(read_object(Path(source)))
             if len(modes) != 1 or modes[0] not in MODES:
-                asked = _shown(" with ".join(modes)) or "none"
+                asked = _shown(" with ".join(modes), NAME_LIMIT) or "none"
                 return ModelPooling(unsupported=f"{source} asks for the pooling {asked}; supported: {', '.join(MODES)}")
             mode = MODES[modes[0]]
         elif kind not in ("Transformer", "Normalize"):
-            text = f"{path} has a module {_shown(kind)}; supported: Transformer, Pooling, Normalize"
+            text = f"{path} has a module {_shown(kind, NAME_LIMIT)}; supported: Transformer, Pooling, Normalize"
             return ModelPooling(unsupported=text)
     return ModelPooling(mode, source)
 
 
-def _read(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError for a pipe or a device, which may have no end, and for a large file."""
-    if not path.is_file() or path.stat().st_size > LARGEST_BYTES:
-        raise OSError(f"{path}: wanted a file of at most {LARGEST_BYTES} bytes")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _shown(name: str) -> str:
-    """A name that the folder has, fit for one line of an answer."""
-    return ascii(name[:SHOWN_LIMIT])[1:-1]
+def _shown(text: str, limit: int = SHOWN_LIMIT) -> str:
+    """A text with names that the folder has, fit for one line of an answer."""
+    return ascii(text[:limit])[1:-1]
 
 
 def _modes(config: dict[str, Any]) -> list[str]:

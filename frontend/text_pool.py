@@ -18,7 +18,14 @@ from common.errors import StartupError, WireError
 from common.processes import Child, DeathPipe
 from common.sockets import bind_pull, connect_push, new_context
 from common.wire import INT32_MAX
-from frontend.text_messages import ForTextProcess, TextReady, decode_from_text_process
+from frontend.text_messages import (
+    ForTextProcess,
+    TextReady,
+    TextRefused,
+    TextResult,
+    decode_from_text_process,
+    job_id_of,
+)
 from frontend.zmq_reader import ZmqReader
 
 FAILURES_LIMIT = 3
@@ -179,22 +186,38 @@ class TextPool:
     def _on_result(self, frames: list[bytes]) -> None:
         try:
             message = decode_from_text_process(frames[0])
-        except WireError as error:  # its job would wait for ever, and we cannot tell which it is: redo all in threads
+        except WireError as error:
             logger.error("a text process answers what cannot be read: %s", error)
-            for process in list(self._processes.values()):
-                self._failure_count += 1
-                self._forget(process)
+            self._on_unreadable(frames[0], error)
             return
         if isinstance(message, TextReady):
             if message.number in self._processes:
                 self._processes[message.number].ready = True
                 self._processes[message.number].heard_at_s = time.monotonic()
             return
+        self._end_job(message)
+
+    def _on_unreadable(self, data: bytes, error: WireError) -> None:
+        """Refuse the job whose answer cannot be read.
+
+        If not even its number can be, all processes end, and threads do their jobs: one of these would wait for ever,
+        and nothing says which, as all answers come on one socket.
+        """
+        try:
+            job_id = job_id_of(data)
+        except WireError:
+            for process in list(self._processes.values()):
+                self._failure_count += 1
+                self._forget(process)
+        else:
+            self._end_job(TextRefused(job_id, f"internal error: {error}", "internal_error", None, 500))
+
+    def _end_job(self, answer: TextResult) -> None:
         for process in self._processes.values():
-            if message.job_id in process.jobs:
+            if answer.job_id in process.jobs:
                 process.heard_at_s = time.monotonic()
-                _, future = process.jobs.pop(message.job_id)
-                _settle(future, message.value)
+                _, future = process.jobs.pop(answer.job_id)
+                _settle(future, answer.value)
 
     def _on_end(self, process: TextProcess) -> None:
         self._failure_count += 1

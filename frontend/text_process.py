@@ -38,6 +38,8 @@ from frontend.text_messages import (
 from frontend.tokenizer import Tokenizer
 
 NICENESS = 5
+REASON_LIMIT = 8000
+"""Characters of a refusal's text: a template may put all of a chat into its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,10 @@ def result_of(tokenizer: Tokenizer, job: ForTextProcess) -> TextResult:
     try:
         return _done(tokenizer, job)
     except RequestError as error:
-        return TextRefused(job.job_id, str(error), error.code, error.param, error.status)
+        return TextRefused(job.job_id, str(error)[:REASON_LIMIT], error.code, error.param, error.status)
     except Exception as error:
         logger.exception("a %s failed", type(job).__name__)
-        return TextRefused(job.job_id, f"internal error: {error}", "internal_error", None, 500)
+        return TextRefused(job.job_id, f"internal error: {error}"[:REASON_LIMIT], "internal_error", None, 500)
 
 
 def _done(tokenizer: Tokenizer, job: ForTextProcess) -> TextResult:

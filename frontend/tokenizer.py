@@ -8,6 +8,7 @@ imported only to render a chat, or if a folder has no tokenizer.json and one mus
 """
 
 import json
+import os
 import re
 import sys
 from array import array
@@ -18,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as RawTokenizer
 
 from common.errors import ConfigError, RequestError
+from common.model_files import read_object, read_text
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
 from frontend.chat.tool_formats import knows_tools
@@ -82,7 +84,8 @@ class Tokenizer:
         """
         path = Path(folder)
         files = {
-            name: _read_json(path / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
+            name: read_object(path / name, missing_ok=True)
+            for name in ("tokenizer_config.json", "generation_config.json", "config.json")
         }
         template = _chat_template(path, files["tokenizer_config.json"], chat_template_file)
         return cls(_load_raw(path), files, template)
@@ -323,21 +326,6 @@ def _token_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    return value if isinstance(value, dict) else {}
-
-
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {what} {path}: {error}") from None
-
-
 def _load_raw(folder: Path) -> RawTokenizer:
     file = folder / "tokenizer.json"
     if not file.exists():
@@ -367,11 +355,12 @@ def _convert(folder: Path) -> RawTokenizer:
 
 def _chat_template(folder: Path, settings: Mapping[str, Any], file: str) -> str | dict[str, str]:
     if file:
-        return _read_text(Path(file), "--chat-template")
+        return read_text(Path(file), f"--chat-template {file}")
     beside = folder / "chat_template.jinja"
-    if beside.exists():
-        return _read_text(beside, "the chat template")
-    own = _read_json(folder / "chat_template.json").get("chat_template") or settings.get("chat_template") or ""
+    if os.path.lexists(beside):
+        return read_text(beside)
+    beside = folder / "chat_template.json"
+    own = read_object(beside, missing_ok=True).get("chat_template") or settings.get("chat_template") or ""
     if isinstance(own, list):
         return {entry["name"]: entry["template"] for entry in own}
     return own if isinstance(own, str | dict) else ""

@@ -30,7 +30,8 @@ Caches, their scales, block_tables, row_slots and context_lengths: see kernels/p
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, cold L2, in a graph, commit 234bd89, by
 `python -m benchmarks.kernels.bench_decode_attention`: 1x1024 9.5 us, 8x512 13-15 us, 1x32768 46 us, 32x1024 37 us,
 32x4096 130 us, 256x1024 252 us (4.27 TB/s), 256x4096 954 us (4.50 TB/s, 98 % of what a sum over the same bytes reads).
-Over int8, at commit a0cc4ce, norm, rotation and store of the new tokens included: 32x1024 32 us, 256x1024 201 us.
+Over int8, in tiles of 64 by two warps, at commit a82871e by tune_attention: 256x1024 156 us, 64x256 17 us. The Hopper
+kernel's figures are in its module.
 
 Limits: head_dim 64, 80, 96, 128, 256; group <= 128; max_rows <= 1024; block_size a power of two <= 128.
 
@@ -74,11 +75,9 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_GROUP = 8
-SPECIALISED = False
-"""Whether the engine takes kernels/decode_attention_hopper.py where it can: not before a card has confirmed it."""
 
 
-def reference_decode_attention(
+def decode_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -119,7 +118,6 @@ class DecodePlan:
     rows_tile: int
     min_tiles: int
     start_tiles: int
-    late_sum: bool
     num_warps: int
     num_stages: int
     max_registers: int | None
@@ -160,37 +158,37 @@ def launch_plan(
     tile_tokens: int | None = None,
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
-    start_tiles: int = 1,
-    late_sum: bool = False,
+    start_tiles: int | None = None,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
     `specialised` takes the Hopper kernel: pass it only where `can_specialise(...)`. The other keyword arguments are for
-    tests and benchmarks. `late_sum`: weights are added up column by column and over the columns only at the end, which
-    spares the plain kernel three barriers a tile; exact, but its speed is not measured yet.
+    tests and benchmarks.
     """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
     is_wide = quantised and dim_tile <= 128
-    usual_tokens = 128 if is_wide else 64 if dim_tile <= 128 else 32
-    # Programs of one warp: as many as shared memory holds, three tiles of keys and values each.
-    usual_programs = 2 if not specialised else 8 if quantised else 4
+    # Tiles, programs a multiprocessor and their warps as measured; programs of one warp fill its shared memory.
+    if specialised:
+        usual_tokens, usual_programs, num_warps = (16, 12, 1) if quantised else (32, 4, 1)
+    elif is_wide:
+        usual_tokens, usual_programs, num_warps = 64, 4, 2
+    else:
+        usual_tokens, usual_programs, num_warps = 64 if dim_tile <= 128 else 32, 2, 4
     program_count = multiprocessor_count * (programs_per_multiprocessor or usual_programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
         program_count=program_count,
-        tile_tokens=tile_tokens or (32 if specialised else usual_tokens),
+        tile_tokens=tile_tokens or usual_tokens,
         group_rows=group_rows,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
-        start_tiles=start_tiles,
-        late_sum=late_sum,
-        # 8 warps of 128 registers, twice on a multiprocessor, where a program of 4 warps leaves room for one more.
-        num_warps=1 if specialised else 8 if is_wide else 4,
+        start_tiles=start_tiles or (2 if specialised else 1),
+        num_warps=num_warps,
         num_stages=3,
-        max_registers=128 if is_wide and not specialised else None,
+        max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,
@@ -215,7 +213,7 @@ def _decode_kernel(
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
     HAS_ROW_COUNT: tl.constexpr, TILE: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr, LATE_SUM: tl.constexpr,
+    ROWS_TILE: tl.constexpr, MIN_TILES: tl.constexpr, START_TILES: tl.constexpr,
     MERGE_PARTS: tl.constexpr, MERGE_GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -275,7 +273,7 @@ def _decode_kernel(
         positions = first_position + first_tile * TILE + tile_places
 
         maximum = tl.full([GROUP_ROWS], float("-inf"), dtype=tl.float32)
-        normaliser = tl.zeros([GROUP_ROWS, TILE] if LATE_SUM else [GROUP_ROWS], dtype=tl.float32)
+        normaliser = tl.zeros([GROUP_ROWS], dtype=tl.float32)
         query_places = query_ptr + row.to(tl.int64) * query_stride + head * (GROUP * HEAD_DIM) + head_places
         query = tl.load(query_places, mask=is_query, other=0.0)
         even_sums = tl.zeros([GROUP_ROWS, units.shape[0]], dtype=tl.float32)
@@ -325,10 +323,7 @@ def _decode_kernel(
             new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
             weights = tl.exp2(scores - new_maximum[:, None])
             shrink = tl.exp2(maximum - new_maximum)
-            if LATE_SUM:
-                normaliser = normaliser * shrink[:, None] + weights
-            else:
-                normaliser = normaliser * shrink + tl.sum(weights, axis=1)
+            normaliser = normaliser * shrink + tl.sum(weights, axis=1)
             maximum = new_maximum
             even_sums, odd_sums = add_weighted(
                 even_sums, odd_sums, shrink, weights, values, value_scale, DTYPE, FORMAT, NATIVE
@@ -337,8 +332,6 @@ def _decode_kernel(
                 value_scale = tl.load(value_scales_ptr + scale_places, mask=is_next, other=0.0)
             positions = next_positions
         accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
-        if LATE_SUM:
-            normaliser = tl.sum(normaliser, axis=1)
 
         # 4. Store: a whole (row, head) at once, or this piece's part of it.
         output_places = output_ptr + row.to(tl.int64) * output_stride + head * (GROUP * HEAD_DIM)
@@ -453,7 +446,6 @@ def decode_attention(
         HAS_ROW_COUNT=decode_row_count is not None,
         GROUP_ROWS=plan.group_rows,
         DIM_TILE=plan.dim_tile,
-        LATE_SUM=plan.late_sum,
         MERGE_PARTS=merge_parts,
         MERGE_GROUP=merge_group,
         num_warps=plan.num_warps,

@@ -18,7 +18,13 @@ Work is shared out, cut and merged as in kernels/decode_attention.py, the only c
 workspace is `launch_plan(..., specialised=True)`'s. Limits beside those there: compute capability 9, Triton 3.6, bf16
 or (over a plain cache) f16, head_dim 64 or 128, groups of up to 8, blocks of 8 or more, no sliding window, no soft cap.
 
-State: right in the tests' emulator; no card has run it yet, so the engine's plans do not take it.
+With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
+block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+
+Measured on an H200, 16 query and 8 K/V heads of 128, by `python -m benchmarks.kernels.tune_attention --only decode`, in
+microseconds for bfloat16, int8, fp8 (the plain kernel's in brackets): 256 x 1024 254, 142, 145 (257, 223, 211); 32 x
+1024 37.8, 26.3, 25.2 (36.6, 32.4, 30.8); 64 x 256 21.0, 17.8, 16.9 (24.6, 25.5, 23.8). docs/log.md says where the rest
+goes.
 """
 
 from __future__ import annotations
@@ -31,16 +37,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
-from kernels.decode_tile import FP8_PAIRS, FP8_SHIFT, FP8_UNSHIFT, INT8_PAIRS
+from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
+    FP8,
+    INT8,
     QUERIES,
+    allocate_tiles,
     block_barrier,
     box_rows_of,
     cache_descriptor,
     clean,
     copy_tile,
+    left_operands,
     merge,
     store_columns,
+    wait_for_kernel_ahead,
 )
 from kernels.kv_format import cache_format
 from kernels.paged_kv import compile_options
@@ -48,23 +59,12 @@ from kernels.paged_kv import compile_options
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
-INT8 = gl.constexpr(1)
-FP8 = gl.constexpr(2)
 LEVELS = gl.constexpr(127.0 * 128.0)
 
 
 @gluon.jit
 def _add(left, right):
     return left + right
-
-
-@gluon.jit
-def _unpacked(pairs, FORMAT: gl.constexpr):
-    """Even and odd elements of int16 pairs in bfloat16; fp8: times 2^-120."""
-    return gl.inline_asm_elementwise(
-        INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS,
-        "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -110,11 +110,12 @@ def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
     TILE: gl.constexpr = keys.shape[0]
     zeros = gl.zeros([TILE, QUERIES], gl.float32, mma)
     if FORMAT == INT8:
-        operand = keys.load(gl.DotOperandLayout(0, mma, 4))
+        BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * keys.shape[1], element_bitwidth=8, rank=2)
+        operand = keys._reinterpret(gl.int8, [TILE, 2 * keys.shape[1]], BYTES).load(gl.DotOperandLayout(0, mma, 4))
         none = gl.zeros([TILE, QUERIES], gl.int32, mma)
         scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
     elif FORMAT == FP8:
-        even, odd = _unpacked(keys.load(gl.DotOperandLayout(0, mma, 2)), FORMAT)
+        even, odd = left_operands(keys, mma, FORMAT)
         scores = mma_v2(odd, second, mma_v2(even, first, zeros))
     else:
         scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
@@ -122,12 +123,58 @@ def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, in_block, is_token,
+def _load_blocks(table_ptr, tile, tile_end, length, places, BLOCK_SIZE: gl.constexpr):
+    """The block id of each token of a tile; 0 past the row's or the piece's end."""
+    tokens = tile * places.shape[0] + places
+    return gl.load(table_ptr + tokens // BLOCK_SIZE, mask=(tokens < length) & (tile < tile_end), other=0)
+
+
+@gluon.jit
+def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, tile, tile_end, length, places,
                  KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
-    places = (blocks * KV_HEADS + head) * BLOCK_SIZE + in_block  # below 2^31, or a layer's cache had 256 GB
-    key_scale = gl.load(key_scales_ptr + places, mask=is_token, other=0.0)
-    value_scale = gl.load(value_scales_ptr + places, mask=is_token, other=0.0)
+    """The scales of a tile's tokens, float32; 0 past the row's or the piece's end."""
+    tokens = tile * places.shape[0] + places
+    is_token = (tokens < length) & (tile < tile_end)
+    scale_places = (blocks * KV_HEADS + head) * BLOCK_SIZE + tokens % BLOCK_SIZE  # below 2^31, or a layer had 256 GB
+    key_scale = gl.load(key_scales_ptr + scale_places, mask=is_token, other=0.0)
+    value_scale = gl.load(value_scales_ptr + scale_places, mask=is_token, other=0.0)
     return key_scale.to(gl.float32), value_scale.to(gl.float32)
+
+
+@gluon.jit
+def _segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride,
+             KV_HEADS: gl.constexpr, TILE: gl.constexpr, START_TILES: gl.constexpr):  # fmt: skip
+    """What lies at a place of the line: row, head, the row's length and block table, the place of the head's
+    first tile on the line, and which of its tiles are in this piece; none of them past the piece's end."""
+    is_work = work < work_end
+    before = ends * KV_HEADS <= work
+    row = gl.where(is_work, gl.sum(before.to(gl.int32), axis=0), 0)
+    row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
+    length = gl.load(lengths_ptr + row)
+    table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
+    row_tiles = (length + (TILE - 1)) // TILE
+    head = (work - row_start) // (row_tiles + START_TILES)
+    start = row_start + head * (row_tiles + START_TILES) + START_TILES
+    first_tile = gl.maximum(work - start, 0)
+    # not above 0 where this piece ends before the first tile
+    tile_end = gl.where(is_work, gl.minimum(work_end, start + row_tiles) - start, 0)
+    return row, head, length, table_ptr, start, first_tile, tile_end
+
+
+@gluon.jit
+def _ask(
+    first_tile, tile_end, read, key_desc, value_desc, table_ptr, head, length, key_boxes, value_boxes, full,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    BOX_ROWS: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
+    """Ask for a segment's first tiles, as many as there are stages; the first goes to stage `read`."""
+    for ahead in gl.static_range(STAGES):
+        if first_tile + ahead < tile_end:
+            box_rows = box_rows_of(table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+            copy_tile(
+                key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
+                TILE, BOX_ROWS, HALVES,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -139,43 +186,21 @@ def _hopper_decode_kernel(
     STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     token_layout: gl.constexpr = gl.SliceLayout(1, mma)
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     weights_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    values_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
 
     # 1. Shared memory: `STAGES` tiles of keys and of values, each seen as the copy engine's boxes and as a whole.
     BOX_ROWS: gl.constexpr = min(TILE, BLOCK_SIZE)
-    BOXES: gl.constexpr = TILE // BOX_ROWS
     HALVES: gl.constexpr = HEAD_DIM // 64 if FORMAT == 0 else 1
-    COLUMNS: gl.constexpr = HEAD_DIM // HALVES
-    SWIZZLE: gl.constexpr = 128 if FORMAT == 0 else HEAD_DIM
-    STORED: gl.constexpr = DTYPE if FORMAT == 0 else gl.int8
-    shared: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=SWIZZLE, element_bitwidth=16 if FORMAT == 0 else 8, rank=2
-    )
-    pair_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
-    keys = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
-    values = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
+    key_boxes, key_tiles = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
+    value_boxes, value_tiles = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
         mbarrier.init(full.index(place), count=1)
-    key_boxes = keys._reinterpret(STORED, [STAGES * HALVES * BOXES, BOX_ROWS, COLUMNS], shared)
-    value_boxes = values._reinterpret(STORED, [STAGES * HALVES * BOXES, BOX_ROWS, COLUMNS], shared)
-    key_tiles = keys
-    value_tiles = values
-    if FORMAT > 0:
-        value_tiles = values._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
-    if FORMAT == FP8:
-        key_tiles = keys._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
     SUM_ROWS: gl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
 
     # 2. Lay all tiles of all rows on one line and take an equal piece of it.
@@ -189,7 +214,7 @@ def _hopper_decode_kernel(
     lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
     lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
     tile_counts = (lengths + (TILE - 1)) // TILE
-    ends = gl.associative_scan(gl.where(tile_counts > 0, tile_counts + START_TILES, 0), 0, _add)
+    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, _add)
     total = gl.max(ends, axis=0) * KV_HEADS
     piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
     work = program * piece
@@ -197,30 +222,30 @@ def _hopper_decode_kernel(
     statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
 
     read = 0
-    while work < work_end:
-        # 3. Locate: which row and head, and which of its tiles are in this piece.
-        before = ends * KV_HEADS <= work
-        row = gl.sum(before.to(gl.int32), axis=0)
-        row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
-        length = gl.load(lengths_ptr + row)
-        table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
-        row_tiles = (length + (TILE - 1)) // TILE
-        head = (work - row_start) // (row_tiles + START_TILES)
-        segment_start = row_start + head * (row_tiles + START_TILES) + START_TILES
-        segment_end = gl.minimum(work_end, segment_start + row_tiles)
-        first_tile = gl.maximum(work - segment_start, 0)
-        tile_end = segment_end - segment_start  # not above 0 where this piece ends before the first tile
+    row, head, length, table_ptr, start, first_tile, tile_end = _segment(
+        work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
+    )
 
-        # 4. Ask for the first tiles.
-        for ahead in gl.static_range(STAGES):
-            if first_tile + ahead < tile_end:
-                box_rows = box_rows_of(
-                    table_ptr, first_tile + ahead, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
-                )
-                copy_tile(
-                    key_desc, value_desc, box_rows, key_boxes, value_boxes, full, (read + ahead) % STAGES,
-                    TILE, BOX_ROWS, HALVES,
-                )  # fmt: skip
+    # 3. Ask for the first tiles; for that of the new token when the kernel ahead has stored it.
+    early_end = tile_end
+    if PDL:
+        early_end = gl.minimum(tile_end, (length - 1) // TILE)
+    _ask(
+        first_tile, early_end, read, key_desc, value_desc, table_ptr, head, length, key_boxes, value_boxes, full,
+        KV_HEADS, BLOCK_SIZE, TILE, STAGES, BOX_ROWS, HALVES,
+    )  # fmt: skip
+    if PDL:
+        wait_for_kernel_ahead()
+        late_tile = gl.maximum(early_end, first_tile)
+        if (late_tile < tile_end) & (late_tile < first_tile + STAGES):
+            box_rows = box_rows_of(table_ptr, late_tile, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+            copy_tile(
+                key_desc, value_desc, box_rows, key_boxes, value_boxes, full, late_tile - first_tile,
+                TILE, BOX_ROWS, HALVES,
+            )  # fmt: skip
+
+    while work < work_end:
+        # 4. The queries; for 8 bits the scales of the first tile.
         group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
         first_query, second_query, unit = _query_operands(group_ptr, mma, FORMAT, GROUP, HEAD_DIM)
         factor = unit * scale_log2
@@ -233,24 +258,28 @@ def _hopper_decode_kernel(
         places = gl.arange(0, TILE, layout=token_layout)
         key_scale = gl.full([TILE], 1.0, gl.float32, token_layout)
         value_scale = key_scale
+        next_blocks = gl.zeros([TILE], gl.int32, token_layout)
         if FORMAT > 0:
-            tokens = first_tile * TILE + places
-            is_token = (tokens < length) & (first_tile < tile_end)
-            blocks = gl.load(table_ptr + tokens // BLOCK_SIZE, mask=is_token, other=0)
+            blocks = _load_blocks(table_ptr, first_tile, tile_end, length, places, BLOCK_SIZE)
             key_scale, value_scale = _load_scales(
-                key_scales_ptr, value_scales_ptr, blocks, head, tokens % BLOCK_SIZE, is_token, KV_HEADS, BLOCK_SIZE
-            )
+                key_scales_ptr, value_scales_ptr, blocks, head, first_tile, tile_end, length, places, KV_HEADS,
+                BLOCK_SIZE,
+            )  # fmt: skip
+            next_blocks = _load_blocks(table_ptr, first_tile + 1, tile_end, length, places, BLOCK_SIZE)
 
-        # 5. Accumulate. The blocks of a later tile are looked up before this one's work and asked for after it.
+        # 5. Accumulate. The blocks of a later tile are looked up before this one's work and asked for after it;
+        # scales are loaded a tile ahead, the ids of their blocks two.
         for tile in range(first_tile, tile_end):
             stage = read % STAGES
             later = box_rows_of(table_ptr, tile + STAGES, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
             this_key_scale = key_scale
             this_value_scale = value_scale
             if FORMAT > 0:
-                tokens = (tile + 1) * TILE + places
-                is_token = (tokens < length) & (tile + 1 < tile_end)
-                blocks = gl.load(table_ptr + tokens // BLOCK_SIZE, mask=is_token, other=0)
+                key_scale, value_scale = _load_scales(
+                    key_scales_ptr, value_scales_ptr, next_blocks, head, tile + 1, tile_end, length, places, KV_HEADS,
+                    BLOCK_SIZE,
+                )  # fmt: skip
+                next_blocks = _load_blocks(table_ptr, tile + 2, tile_end, length, places, BLOCK_SIZE)
             mbarrier.wait(full.index(stage), (read // STAGES) & 1)
             is_cut = (tile + 1) * TILE > length
             if FORMAT == 0:
@@ -258,9 +287,6 @@ def _hopper_decode_kernel(
             scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT)
             if FORMAT > 0:
                 scores = scores * this_key_scale[:, None]
-                key_scale, value_scale = _load_scales(
-                    key_scales_ptr, value_scales_ptr, blocks, head, tokens % BLOCK_SIZE, is_token, KV_HEADS, BLOCK_SIZE
-                )
             if is_cut:
                 scores = gl.where((tile * TILE + places < length)[:, None], scores, float("-inf"))
             # Every tile holds a token, so the new maximum is finite.
@@ -270,18 +296,17 @@ def _hopper_decode_kernel(
             normaliser = normaliser * shrink + gl.sum(weights, axis=0)
             maximum = new_maximum
             even_sums = even_sums * shrink[None, :]
-            tile_values = value_tiles.index(stage).permute((1, 0)).load(values_layout)
+            first_values, second_values = left_operands(value_tiles.index(stage).permute((1, 0)), mma, FORMAT)
             if FORMAT == 0:
-                even_sums = mma_v2(tile_values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
+                even_sums = mma_v2(first_values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
             else:
                 odd_sums = odd_sums * shrink[None, :]
                 if FORMAT == FP8:
                     this_value_scale = this_value_scale * FP8_SHIFT
                 weights = (weights * this_value_scale[:, None]).to(gl.bfloat16)
                 operand = gl.convert_layout(weights, weights_layout)
-                even_values, odd_values = _unpacked(tile_values, FORMAT)
-                even_sums = mma_v2(even_values, operand, even_sums)
-                odd_sums = mma_v2(odd_values, operand, odd_sums)
+                even_sums = mma_v2(first_values, operand, even_sums)
+                odd_sums = mma_v2(second_values, operand, odd_sums)
             if tile + STAGES < tile_end:
                 copy_tile(
                     key_desc, value_desc, later, key_boxes, value_boxes, full, stage, TILE, BOX_ROWS, HALVES
@@ -291,7 +316,18 @@ def _hopper_decode_kernel(
             even_sums = even_sums * FP8_UNSHIFT
             odd_sums = odd_sums * FP8_UNSHIFT
 
-        # 6. Store: a whole (row, head) at once, or this piece's part of it.
+        # 6. Ask for the next segment's first tiles: they come while this one's sums are stored.
+        row_tiles = (length + (TILE - 1)) // TILE
+        next_work = start + tile_end
+        next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = _segment(
+            next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
+        )
+        _ask(
+            next_tile, next_end, read, key_desc, value_desc, next_table_ptr, next_head, next_length, key_boxes,
+            value_boxes, full, KV_HEADS, BLOCK_SIZE, TILE, STAGES, BOX_ROWS, HALVES,
+        )  # fmt: skip
+
+        # 7. Store: a whole (row, head) at once, or this piece's part of it.
         group_output_ptr = output_ptr + row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
         step: gl.constexpr = 1 if FORMAT == 0 else 2
         if (first_tile == 0) & (tile_end == row_tiles):
@@ -308,8 +344,8 @@ def _hopper_decode_kernel(
             statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
             gl.store(statistic, maximum)
             gl.store(statistic + QUERIES, normaliser)
-            first_program = segment_start // piece
-            part_count = (segment_start + row_tiles - 1) // piece - first_program + 1
+            first_program = start // piece
+            part_count = (start + row_tiles - 1) // piece - first_program + 1
             counter_ptr = counters_ptr + row * KV_HEADS + head
             block_barrier()  # all threads' parts are written before the counter says so
             arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -320,9 +356,16 @@ def _hopper_decode_kernel(
                     group_output_ptr, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
                     GROUP, HEADS, HEAD_DIM, 64,
                 )  # fmt: skip
-        work = segment_end
+        work = next_work
+        row, head, length, table_ptr = next_row, next_head, next_length, next_table_ptr
+        start, first_tile, tile_end = next_start, next_tile, next_end
 
-    # 7. Rows without tokens get zeros.
+    # 8. Rows without tokens get zeros.
+    if PDL:
+        wait_for_kernel_ahead()  # also a program without work: who waits for this kernel waits for those before it
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     dims: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     for empty in range(program, row_count, programs):
         if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):

@@ -18,14 +18,12 @@ conversions.
 Called by kernels/decode_attention.py, kernels/decode_attention_hopper.py and kernels/fused_decode_attention.py.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.kv_format import TOPS
-from kernels.launch import interpreted
+from kernels.launch import is_hopper_or_later
 
 INT8_PAIRS = tl.constexpr("""
 {
@@ -61,18 +59,12 @@ FP8_UNSHIFT = tl.constexpr(2.0**20)
 
 def is_native(query: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether a kernel over an 8-bit cache takes pairs apart with instructions of the card."""
-    early = query.device.type == "cuda" and not interpreted() and torch.version.hip is None
-    return early and query.dtype == torch.bfloat16 and cache.dtype in TOPS and _has_bfloat16_pairs(query.device.index)
+    return query.dtype == torch.bfloat16 and cache.dtype in TOPS and is_hopper_or_later(query.device)
 
 
 def has_single_keys(query: torch.Tensor, cache: torch.Tensor) -> bool:
     """Whether keys are multiplied as single elements: queries that 15 bits, or float16, do not make less exact."""
     return cache.dtype in TOPS and query.dtype.itemsize == 2
-
-
-@functools.cache
-def _has_bfloat16_pairs(device_index: int | None) -> bool:
-    return torch.cuda.get_device_capability(device_index)[0] >= 9
 
 
 @triton.jit

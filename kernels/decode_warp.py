@@ -12,8 +12,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.decode_tile import FP8_PAIRS, INT8_PAIRS
+
 QUERIES = gl.constexpr(8)
+INT8 = gl.constexpr(1)  # a cache's FORMAT, as kernels/kv_format.py has it; 0: plain
+FP8 = gl.constexpr(2)
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 calls it otherwise
+
+
+@gluon.jit
+def wait_for_kernel_ahead():
+    """In a launch with PDL: until all earlier kernels have completed and their writes can be read."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -49,6 +59,46 @@ def copy_tile(
             tma.async_copy_global_to_shared(
                 value_desc, [box_rows[box], half * COLUMNS], full.index(stage), value_boxes.index(place)
             )
+
+
+@gluon.jit
+def allocate_tiles(
+    DTYPE: gl.constexpr, FORMAT: gl.constexpr, STAGES: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for STAGES tiles, as the copy engine's boxes and as `left_operands` takes them: 8-bit as pairs."""
+    HALVES: gl.constexpr = HEAD_DIM // 64 if FORMAT == 0 else 1
+    BOXES: gl.constexpr = STAGES * HALVES * (TILE // BOX_ROWS)
+    SWIZZLE: gl.constexpr = 128 if FORMAT == 0 else HEAD_DIM
+    STORED: gl.constexpr = DTYPE if FORMAT == 0 else gl.int8
+    shared: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=SWIZZLE, element_bitwidth=16 if FORMAT == 0 else 8, rank=2
+    )
+    pair_shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=2)
+    tiles = gl.allocate_shared_memory(STORED, [STAGES, TILE, HEAD_DIM], shared)
+    boxes = tiles._reinterpret(STORED, [BOXES, BOX_ROWS, HEAD_DIM // HALVES], shared)
+    if FORMAT > 0:
+        tiles = tiles._reinterpret(gl.int16, [STAGES, TILE, HEAD_DIM // 2], pair_shared)
+    return boxes, tiles
+
+
+@gluon.jit
+def _unpacked(pairs, FORMAT: gl.constexpr):
+    """Even and odd elements of int16 pairs in bfloat16; fp8: times 2^-120."""
+    return gl.inline_asm_elementwise(
+        INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS,
+        "=&r,=&r,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def left_operands(tile, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """A tile in shared memory as left operands of products: even and odd elements of pairs, or twice a plain tile."""
+    first = tile.load(gl.DotOperandLayout(0, mma, 2))
+    second = first
+    if FORMAT > 0:
+        first, second = _unpacked(first, FORMAT)
+    return first, second
 
 
 @gluon.jit

@@ -27,7 +27,8 @@ Caches, block_tables, row_slots and context_lengths: see kernels/paged_kv.py. Th
 that had completed before the kernel ahead of this one started (`kernels.launch` has the rules of early launches): in a
 step, the embedding waits for them before it lets anything behind it start.
 
-In a plan with `is_apart` the kernel is that of kernels/fused_decode_parts.py.
+In a plan with `is_apart` the kernel is that of kernels/fused_decode_parts.py, in one with `single_warps` that of
+kernels/fused_decode_warps.py, which has its own figures.
 
 Measured on an H200 at commit a0cc4ce between the products of 28 layers, 16 query and 8 K/V heads of 128, bfloat16: 6.2
 us a layer for one row of 512 tokens, 7.9 for 8 of 200, 10.8 for 16 of 256 (two launches: 16.2); int8 8.0 for the first.
@@ -62,7 +63,7 @@ from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
 from kernels.launch import launch_options, let_next_start, takes_gluon, wait_for_inputs
 from kernels.new_token import NewTokens, new_queries, norm_gains, rotation, stored_new_token
-from kernels.paged_kv import LOG2_E, attend_row, gather_row
+from kernels.paged_kv import LOG2_E, HeadShape, attend_row, gather_row
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
@@ -73,8 +74,12 @@ APART_ROWS = 2
 
 MAX_SPLITS = 32
 WARPS_GROUP = 8
-SINGLE_WARPS = False
-"""Whether the engine takes kernels/fused_decode_warps.py where it can: not before a card has confirmed it."""
+WARPS_ROWS = 2
+"""Rows from which on kernels/fused_decode_warps.py computes plain caches: at one row the other kernel is faster."""
+
+SINGLE_WARPS = True
+SINGLE_WARPS_8_BIT = False
+"""Whether it computes 8-bit caches as well: not before a card has confirmed it."""
 
 
 def fused_decode_attention_reference(
@@ -123,15 +128,24 @@ def supports(head_dim: int, group: int, rotary_dim: int, sliding_window: int) ->
 
 
 def can_take_warps(
-    dtype: torch.dtype, cache: torch.Tensor, group: int, *, capability_major: int,
+    shape: HeadShape, dtype: torch.dtype, *, quantised: bool, capability_major: int,
     triton_version: str = triton.__version__,
 ) -> bool:  # fmt: skip
-    """Whether kernels/fused_decode_warps.py attends to a cache [block, head, position, dim] on a card of that
-    compute capability; `dtype` is the query's."""
-    block_size, head_dim = cache.shape[2:]
-    is_plain = cache.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
-    is_size = head_dim in (64, 128) and 8 <= block_size <= 128 and group <= WARPS_GROUP
-    return is_plain and is_size and takes_gluon(capability_major, triton_version)
+    """Whether kernels/fused_decode_warps.py computes such calls on a card of that compute capability.
+
+    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
+    """
+    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= WARPS_GROUP
+    dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
+    return is_size and dtype in dtypes and takes_gluon(capability_major, triton_version)
+
+
+def takes_warps(
+    row_count: int, shape: HeadShape, dtype: torch.dtype, *, quantised: bool, capability_major: int
+) -> bool:
+    """Whether the plan that ships is one of single warps: where these can, and were measured to be faster."""
+    is_faster = row_count >= WARPS_ROWS and (SINGLE_WARPS_8_BIT if quantised else SINGLE_WARPS)
+    return is_faster and can_take_warps(shape, dtype, quantised=quantised, capability_major=capability_major)
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,7 @@ def launch_plan(
     """As many splits, a power of two, as keep the number of programs near what the card holds at once.
 
     `is_apart`, whether the new token is a part of its own, overrides the measured choice. `single_warps` takes
-    kernels/fused_decode_warps.py: pass it only where that can compute the call.
+    kernels/fused_decode_warps.py: pass what `takes_warps` says, or what is to be measured where `can_take_warps`.
     """
     splits = 2 if single_warps else 1
     while splits < MAX_SPLITS and 2 * splits * row_count * kv_heads <= PROGRAM_TARGET * (4 if single_warps else 1):
@@ -326,7 +340,9 @@ def fused_decode_attention(
 
         inputs = (output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths, partials, counters)
         early = launch_options(qkv)["PDL"]
-        fused_decode_warps.launch(*inputs, next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early)
+        fused_decode_warps.launch(
+            *inputs, (k_scales, v_scales), next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early
+        )
         return
     options = {
         "FORMAT": cache_format(k_cache.dtype), "NATIVE": is_native(qkv, k_cache), "KV_HEADS": kv_heads, "GROUP": group,

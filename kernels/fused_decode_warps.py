@@ -1,15 +1,23 @@
-"""The kernel of kernels/fused_decode_attention.py by programs of one warp each, for Hopper and plain caches.
+"""The kernel of kernels/fused_decode_attention.py by programs of one warp each, for Hopper.
 
 With few rows a program executes each of its instructions once, so the time is that of the longest chain of them. Here
-it is short: a warp takes `tile` cached tokens, which the tensor copy engine has brought while the product ahead still
-ran; when that is done, it norms and rotates the group's queries, a few elements a thread, hands them to the tensor
-cores through shared memory, and leaves its part. The new token is the last part, of a program of its own. No warp waits
-for another but for the counter that says which comes last and merges.
+it is short: a warp takes `tile` cached tokens, which the tensor copy engine has brought, and the warp to its registers,
+while the product ahead still ran; when that is done, it norms and rotates the group's queries, a few elements a thread,
+hands them to the tensor cores through shared memory, and leaves its part. The new token is the last part, its key and
+its value each of a program of its own. No warp waits for another but for the counter that says which comes last and
+merges.
 
-Arguments and tensors are those of the other kernels; the products are those of kernels/decode_attention_hopper.py.
-Limits beside those there: `can_take_warps` in kernels/fused_decode_attention.py.
+Arguments and tensors are those of the other kernels; the products are those of kernels/decode_attention_hopper.py, but
+for int8 keys. An 8-bit tile is taken apart to even and odd dims in bfloat16 (kernels/decode_tile.py), which for the
+first tile costs nothing, since the product ahead is not done. Limits beside those there: `can_take_warps` in
+kernels/fused_decode_attention.py.
 
-State: right in the tests' emulator; no card has run it yet, so `launch_plan` does not choose it.
+Measured on an H200 at commit a82871e by `python -m benchmarks.kernels.tune_attention --only few_rows`, microseconds a
+layer of 16 query and 8 K/V heads of 128, bfloat16 (the kernel of several warps in brackets): 2 rows of 512 tokens 5.15
+(6.67), 8 of 200 5.48 (7.81), 16 of 256 7.2 (13.3); but one row of 512 4.8 to 5.3 (3.5 to 4.4).
+
+State: over 8-bit caches, and with the first tile in registers beforehand, right in the tests' emulator; no card has run
+that yet, so `takes_warps` does not choose it for 8-bit caches.
 
 Called by kernels/fused_decode_attention.py alone.
 """
@@ -22,16 +30,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
+from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
+    FP8,
+    INT8,
     QUERIES,
+    allocate_tiles,
     block_barrier,
     box_rows_of,
     cache_descriptor,
     clean,
     copy_tile,
+    left_operands,
     merge,
     store_columns,
 )
+from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
 from kernels.paged_kv import compile_options
 
@@ -40,112 +54,260 @@ MERGED_NUMBERS = 128
 
 
 @gluon.jit
-def _rotated(x, partner, gain, partner_gain, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr,
-             HAS_NORM: gl.constexpr):  # fmt: skip
-    """Heads, their elements along `axis`, normed and rotated in float32; arguments of the same number of dimensions."""
+def _factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
+    """What a head's elements, and their partners in the rotation, are multiplied by: cosines and signed sines, each
+    times the norm's weight. It does not need the product ahead."""
+    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
+    cos = gl.load(row_ptr + dims % HALF)
+    sin = gl.load(row_ptr + HALF + dims % HALF)
+    sin = gl.where(dims < HALF, -sin, sin)
+    if HAS_NORM:
+        cos = cos * gl.load(gain_ptr + dims).to(gl.float32)
+        sin = sin * gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
+    return cos, sin
+
+
+@gluon.jit
+def _rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
+    """Heads, their elements along `axis`, normed and rotated in float32 by `_factors` of as many dimensions."""
     x = x.to(gl.float32)
-    partner = partner.to(gl.float32)
+    rotated = x * cos + partner.to(gl.float32) * sin
     if HAS_NORM:
         scale = gl.rsqrt(gl.sum(x * x, axis=axis) / HEAD_DIM + eps)
         if axis == 1:
             scale = gl.expand_dims(scale, 1)
-        x = x * scale * gain
-        partner = partner * scale * partner_gain
-    return x * cos + partner * sin
+        rotated = rotated * scale
+    return rotated
 
 
 @gluon.jit
-def _angles(rope_ptr, position, dims, HALF: gl.constexpr):
-    """Cosines and signed sines of a head's elements."""
-    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
-    sin = gl.load(row_ptr + HALF + dims % HALF)
-    return gl.load(row_ptr + dims % HALF), gl.where(dims < HALF, -sin, sin)
+def _divided(x, divisor, reciprocal):
+    """x / divisor, rounded correctly: a number of 24 bits over one of 11 or fewer is never that near to a tie."""
+    quotient = x * reciprocal
+    return gl.fma(gl.fma(-quotient, divisor, x), reciprocal, quotient)
 
 
 @gluon.jit
-def _gains(gain_ptr, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
-    """The norm's weight of a head's elements and of their partners in the rotation."""
-    gain = gl.zeros_like(dims).to(gl.float32) + 1.0
-    partner_gain = gain
-    if HAS_NORM:
-        gain = gl.load(gain_ptr + dims).to(gl.float32)
-        partner_gain = gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
-    return gain, partner_gain
+def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
+    """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
+    TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
+    largest = gl.max(gl.abs(x), axis=0)
+    scale = _divided(largest, TOP, 1.0 / TOP)
+    scale = gl.minimum(gl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(gl.float16).to(gl.float32)
+    scale = gl.where(largest == 0.0, 0.0, scale)
+    divisor = gl.where(largest == 0.0, 1.0, scale)
+    level = _divided(x, divisor, 1.0 / divisor)
+    level = gl.minimum(gl.maximum(level, -TOP), TOP)
+    if FORMAT == INT8:
+        below_half: gl.constexpr = 0.5 - 2**-25  # a half would take what is just below it to the next level
+        level = gl.where(level < 0.0, level - below_half, level + below_half).to(gl.int32)  # halves away from zero
+    return level.to(dtype), scale
 
 
 @gluon.jit
-def _new_token(
-    qkv_ptr, key_ptr, value_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, sums_ptr, statistic_ptr, output_ptr, head,
-    position, place, eps, scale_log2, is_alone,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
+    """Store a float32 vector [D] at a place of a contiguous cache; what reading it gives, in float32."""
+    place = place.to(gl.int64)
+    if FORMAT == 0:
+        stored = x.to(cache_ptr.dtype.element_ty)
+        read = stored.to(gl.float32)
+    else:
+        stored, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
+        gl.store(scales_ptr + place, scale.to(gl.float16))
+        read = stored.to(gl.float32) * scale
+    gl.store(cache_ptr + place * HEAD_DIM + dims, stored)
+    return read
+
+
+@gluon.jit
+def _new_key(
+    qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head, position, place, eps,
+    scale_log2,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Store the new key and value, and leave the part that attends to them; alone, it is the output."""
+    """Store the new key, and leave the statistics of the part that it is: its products with the queries, as stored."""
     HALF: gl.constexpr = HEAD_DIM // 2
     line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
     dims = gl.arange(0, HEAD_DIM, layout=line)
     partners = (dims + HALF) % HEAD_DIM
-    cos, sin = _angles(rope_ptr, position, dims, HALF)
-    query_gain, query_partner_gain = _gains(query_gain_ptr, dims, HALF, HAS_NORM)
-    key_gain, key_partner_gain = _gains(key_gain_ptr, dims, HALF, HAS_NORM)
+    key_cos, key_sin = _factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
+    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    key_source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
-    key = _rotated(
-        gl.load(key_source + dims), gl.load(key_source + partners), key_gain, key_partner_gain, cos, sin, eps,
-        0, HEAD_DIM, HAS_NORM,
-    ).to(key_ptr.dtype.element_ty)  # fmt: skip
-    value = gl.load(key_source + KV_HEADS * HEAD_DIM + dims).to(value_ptr.dtype.element_ty)
-    gl.store(key_ptr + place.to(gl.int64) * HEAD_DIM + dims, key)
-    gl.store(value_ptr + place.to(gl.int64) * HEAD_DIM + dims, value)
+    source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
+    key = gl.load(source + dims)
+    partner = gl.load(source + partners)
+    queries = ()  # all are asked for before the key is stored, which they would wait for
     for index in gl.static_range(GROUP):
         source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
-        query = _rotated(
-            gl.load(source + dims), gl.load(source + partners), query_gain, query_partner_gain, cos, sin, eps,
-            0, HEAD_DIM, HAS_NORM,
-        ).to(qkv_ptr.dtype.element_ty)  # fmt: skip
-        score = gl.sum(query.to(gl.float32) * key.to(gl.float32), axis=0) * scale_log2
-        if is_alone:
-            gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
-        else:
-            gl.store(sums_ptr + index * HEAD_DIM + dims, value.to(gl.float32))
-            gl.store(statistic_ptr + index, score)
-            gl.store(statistic_ptr + QUERIES + index, 1.0)
+        queries += ((gl.load(source + dims), gl.load(source + partners)),)
+    key = _rotated(key, partner, key_cos, key_sin, eps, 0, HEAD_DIM, HAS_NORM)
+    key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
+    for index in gl.static_range(GROUP):
+        query, partner = queries[index]
+        query = _rotated(query, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM).to(qkv_ptr.dtype.element_ty)
+        score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
+        gl.store(statistic_ptr + index, score)
+        gl.store(statistic_ptr + QUERIES + index, 1.0)
 
 
 @gluon.jit
-def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, shared,
+def _new_value(
+    source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, is_alone,
+    FORMAT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Store the new value, and leave it as stored as the sums of its part; alone, it is the output."""
+    line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
+    dims = gl.arange(0, HEAD_DIM, layout=line)
+    if PDL:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    value = gl.load(source + dims).to(gl.float32)
+    value = _stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
+    for index in gl.static_range(GROUP):
+        if is_alone:
+            gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
+        else:
+            gl.store(sums_ptr + index * HEAD_DIM + dims, value)
+
+
+@gluon.jit
+def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube: gl.constexpr,
                   GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
                   PDL: gl.constexpr):  # fmt: skip
-    """Wait for the product; its queries, normed and rotated, into `shared` [8, head_dim], each 8 / HEADS times."""
+    """Wait for the product; its queries [HEADS, head_dim], normed and rotated, zeros past the group."""
     HALF: gl.constexpr = HEAD_DIM // 2
-    LANES: gl.constexpr = 32 // HEADS
-    cube: gl.constexpr = gl.BlockedLayout([1, QUERIES // HEADS, HEAD_DIM // LANES], [HEADS, 1, LANES], [1, 1, 1],
-                                          [2, 1, 0])  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, cube)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
-    cos, sin = _angles(rope_ptr, position, dims, HALF)
-    gain, partner_gain = _gains(query_gain_ptr, dims, HALF, HAS_NORM)
+    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     source = qkv_ptr + (head * GROUP + heads)[:, None] * HEAD_DIM
     is_head = (heads < GROUP)[:, None]
     query = gl.load(source + dims[None, :], mask=is_head, other=0.0)
     partner = gl.load(source + ((dims + HALF) % HEAD_DIM)[None, :], mask=is_head, other=0.0)
-    query = _rotated(
-        query, partner, gain[None, :], partner_gain[None, :], cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM
-    ).to(qkv_ptr.dtype.element_ty)
-    zeros = gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], query.dtype, cube)
-    repeated, _ = gl.broadcast(gl.expand_dims(query, 1), zeros)
-    shared.store(gl.reshape(repeated, [QUERIES, HEAD_DIM]))
+    query = _rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM)
+    return query.to(qkv_ptr.dtype.element_ty)
 
 
 @gluon.jit
-def _prefetch(cache_ptr, box_rows, BOX_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _query_operands(
+    qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, mma: gl.constexpr, FORMAT: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Right operands of the keys' product, each query 8 / HEADS times: over a plain cache twice the same, over an 8-bit
+    one even and odd dims; over fp8 times 2^100."""
+    cube: gl.constexpr = gl.BlockedLayout(
+        [1, QUERIES // HEADS, HEAD_DIM * HEADS // 32], [HEADS, 1, 32 // HEADS], [1, 1, 1], [2, 1, 0]
+    )
+    query = _load_queries(
+        qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL
+    )
+    if FORMAT == FP8:
+        query = (query.to(gl.float32) * FP8_SHIFT).to(query.dtype)
+    zeros = gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], query.dtype, cube)
+    query, _ = gl.broadcast(gl.expand_dims(query, 1), zeros)
+    if FORMAT == 0:
+        first = _right_operand(gl.reshape(query, [QUERIES, HEAD_DIM]), mma)
+        second = first
+    else:
+        even, odd = gl.split(gl.reshape(query, [QUERIES, HEAD_DIM // 2, 2]))
+        first = _right_operand(even, mma)
+        second = _right_operand(odd, mma)
+    return first, second
+
+
+@gluon.jit
+def _in_shared(matrix):
+    """A matrix of two bytes an element, put in shared memory."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, 2 * matrix.shape[1]), element_bitwidth=16, rank=2
+    )
+    shared = gl.allocate_shared_memory(matrix.dtype, matrix.shape, layout)
+    shared.store(matrix)
+    return shared
+
+
+@gluon.jit
+def _right_operand(rows, mma: gl.constexpr):
+    """Rows [8, D] as a product's right operand [D, 8]."""
+    return _in_shared(rows).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+
+
+@gluon.jit
+def _load_scales(key_scales_ptr, value_scales_ptr, box_rows, token_count, places, BOX_ROWS: gl.constexpr,
+                 FORMAT: gl.constexpr):  # fmt: skip
+    """The scales of a tile's tokens, float32; 0 from `token_count` on. Stand-ins beside a plain cache."""
+    key_scale = places
+    value_scale = places
+    if FORMAT > 0:
+        scale_places = box_rows[0] + places  # below 2^31, or a layer's cache had 256 GB
+        for box in gl.static_range(1, len(box_rows)):
+            scale_places = gl.where(places >= box * BOX_ROWS, box_rows[box] - box * BOX_ROWS + places, scale_places)
+        is_token = places < token_count
+        key_scale = gl.load(key_scales_ptr + scale_places, mask=is_token, other=0.0).to(gl.float32)
+        value_scale = gl.load(value_scales_ptr + scale_places, mask=is_token, other=0.0).to(gl.float32)
+    return key_scale, value_scale
+
+
+@gluon.jit
+def _operands(keys, values, full, stage, phase, token_count, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """Wait for a tile, and take it to registers: `left_operands` of the keys and of the values."""
+    mbarrier.wait(full.index(stage), phase)
+    if FORMAT == 0:
+        clean(values.index(stage), token_count)
+    first_keys, second_keys = left_operands(keys.index(stage), mma, FORMAT)
+    first_values, second_values = left_operands(values.index(stage).permute((1, 0)), mma, FORMAT)
+    return first_keys, second_keys, first_values, second_values
+
+
+@gluon.jit
+def _attended(
+    operands, scales, query, factor, token_count, places, maximum, normaliser, even_sums, odd_sums,
+    mma: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """(maximum, normaliser, even_sums, odd_sums) with a tile in: a running softmax. It holds at least one token."""
+    first_keys, second_keys, first_values, second_values = operands
+    scores = gl.zeros([places.shape[0], QUERIES], gl.float32, mma)
+    scores = mma_v2(first_keys, query[0], scores)
+    if FORMAT > 0:
+        scores = mma_v2(second_keys, query[1], scores) * scales[0][:, None]
+    scores = gl.where((places < token_count)[:, None], scores, float("-inf"))
+    new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * factor)
+    weights = gl.exp2(scores * factor - new_maximum[None, :])
+    shrink = gl.exp2(maximum - new_maximum)
+    normaliser = normaliser * shrink + gl.sum(weights, axis=0)
+    if FORMAT > 0:
+        weights = weights * scales[1][:, None]
+    if FORMAT == FP8:
+        weights = weights * FP8_SHIFT
+    weights = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(1, mma, 2))
+    even_sums = mma_v2(first_values, weights, even_sums * shrink[None, :])
+    if FORMAT > 0:
+        odd_sums = mma_v2(second_values, weights, odd_sums * shrink[None, :])
+    return new_maximum, normaliser, even_sums, odd_sums
+
+
+@gluon.jit
+def _store_sums(base_ptr, even, odd, repeats: gl.constexpr, mma: gl.constexpr, FORMAT: gl.constexpr,
+                GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Store the sums, those over an 8-bit cache of even and of odd dims, as rows [8, head_dim] as `store_columns`."""
+    if FORMAT == 0:
+        store_columns(base_ptr, even, 0, 1, repeats, mma, GROUP, HEAD_DIM)
+    else:
+        UNSHIFT: gl.constexpr = FP8_UNSHIFT if FORMAT == FP8 else 1.0
+        store_columns(base_ptr, even * UNSHIFT, 0, 2, repeats, mma, GROUP, HEAD_DIM)
+        store_columns(base_ptr, odd * UNSHIFT, 1, 2, repeats, mma, GROUP, HEAD_DIM)
+
+
+@gluon.jit
+def _prefetch(cache_ptr, box_rows, BOX_ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
     """Ask for the lines of some boxes of a cache to be brought into the level-2 cache; waits for nothing."""
-    LINES: gl.constexpr = BOX_ROWS * HEAD_DIM // 64
+    LINE: gl.constexpr = 64 if FORMAT == 0 else 128  # elements
+    LINES: gl.constexpr = BOX_ROWS * HEAD_DIM // LINE
     lane_layout: gl.constexpr = gl.BlockedLayout([max(1, LINES // 32)], [32], [1], [0])
-    places = 64 * gl.arange(0, LINES, layout=lane_layout)
+    places = LINE * gl.arange(0, LINES, layout=lane_layout)
     for box in gl.static_range(len(box_rows)):
         address = cache_ptr + box_rows[box].to(gl.int64) * HEAD_DIM + places
         gl.inline_asm_elementwise(
@@ -156,10 +318,10 @@ def _prefetch(cache_ptr, box_rows, BOX_ROWS: gl.constexpr, HEAD_DIM: gl.constexp
 
 @gluon.jit
 def fused_decode_warps_kernel(
-    qkv_ptr, output_ptr, key_desc, value_desc, key_ptr, value_ptr, next_key_ptr, next_value_ptr, tables_ptr, slots_ptr,
-    lengths_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, partials_ptr, counters_ptr, qkv_stride, output_stride,
-    table_stride, eps, scale_log2,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    qkv_ptr, output_ptr, key_desc, value_desc, key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, next_key_ptr,
+    next_value_ptr, tables_ptr, slots_ptr, lengths_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, partials_ptr,
+    counters_ptr, qkv_stride, output_stride, table_stride, eps, scale_log2,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, SPLITS: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, HAS_NORM: gl.constexpr,
     HAS_NEXT: gl.constexpr, NUMBERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -176,91 +338,112 @@ def fused_decode_warps_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     token_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    DTYPE: gl.constexpr = key_ptr.dtype.element_ty
+    DTYPE: gl.constexpr = qkv_ptr.dtype.element_ty
     BOX_ROWS: gl.constexpr = min(TILE, BLOCK_SIZE)
-    BOXES: gl.constexpr = TILE // BOX_ROWS
-    HALVES: gl.constexpr = HEAD_DIM // 64
+    HALVES: gl.constexpr = HEAD_DIM // 64 if FORMAT == 0 else 1
     REPEATS: gl.constexpr = QUERIES // HEADS
-    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     qkv_ptr += row.to(gl.int64) * qkv_stride
     output_ptr += row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
     is_real = (slot >= 0) & (length > 0)
     cached = gl.where(is_real, length - 1, 0)
     tiles = (cached + (TILE - 1)) // TILE
     share = gl.maximum((tiles + (SPLITS - 2)) // (SPLITS - 1), 1)
-    parts = (tiles + share - 1) // share + 1  # the last is the new token
+    parts = (tiles + share - 1) // share + 1  # the last is the new token, whose key and value two programs take
+    part = gl.minimum(split, parts - 1)
     pair = row * KV_HEADS + head
-    sums_ptr = partials_ptr + (pair * SPLITS + split) * (QUERIES * HEAD_DIM)
+    sums_ptr = partials_ptr + (pair * SPLITS + part) * (QUERIES * HEAD_DIM)
     statistics_ptr = partials_ptr + gl.num_programs(2) * (KV_HEADS * SPLITS * QUERIES * HEAD_DIM)
-    statistic_ptr = statistics_ptr + (pair * SPLITS + split) * (2 * QUERIES)
+    statistic_ptr = statistics_ptr + (pair * SPLITS + part) * (2 * QUERIES)
     if is_real:
-        if split < parts:
+        if split <= parts:
             table_ptr = tables_ptr + slot.to(gl.int64) * table_stride
-            if split == parts - 1:
+            if part == parts - 1:
                 block = gl.load(table_ptr + (length - 1) // BLOCK_SIZE)
                 place = (block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
-                _new_token(
-                    qkv_ptr, key_ptr, value_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, sums_ptr, statistic_ptr,
-                    output_ptr, head, length - 1, place, eps, scale_log2, parts == 1,
-                    KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
-                )  # fmt: skip
+                if split == part:
+                    _new_key(
+                        qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head,
+                        length - 1, place, eps, scale_log2, FORMAT, KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
+                    )  # fmt: skip
+                else:
+                    source = qkv_ptr + (KV_HEADS * (GROUP + 1) + head) * HEAD_DIM
+                    _new_value(
+                        source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, parts == 1,
+                        FORMAT, GROUP, HEAD_DIM, PDL,
+                    )  # fmt: skip
             else:
                 # 2. Ask for the first tiles of keys and values, which earlier steps wrote.
-                keys = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, HEAD_DIM], shared)
-                values = gl.allocate_shared_memory(DTYPE, [STAGES, TILE, HEAD_DIM], shared)
-                queries = gl.allocate_shared_memory(DTYPE, [QUERIES, HEAD_DIM], shared)
                 full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
                 for stage in gl.static_range(STAGES):
                     mbarrier.init(full.index(stage), count=1)
-                key_boxes = keys._reinterpret(DTYPE, [STAGES * HALVES * BOXES, BOX_ROWS, 64], shared)
-                value_boxes = values._reinterpret(DTYPE, [STAGES * HALVES * BOXES, BOX_ROWS, 64], shared)
+                key_boxes, keys = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
+                value_boxes, values = allocate_tiles(DTYPE, FORMAT, STAGES, TILE, BOX_ROWS, HEAD_DIM)
                 first = split * share
                 last = gl.minimum(first + share, tiles)
+                places = gl.arange(0, TILE, layout=token_layout)
+                scales = ()  # of the first tiles, for the keys and for the values
                 for ahead in gl.static_range(STAGES):
+                    box_rows = box_rows_of(table_ptr, first + ahead, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
                     if first + ahead < last:
-                        box_rows = box_rows_of(
-                            table_ptr, first + ahead, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
-                        )
                         copy_tile(
                             key_desc, value_desc, box_rows, key_boxes, value_boxes, full, ahead, TILE, BOX_ROWS, HALVES
                         )
+                    token_count = cached - (first + ahead) * TILE
+                    scales += (_load_scales(key_scales_ptr, value_scales_ptr, box_rows, token_count, places, BOX_ROWS,
+                                            FORMAT),)  # fmt: skip
                 if HAS_NEXT:
                     box_rows = box_rows_of(table_ptr, first, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                    _prefetch(next_key_ptr, box_rows, BOX_ROWS, HEAD_DIM)
-                    _prefetch(next_value_ptr, box_rows, BOX_ROWS, HEAD_DIM)
+                    _prefetch(next_key_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
+                    _prefetch(next_value_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
+                operands = _operands(keys, values, full, 0, 0, cached - first * TILE, mma, FORMAT)
+                if FORMAT > 0:  # what is only kept in registers is converted late, when nothing is left to wait for
+                    kept = ()
+                    for index in gl.static_range(4):
+                        kept += (_in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
-                _load_queries(
-                    qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, queries,
-                    GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
+                query = _query_operands(
+                    qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, mma,
+                    FORMAT, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
                 )  # fmt: skip
-                query = queries.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
-                # 4. The cached tokens of this part.
-                places = gl.arange(0, TILE, layout=token_layout)
+                factor = scale_log2
+                if FORMAT == FP8:
+                    factor = scale_log2 * FP8_UNSHIFT
+                if FORMAT > 0:
+                    operands = ()
+                    for index in gl.static_range(4):
+                        operands += (kept[index].load(gl.DotOperandLayout(0, mma, 2)),)
+                # 4. The cached tokens of this part. The first tile is in registers by now; few parts have others.
                 maximum = gl.full([QUERIES], float("-inf"), gl.float32, column_layout)
                 normaliser = gl.zeros([QUERIES], gl.float32, column_layout)
-                sums = gl.zeros([HEAD_DIM, QUERIES], gl.float32, mma)
-                for tile in range(first, last):
-                    read = (tile - first) % STAGES
-                    later = box_rows_of(table_ptr, tile + STAGES, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                    mbarrier.wait(full.index(read), ((tile - first) // STAGES) & 1)
-                    clean(values.index(read), cached - tile * TILE)
-                    operand = keys.index(read).load(gl.DotOperandLayout(0, mma, 2))
-                    scores = mma_v2(operand, query, gl.zeros([TILE, QUERIES], gl.float32, mma))
-                    if (tile + 1) * TILE > cached:
-                        scores = gl.where((tile * TILE + places < cached)[:, None], scores, float("-inf"))
-                    new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * scale_log2)
-                    weights = gl.exp2(scores * scale_log2 - new_maximum[None, :])
-                    shrink = gl.exp2(maximum - new_maximum)
-                    normaliser = normaliser * shrink + gl.sum(weights, axis=0)
-                    maximum = new_maximum
-                    operand = values.index(read).permute((1, 0)).load(gl.DotOperandLayout(0, mma, 2))
-                    weights = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(1, mma, 2))
-                    sums = mma_v2(operand, weights, sums * shrink[None, :])
-                    if tile + STAGES < last:
+                SUM_ROWS: gl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
+                zeros = gl.zeros([SUM_ROWS, QUERIES], gl.float32, mma)
+                maximum, normaliser, even_sums, odd_sums = _attended(
+                    operands, scales[0], query, factor, cached - first * TILE, places, maximum, normaliser,
+                    zeros, zeros, mma, DTYPE, FORMAT,
+                )  # fmt: skip
+                key_scale, value_scale = scales[1]
+                for tile in range(first + 1, last):
+                    done = tile - first
+                    later = box_rows_of(
+                        table_ptr, tile + STAGES - 1, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS
+                    )
+                    if tile + STAGES - 1 < last:
                         copy_tile(
-                            key_desc, value_desc, later, key_boxes, value_boxes, full, read, TILE, BOX_ROWS, HALVES
-                        )
-                store_columns(sums_ptr, sums, 0, 1, REPEATS, mma, GROUP, HEAD_DIM)
+                            key_desc, value_desc, later, key_boxes, value_boxes, full, (done - 1) % STAGES,
+                            TILE, BOX_ROWS, HALVES,
+                        )  # fmt: skip
+                    operands = _operands(
+                        keys, values, full, done % STAGES, (done // STAGES) & 1, cached - tile * TILE, mma, FORMAT
+                    )
+                    maximum, normaliser, even_sums, odd_sums = _attended(
+                        operands, (key_scale, value_scale), query, factor, cached - tile * TILE, places,
+                        maximum, normaliser, even_sums, odd_sums, mma, DTYPE, FORMAT,
+                    )  # fmt: skip
+                    key_scale, value_scale = _load_scales(
+                        key_scales_ptr, value_scales_ptr, later, cached - (tile + STAGES - 1) * TILE, places, BOX_ROWS,
+                        FORMAT,
+                    )  # fmt: skip
+                _store_sums(sums_ptr, even_sums, odd_sums, REPEATS, mma, FORMAT, GROUP, HEAD_DIM)
                 columns = gl.arange(0, QUERIES, layout=column_layout)
                 is_query = (columns % REPEATS == 0) & (columns // REPEATS < GROUP)
                 gl.store(statistic_ptr + columns // REPEATS, maximum, mask=is_query)
@@ -268,7 +451,7 @@ def fused_decode_warps_kernel(
             # 5. Let the last to finish merge the parts.
             if parts > 1:
                 block_barrier()  # all threads' parts are written before the counter says so
-                if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts:
                     gl.store(counters_ptr + pair, 0)
                     merge(output_ptr, partials_ptr, statistics_ptr, pair * SPLITS, 1, 0, parts,
                           GROUP, HEADS, HEAD_DIM, NUMBERS)  # fmt: skip
@@ -286,19 +469,19 @@ def fused_decode_warps_kernel(
 def launch(
     output: torch.Tensor, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
     row_slots: torch.Tensor, context_lengths: torch.Tensor, partials: torch.Tensor, counters: torch.Tensor,
-    next_caches: tuple[torch.Tensor, torch.Tensor] | None, splits: int, tile: int, new: NewTokens, scale_log2: float,
-    pdl: bool,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None], next_caches: tuple[torch.Tensor, torch.Tensor] | None,
+    splits: int, tile: int, new: NewTokens, scale_log2: float, pdl: bool,
 ) -> None:  # fmt: skip
     """Launch on arguments that `fused_decode_attention` has checked."""
     rows, query_heads, head_dim = output.shape
     kv_heads, block_size = k_cache.shape[1:3]
     group = query_heads // kv_heads
-    fused_decode_warps_kernel[(splits, kv_heads, rows)](
-        qkv, output, cache_descriptor(k_cache, tile), cache_descriptor(v_cache, tile), k_cache, v_cache,
+    fused_decode_warps_kernel[(splits + 1, kv_heads, rows)](
+        qkv, output, cache_descriptor(k_cache, tile), cache_descriptor(v_cache, tile), k_cache, v_cache, *scales,
         *(next_caches or (k_cache, v_cache)), block_tables, row_slots, context_lengths, new.rope_table, new.q_weight,
         new.k_weight, partials, counters, qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale_log2,
-        KV_HEADS=kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group), HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        SPLITS=splits, TILE=tile, STAGES=STAGE_COUNT, HAS_NORM=new.q_weight is not None,
-        HAS_NEXT=next_caches is not None and pdl, NUMBERS=MERGED_NUMBERS,
+        FORMAT=cache_format(k_cache.dtype), KV_HEADS=kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLITS=splits, TILE=tile, STAGES=STAGE_COUNT,
+        HAS_NORM=new.q_weight is not None, HAS_NEXT=next_caches is not None and pdl, NUMBERS=MERGED_NUMBERS,
         PDL=pdl, num_warps=1, **compile_options(None, pdl),
     )  # fmt: skip

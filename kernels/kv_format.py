@@ -61,6 +61,17 @@ def round_half_away(values: torch.Tensor) -> torch.Tensor:
     return whole + ((values - whole).abs() >= 0.5) * values.sign()
 
 
+def read_back(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`dequantise` in bfloat16, to the bit as the prefill kernel for Hopper rounds it: int8 but for one part in 2^17.
+
+    A scale is the sum of two bfloat16, `high` and `low`; q * low is rounded before q * high is added to it.
+    """
+    high = scales.to(torch.bfloat16).float().unsqueeze(-1)
+    low = scales.float().unsqueeze(-1) - high
+    levels = stored.float()
+    return (levels * high + (levels * low).to(torch.bfloat16).float()).to(torch.bfloat16)
+
+
 def dequantise(stored: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What quantised vectors [..., head_dim] with scales [...] stand for, multiplied in float32, in `dtype`."""
     return (stored.float() * scales.float().unsqueeze(-1)).to(dtype)

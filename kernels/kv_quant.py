@@ -54,6 +54,16 @@ def quantised(x, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def read_back(stored, scale):
+    """Quantised vectors [N, D] under their scales [N] in bfloat16; `kv_format.read_back` to the bit."""
+    wide = scale.to(tl.float32)[:, None]
+    high = wide.to(tl.bfloat16).to(tl.float32)
+    levels = stored.to(tl.float32)
+    rest = (levels * (wide - high)).to(tl.bfloat16).to(tl.float32)
+    return (levels * high + rest).to(tl.bfloat16)
+
+
+@triton.jit
 def store_vector(cache, scales, x, place, column, inside, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
     """Store a float32 vector [1, D] at a place of a contiguous cache; returns what reading it gives, in float32.
 

@@ -29,19 +29,24 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def is_hopper_or_later(device: torch.device) -> bool:
+    """Whether kernels run on an NVIDIA GPU with early launch, and with instructions for pairs of bfloat16 numbers."""
+    if device.type != "cuda" or interpreted() or torch.version.hip is not None:
+        return False
+    return _capability_major(device.index or 0) >= 9
+
+
 @functools.cache
-def _has_dependent_launch(device_index: int) -> bool:
-    return torch.cuda.get_device_capability(device_index)[0] >= 9
+def _capability_major(device_index: int) -> int:
+    return torch.cuda.get_device_capability(device_index)[0]
 
 
 def launch_options(tensor: torch.Tensor) -> dict[str, bool]:
     """The keyword arguments for a kernel that takes `PDL`: early launch where the tensor's card supports it."""
-    if tensor.device.type != "cuda" or interpreted() or torch.version.hip is not None:
-        return {"PDL": False}
-    early = _has_dependent_launch(tensor.device.index or 0)
-    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if is_hopper_or_later(tensor.device) else {"PDL": False}
 
 
+@functools.cache
 def takes_gluon(capability_major: int, triton_version: str = triton.__version__) -> bool:
     """Whether the kernels that are written in Gluon for Hopper run on a card of that compute capability."""
     return capability_major == 9 and tuple(map(int, triton_version.split(".")[:2])) >= (3, 6)

@@ -21,6 +21,8 @@ by its own number and each later one from a ticket counter, so a program that go
 | output   | as query                             | as query     | tokens of no row, of slot -1 or of length 0 get     |
 |          |                                      |              | zeros; decode rows' tokens are left alone           |
 | counters | [2]                                  | int32        | zero before the first call and after every call     |
+| fresh    | [token_count, kv_heads, head_dim] x2 | as query     | keys and values of these tokens, to the bit as the  |
+|          |                                      |              | 8-bit cache is read; anything for tokens of no row  |
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
@@ -43,6 +45,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.checks import check_tensor
 from kernels.launch import launch_options
 from kernels.paged_kv import (
     LOG2_E,
@@ -61,7 +64,7 @@ from kernels.prefill_plans import PrefillPlan, can_specialise
 COUNTER_COUNT = 2
 
 
-def reference_prefill_attention(
+def prefill_attention_reference(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -317,6 +320,22 @@ def _check_plan(
     wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
 
 
+def _check_fresh(
+    plan: PrefillPlan, shape: HeadShape, query: torch.Tensor, key_scales: torch.Tensor | None,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:  # fmt: skip
+    """Tensors beside a plan that reads them, as the copy engine takes them, and beside no other."""
+    is_possible = plan.specialised and key_scales is not None
+    wanted(is_possible or not plan.fresh, "fresh plan", "only of the Hopper kernel over an 8-bit cache", plan)
+    wanted((fresh is not None) == plan.fresh, "fresh", "keys and values beside a fresh plan, else None", type(fresh))
+    for name, tensor in zip(("fresh keys", "fresh values"), fresh or (), strict=False):
+        check_tensor(name, tensor, (query.shape[0], shape.kv_heads, shape.head_dim), query.dtype, like=query)
+        strides, line_bytes = tensor.stride(), tensor.stride(0) * tensor.element_size()
+        wanted(strides[1] == shape.head_dim, f"{name} strides", f"(any, {shape.head_dim}, 1)", strides)
+        is_aligned = line_bytes % 16 == 0 and tensor.data_ptr() % 16 == 0
+        wanted(is_aligned, f"{name} alignment", "tokens at multiples of 16 bytes", (line_bytes, tensor.data_ptr()))
+
+
 def prefill_attention(
     output: torch.Tensor,
     query: torch.Tensor,
@@ -335,20 +354,23 @@ def prefill_attention(
     decode_row_count: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the attention of the chunk rows to `output` (layout table in the module's docstring).
 
     `plan` is `launch_plan` of the bucket; `counters` is its workspace, shared by calls that follow one another on a
     stream. `decode_row_count`, an int32 device scalar [1], says how many leading rows are left to the decode kernel;
-    None: none. `pdl` launches while the previous kernel still runs and waits for it inside, where the card can do that.
-    Neither allocates nor synchronises. Raises ValueError naming the argument, what was wanted and what came.
+    None: none. `fresh`: the step's own keys and values, wanted if and only if the plan is `fresh`. `pdl` launches while
+    the previous kernel still runs and waits for it inside, where the card can do that. Neither allocates nor
+    synchronises. Raises ValueError naming the argument, what was wanted and what came.
     """
     shape = check_paged_inputs(
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
     )
     check_options(scale, sliding_window, soft_cap)
     _check_plan(plan, shape, row_slots.shape[0], query_starts, counters)
+    _check_fresh(plan, shape, query, key_scales, fresh)
     early = pdl and launch_options(output)["PDL"]
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, query_starts)
     if plan.specialised:
@@ -358,31 +380,17 @@ def prefill_attention(
         from kernels import prefill_attention_hopper
 
         prefill_attention_hopper.launch(
-            *inputs, counters, decode_row_count, key_scales, value_scales, shape, plan, scale * LOG2_E, early
+            *inputs, counters, decode_row_count, key_scales, value_scales, fresh, shape, plan, scale * LOG2_E, early
         )  # fmt: skip
         return
     _prefill_kernel[(plan.program_count,)](
         *inputs, decode_row_count, counters, key_scales, value_scales,
         row_slots.shape[0], query.shape[0], plan.wave, output.stride(0), query.stride(0), block_tables.stride(0),
-        scale * LOG2_E,
-        soft_cap,
-        QUANTISED=key_scales is not None,
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_SIZE=shape.block_size,
-        WINDOW=sliding_window,
-        HAS_SOFT_CAP=soft_cap > 0,
-        HAS_DECODE_ROWS=decode_row_count is not None,
-        TILE_ROWS=plan.tile_rows,
-        QUERY_TILE=plan.query_tile,
-        KEY_TILE=plan.key_tile,
-        DIM_TILE=plan.dim_tile,
-        ROWS_TILE=plan.rows_tile,
-        TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim),
-        ONE_LOOP=plan.one_loop,
-        PDL=early,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **compile_options(plan.max_registers, early),
+        scale * LOG2_E, soft_cap,
+        QUANTISED=key_scales is not None, KV_HEADS=shape.kv_heads, GROUP=shape.group, HEAD_DIM=shape.head_dim,
+        BLOCK_SIZE=shape.block_size, WINDOW=sliding_window, HAS_SOFT_CAP=soft_cap > 0,
+        HAS_DECODE_ROWS=decode_row_count is not None, TILE_ROWS=plan.tile_rows, QUERY_TILE=plan.query_tile,
+        KEY_TILE=plan.key_tile, DIM_TILE=plan.dim_tile, ROWS_TILE=plan.rows_tile,
+        TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim), ONE_LOOP=plan.one_loop, PDL=early,
+        num_warps=plan.num_warps, num_stages=plan.num_stages, **compile_options(plan.max_registers, early),
     )  # fmt: skip

@@ -2,7 +2,9 @@
 
 Two warps move: one draws tiles of queries, posts each in a mailbox in shared memory and copies its queries and keys,
 the other copies its values, block by block with the tensor copy engine (a block of one K/V head is a contiguous box of
-the cache). Over an 8-bit cache four warps more convert what was copied (kernels/prefill_attention_hopper_convert.py).
+the cache). Over an 8-bit cache four warps more convert what was copied (kernels/prefill_attention_hopper_convert.py),
+but for tiles of keys that the step itself computed, where the caller has them: these are copied as they are from the
+rows of its q/k/v product, and the four warps see to prefixes of earlier steps alone. Both ways bring the same bits.
 Two warp groups compute, each on 64 of the tile's 128 rows: while the tensor cores multiply probabilities by values and
 the next keys by queries, the group's threads work out the next softmax [1]. Key tiles are taken from the diagonal
 backwards, so that the masked ones come first.
@@ -241,14 +243,14 @@ def _consume(
 
 @gluon.jit
 def _hopper_kernel(
-    output_ptr, query_ptr, query_desc, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr,
-    decode_rows_ptr, counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count, output_stride,
-    query_stride, table_stride, scale_log2,
+    output_ptr, query_ptr, query_desc, key_desc, value_desc, fresh_key_desc, fresh_value_desc, tables_ptr, slots_ptr,
+    lengths_ptr, starts_ptr, decode_rows_ptr, counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, token_count,
+    output_stride, query_stride, table_stride, scale_log2,
     FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
     ROWS_TILE: gl.constexpr, TOKEN_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr,
     CONVERT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr,
-    PDL: gl.constexpr,
+    FRESH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -259,6 +261,7 @@ def _hopper_kernel(
     HALVES: gl.constexpr = HEAD_DIM // 64
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     first_row = 0
     if HAS_DECODE_ROWS:
@@ -285,7 +288,6 @@ def _hopper_kernel(
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block.
     query_boxes = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
     if COPY_QUERY:
-        cube: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         query_boxes = queries._reinterpret(dtype, [MAIL_SLOTS * 2 * HALVES, 64 // GROUP, GROUP, 64], cube)
     if FORMAT == 0:
         key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
@@ -312,16 +314,17 @@ def _hopper_kernel(
                     produce_keys,
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
-                        max_rows, table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full,
-                        mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE, STAGES, ROWS_TILE, GROUP,
-                        HEAD_DIM, COPY_QUERY,
+                        max_rows, table_stride, query_boxes, key_pages, key_full, key_empty, None, None, key_full,
+                        key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, HALVES, BLOCK_SIZE,
+                        STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, gl.constexpr(False),
                     ),
                 ),
                 (
                     produce_values,
                     (
-                        value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty,
-                        mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+                        value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, None, None,
+                        value_full, value_empty, mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE,
+                        STAGES, STAGES, gl.constexpr(False),
                     ),
                 ),
             ],
@@ -343,6 +346,8 @@ def _hopper_kernel(
         mbarrier.init(raw_value_empty.index(0), count=1)
         key_pages = raw_keys._reinterpret(gl.int8, [PAGES, BLOCK_SIZE, HEAD_DIM], raw)
         value_pages = raw_values._reinterpret(gl.int8, [PAGES, BLOCK_SIZE, HEAD_DIM], raw)
+        key_boxes = keys._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
+        value_boxes = values._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
         gl.warp_specialize(
             [
                 (
@@ -350,7 +355,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(False),
+                        gl.constexpr(0), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, FRESH,
                     ),
                 ),
                 (
@@ -358,7 +363,7 @@ def _hopper_kernel(
                     (
                         output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values,
                         key_full, key_empty, value_full, value_empty, mail, mail_full, mail_empty,
-                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, gl.constexpr(False),
+                        gl.constexpr(1), GROUP, QUERY_TILE, STAGES, COPY_QUERY, OVERLAP, FRESH,
                     ),
                 ),
                 (
@@ -367,23 +372,25 @@ def _hopper_kernel(
                         tables_ptr, table_stride, key_scales_ptr, value_scales_ptr, raw_keys, raw_values,
                         raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, keys, values,
                         key_full, key_empty, value_full, value_empty, words, mail, mail_full, mail_empty,
-                        KV_HEADS, BLOCK_SIZE, STAGES, FORMAT,
+                        KV_HEADS, BLOCK_SIZE, STAGES, FORMAT, FRESH,
                     ),
                 ),
                 (
                     produce_keys,
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
-                        max_rows, table_stride, query_boxes, key_pages, raw_key_full, raw_key_empty, mail, mail_full,
-                        mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1),
-                        ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                        max_rows, table_stride, query_boxes, key_pages, raw_key_full, raw_key_empty, fresh_key_desc,
+                        key_boxes, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE,
+                        gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
+                        FRESH,
                     ),
                 ),
                 (
                     produce_values,
                     (
                         value_desc, tables_ptr, table_stride, value_pages, raw_value_full, raw_value_empty,
-                        mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1),
+                        fresh_value_desc, value_boxes, value_full, value_empty, mail, mail_full, mail_empty,
+                        KV_HEADS, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), STAGES, FRESH,
                     ),
                 ),
             ],
@@ -411,6 +418,12 @@ def _descriptor(cache_tensor: torch.Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(lines, [block_size, 64], _shared_layout())
 
 
+def _fresh_descriptor(vectors: torch.Tensor) -> TensorDescriptor:
+    """Boxes of a tile's tokens of [token, K/V head, head_dim], one head and 64 columns of it."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor.from_tensor(vectors, [KEY_TILE, 1, 64], layout)
+
+
 def _query_descriptor(query: torch.Tensor, group: int) -> TensorDescriptor | None:
     """Boxes of 64 tile rows and 64 columns; None where a group does not divide 64 rows."""
     if 64 % group or query.stride(0) * query.element_size() % 16:
@@ -432,6 +445,7 @@ def launch(
     decode_row_count: torch.Tensor | None,
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None,
     shape: HeadShape,
     plan: PrefillPlan,
     scale_log2: float,
@@ -446,6 +460,7 @@ def launch(
         query_desc,
         _descriptor(key_cache),
         _descriptor(value_cache),
+        *((None, None) if fresh is None else map(_fresh_descriptor, fresh)),
         block_tables,
         row_slots,
         context_lengths,
@@ -476,6 +491,7 @@ def launch(
         COPY_REGISTERS=24,
         COPY_QUERY=query_desc is not None,
         OVERLAP=plan.overlap,
+        FRESH=fresh is not None,
         PDL=pdl,
         num_warps=4,
         **compile_options(None, pdl),

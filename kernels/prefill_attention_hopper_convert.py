@@ -11,7 +11,8 @@ Four bytes become two words of two bfloat16 each. int8: a byte's low seven bits 
 sign below that of 128 or 256, and one taken from the other. FP8 (e4m3): exponent and mantissa moved to bfloat16's
 places are the number times 2^-120, subnormals included; the bits of its NaN become 480. The scale, float16, is the sum
 of two bfloat16, so two multiplications in pairs round like one by the scale itself. No byte becomes NaN or infinity,
-and keys at or past the row's end get the scale 0: what lies there never reaches a product.
+and keys at or past the row's end get the scale 0: what lies there never reaches a product. `kv_format.read_back` makes
+the same bits.
 
 Knows the mailbox of kernels/prefill_attention_hopper_copy.py. Called by kernels/prefill_attention_hopper.py alone.
 """
@@ -22,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kernels.prefill_attention_hopper_copy import MAIL_SLOTS, read_mail
+from kernels.prefill_attention_hopper_copy import MAIL_SLOTS, cached_tiles, read_mail
 
 PIECE_ROWS = gl.constexpr(32)
 
@@ -114,23 +115,30 @@ def convert(
     tables_ptr, table_stride, key_scales_ptr, value_scales_ptr, raw_keys, raw_values, raw_key_full, raw_key_empty,
     raw_value_full, raw_value_empty, keys, values, key_full, key_empty, value_full, value_empty, words,
     mail, mail_full, mail_empty,
-    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
-    """Read the letters and convert their keys and values, tile by tile from the end, until the last letter."""
+    """Read the letters and convert their keys and values, tile by tile from the end, until the last letter.
+
+    With FRESH a letter's first stages are filled by the copying warps: they are counted here and passed over.
+    """
     TILE: gl.constexpr = keys.shape[1]
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     places = gl.arange(0, TILE, layout=line)
     letter = 0
+    filled = 0
     done = 0
-    is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+    is_work, _, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
         table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
         last_block = (length - 1) // BLOCK_SIZE
-        tile_count = (key_end + (TILE - 1)) // TILE
+        all_count = (key_end + (TILE - 1)) // TILE
+        tile_count = cached_tiles(all_count, length, query_count, TILE, FRESH)
+        filled += all_count - tile_count
         # Scales are loaded a tile ahead, and the ids of their blocks two.
         first_key = (tile_count - 1) * TILE
-        blocks = gl.load(table_ptr + gl.minimum((first_key + places) // BLOCK_SIZE, last_block))
+        first_block = gl.maximum(first_key + places, 0) // BLOCK_SIZE
+        blocks = gl.load(table_ptr + gl.minimum(first_block, last_block))
         key_scale = _load_scales(key_scales_ptr, blocks, first_key + places, head, length, KV_HEADS, BLOCK_SIZE)
         value_scale = _load_scales(value_scales_ptr, blocks, first_key + places, head, length, KV_HEADS, BLOCK_SIZE)
         blocks = gl.load(table_ptr + gl.maximum(first_key - TILE + places, 0) // BLOCK_SIZE)
@@ -145,8 +153,8 @@ def convert(
             key_scale = _load_scales(key_scales_ptr, blocks, next_key + places, head, length, KV_HEADS, BLOCK_SIZE)
             value_scale = _load_scales(value_scales_ptr, blocks, next_key + places, head, length, KV_HEADS, BLOCK_SIZE)
             blocks = gl.load(table_ptr + gl.maximum(next_key - TILE + places, 0) // BLOCK_SIZE)
-            stage = done % STAGES
-            free_phase = ((done // STAGES) & 1) ^ 1
+            stage = filled % STAGES
+            free_phase = ((filled // STAGES) & 1) ^ 1
             _convert_tile(
                 raw_keys.index(0), raw_key_full.index(0), raw_key_empty.index(0), done & 1,
                 keys.index(stage), key_full.index(stage), key_empty.index(stage), free_phase,
@@ -157,6 +165,7 @@ def convert(
                 values.index(stage), value_full.index(stage), value_empty.index(stage), free_phase,
                 words.index(2), words.index(3), FORMAT,
             )  # fmt: skip
+            filled += 1
             done += 1
         letter += 1
-        is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+        is_work, _, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)

@@ -6,6 +6,11 @@ line in the block tables. The warp that copies keys draws the tiles and writes t
 both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that
 lie beside it, are free again when all of them have said so.
 
+Over an 8-bit cache with FRESH, tiles that begin in the step's own tokens go straight to the stages that the computing
+groups read, and those before them to the converting warps, which fill the stages that follow. A wait sees only whether
+a stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it
+have been placed or taken, and the groups empty the stages in order.
+
 Called by kernels/prefill_attention_hopper.py alone.
 """
 
@@ -46,17 +51,47 @@ def zero_unowned(
 
 
 @gluon.jit
+def cached_tiles(tile_count, length, query_count, KEY_TILE: gl.constexpr, FRESH: gl.constexpr):
+    """How many of a row's first tiles are read from the cache: with FRESH those that hold tokens of earlier steps."""
+    if FRESH:
+        tile_count = (length - query_count + (KEY_TILE - 1)) // KEY_TILE
+    return tile_count
+
+
+@gluon.jit
+def _copy_fresh(
+    desc, query_start, query_count, length, head, tile_count, filled, boxes, full, empty, STAGES: gl.constexpr
+):
+    """Copy those of the row's `tile_count` tiles that hold the step's own keys (or values) alone, the last one first.
+
+    Tokens past the row's end come along; past the tensor's end there are zeros.
+    """
+    KEY_TILE: gl.constexpr = boxes.shape[1]
+    BOX: gl.constexpr = boxes.shape[3]
+    HALVES: gl.constexpr = boxes.shape[0] // STAGES
+    first_tile = cached_tiles(tile_count, length, query_count, KEY_TILE, True)
+    token = query_start + (tile_count - 1) * KEY_TILE - (length - query_count)
+    for step in range(tile_count - first_tile):
+        stage = (filled + step) % STAGES
+        mbarrier.wait(empty.index(stage), (((filled + step) // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), HALVES * KEY_TILE * BOX * 2)
+        for half in gl.static_range(HALVES):
+            place = [token - step * KEY_TILE, head, half * BOX]
+            tma.async_copy_global_to_shared(desc, place, full.index(stage), boxes.index(stage * HALVES + half))
+
+
+@gluon.jit
 def _copy_row(
-    desc, table_ptr, head, length, key_end, copied, pages, full, empty,
+    desc, table_ptr, head, length, tile_count, copied, pages, full, empty,
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the keys (or the values) before `key_end`, tile by tile from the end; return the stages filled so far."""
+    """Copy the first `tile_count` tiles of keys (or values) from the cache, the last one first; return the stages that
+    are filled so far."""
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
     BOX: gl.constexpr = pages.shape[2]
     TILE_BYTES: gl.constexpr = KEY_TILE * HALVES * BOX * pages.dtype.primitive_bitwidth // 8
     last_page = (length - 1) // BLOCK_SIZE
-    tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
     for step in range(tile_count):
         first_page = (tile_count - 1 - step) * PAGES
         stage = copied % STAGES
@@ -78,10 +113,11 @@ def _copy_row(
 @gluon.jit
 def produce_keys(
     query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows,
-    table_stride, query_boxes, key_pages, key_full, key_empty, mail, mail_full, mail_empty,
+    table_stride, query_boxes, key_pages, page_full, page_empty, fresh_desc, fresh_boxes, key_full, key_empty,
+    mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
@@ -102,6 +138,7 @@ def produce_keys(
 
     work = program
     letter = 0
+    filled = 0
     copied = 0
     while work < total:
         before = ends * KV_HEADS <= work
@@ -140,9 +177,17 @@ def produce_keys(
         mbarrier.arrive(mail_full.index(slot), count=1)
         letter += 1
 
+        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        if FRESH:
+            _copy_fresh(
+                fresh_desc, query_start, query_count, length, head, tile_count, filled, fresh_boxes, key_full,
+                key_empty, STAGES,
+            )  # fmt: skip
+            filled += tile_count
         copied = _copy_row(
-            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
-            key_pages, key_full, key_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length,
+            cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
+            key_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES,
         )  # fmt: skip
         work = total
         if total > programs:
@@ -187,19 +232,29 @@ def read_mail(mail, mail_full, letter):
 
 @gluon.jit
 def produce_values(
-    value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, mail, mail_full, mail_empty,
+    value_desc, tables_ptr, table_stride, value_pages, page_full, page_empty, fresh_desc, fresh_boxes, value_full,
+    value_empty, mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
+    PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, FRESH: gl.constexpr,
 ):  # fmt: skip
     """Read the letters and copy their values, until the last letter."""
     letter = 0
+    filled = 0
     copied = 0
-    is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+    is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
+        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        if FRESH:
+            _copy_fresh(
+                fresh_desc, query_start, query_count, length, head, tile_count, filled, fresh_boxes, value_full,
+                value_empty, STAGES,
+            )  # fmt: skip
+            filled += tile_count
         copied = _copy_row(
-            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length, key_end, copied,
-            value_pages, value_full, value_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, STAGES,
+            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length,
+            cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
+            value_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES,
         )  # fmt: skip
         letter += 1
-        is_work, _, _, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+        is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)

@@ -20,6 +20,9 @@ SPECIALISED_TOKENS = 1024
 SPECIALISED_ROW_TOKENS = 64
 LARGE_TOKENS = 4096
 
+READS_FRESH = True
+"""Whether the Hopper kernel over an 8-bit cache is given the step's own keys and values, which it need not convert."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -66,6 +69,7 @@ class PrefillPlan:
     max_registers: int | None
     one_loop: bool
     overlap: bool
+    fresh: bool
 
 
 def can_specialise(
@@ -106,6 +110,7 @@ def launch_plan(
     key_tile: int | None = None,
     one_loop: bool | None = None,
     overlap: bool | None = None,
+    fresh: bool | None = None,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
@@ -115,7 +120,7 @@ def launch_plan(
     of a query's element, `shared_bytes` that the card has for a program: where the measured tiles do not fit, those of
     few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether the Hopper
     kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit caches, while
-    over a plain one that is exact but its speed not measured yet.
+    over a plain one that is exact but its speed not measured yet. `fresh`: see `READS_FRESH`.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -144,6 +149,7 @@ def launch_plan(
         max_registers=chosen.max_registers,
         one_loop=chosen.one_loop if one_loop is None else one_loop,
         overlap=quantised if overlap is None else overlap,
+        fresh=READS_FRESH and specialised and quantised if fresh is None else fresh,
     )
 
 

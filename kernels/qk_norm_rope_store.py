@@ -23,7 +23,8 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 
 "Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
 even and at most d; r = 0 applies no rotation. Quantised K and V (`kv_format.py`) are made of the float32 heads, with no
-rounding to a float type between.
+rounding to a float type between. Over an 8-bit cache what was stored can be written back into k's and v's columns of
+qkv, as it will be read: attention of the same step need not dequantise it (kernels/prefill_attention_hopper.py).
 
 With early launch (`launch.py`), slot_mapping and positions are read while the kernel ahead still runs: what writes them
 must have completed when that one starts. A step's embedding kernel sees to it.
@@ -38,9 +39,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import kv_format
 from kernels.checks import FLOATS, check_head_inputs, check_tensor
 from kernels.kv_format import cache_format, quantise, vector_bytes
-from kernels.kv_quant import check_scales, quantised_elements, quantising_scale
+from kernels.kv_quant import check_scales, quantised_elements, quantising_scale, read_back
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 
 CACHE_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
@@ -70,6 +72,7 @@ def qk_norm_rope_store_reference(
     eps: float = 1e-6,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
+    write_back: bool = False,
 ) -> torch.Tensor:
     """Store K and V into the caches in place and return q [T, hq, d], all arithmetic in float32."""
     _, kv_heads, block_size, head_dim = k_cache.shape
@@ -82,11 +85,14 @@ def qk_norm_rope_store_reference(
     q, k = rotate_reference(q, positions, rope_table), rotate_reference(k, positions, rope_table)
     stored = slot_mapping >= 0
     block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
-    for heads, cache, scales in ((k[stored], k_cache, k_scales), (v[stored], v_cache, v_scales)):
+    for part, heads, cache, scales in ((-2, k[stored], k_cache, k_scales), (-1, v[stored], v_cache, v_scales)):
         if scales is None:
             cache[block, :, place] = heads.to(cache.dtype)
         else:
-            cache[block, :, place], scales[block, :, place] = quantise(heads, cache.dtype)
+            vectors, scale = cache[block, :, place], scales[block, :, place] = quantise(heads, cache.dtype)
+            if write_back:
+                written = kv_format.read_back(vectors, scale).flatten(1)
+                qkv.unflatten(1, (-1, kv_heads * head_dim))[stored, part] = written.to(qkv.dtype)
     return q.to(k_cache.dtype if qkv.dim() == 3 and k_scales is None else qkv.dtype)
 
 
@@ -114,12 +120,13 @@ def launch_plan(token_count: int, query_heads: int, kv_heads: int, head_dim: int
 
 def bytes_moved(
     token_count: int, query_heads: int, kv_heads: int, head_dim: int, element_bytes: int,
-    cache_dtype: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None, write_back: bool = False,
 ) -> int:  # fmt: skip
     """The fewest bytes that the operation reads and writes: every head once each way, scales written."""
     stored = head_dim * element_bytes if cache_dtype is None else vector_bytes(head_dim, cache_dtype)
     read = (query_heads + 2 * kv_heads) * head_dim * element_bytes
-    return token_count * (read + query_heads * head_dim * element_bytes + 2 * kv_heads * stored)
+    written = (query_heads + 2 * kv_heads * write_back) * head_dim * element_bytes
+    return token_count * (read + written + 2 * kv_heads * stored)
 
 
 @triton.jit
@@ -195,9 +202,13 @@ def _store_split(place, x, stored, half, rest, HEAD_DIM: tl.constexpr, SPLIT: tl
 @triton.jit
 def _store_cached(
     cache, scales, x, slot, head, is_head, half, rest, cache_strides, scale_strides,
-    HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+    row, HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr,
+    WRITE_BACK: tl.constexpr,
 ):  # fmt: skip
-    """Write split heads at a token's slot of a paged cache; nothing for slot -1."""
+    """Write split heads at a token's slot of a paged cache, and what reading them gives to `row`; nothing for slot -1.
+
+    `row`: the pointer to each head's first element in qkv, [H]; written to only with WRITE_BACK.
+    """
     stored = is_head & (slot >= 0)
     block_stride, head_stride, position_stride = cache_strides
     place = cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
@@ -213,6 +224,12 @@ def _store_cached(
         block_stride, scale_head_stride, position_stride = scale_strides
         scale_place = scales + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
         tl.store(scale_place + head * scale_head_stride, scale, mask=stored)
+        if WRITE_BACK:
+            first, second, left = x
+            if HEAD_DIM > 2 * SPLIT:
+                left = read_back(left, scale)
+            written = (read_back(first, scale), read_back(second, scale), left)
+            _store_split(row, written, stored, half, rest, HEAD_DIM, SPLIT)
     _store_split(place + head * head_stride, x, stored, half, rest, HEAD_DIM, SPLIT)
 
 
@@ -223,7 +240,7 @@ def _qk_norm_rope_store_kernel(
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP_QUERIES: tl.constexpr, GROUP_KEYS: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr,
-    PARTS: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, WRITE_BACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: this program's token and heads. A head lies in two halves that rotate and a rest that does not.
     let_next_start(PDL)
@@ -255,19 +272,19 @@ def _qk_norm_rope_store_kernel(
     q = _split_heads(
         row + first_query * HEAD_DIM, part_stride, query, GROUP_QUERIES, half, rest, HEAD_DIM, SPLIT, PARTS
     )
-    row += (QUERY_HEADS + first_key) * HEAD_DIM
-    k = _split_heads(row, part_stride, key, GROUP_KEYS, half, rest, HEAD_DIM, SPLIT, PARTS)
-    row += KV_HEADS * HEAD_DIM
-    v = _split_heads(row, part_stride, key, GROUP_KEYS, half, rest, HEAD_DIM, SPLIT, PARTS)
+    k_row = row + (QUERY_HEADS + first_key) * HEAD_DIM
+    k = _split_heads(k_row, part_stride, key, GROUP_KEYS, half, rest, HEAD_DIM, SPLIT, PARTS)
+    v_row = k_row + KV_HEADS * HEAD_DIM
+    v = _split_heads(v_row, part_stride, key, GROUP_KEYS, half, rest, HEAD_DIM, SPLIT, PARTS)
     q = _normed_rotated(q, q_gains, cos, sin, eps, HEAD_DIM, SPLIT, HALF, HAS_NORM)
     place = q_out + token * q_stride + (first_query + query) * HEAD_DIM
     _store_split(place, q, query < GROUP_QUERIES, half, rest, HEAD_DIM, SPLIT)
     k = _normed_rotated(k, k_gains, cos, sin, eps, HEAD_DIM, SPLIT, HALF, HAS_NORM)
     head = (first_key + key).to(tl.int64)
     _store_cached(k_cache, k_scales, k, slot, head, is_key, half, rest, k_strides, scale_strides,
-                  HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT)  # fmt: skip
+                  k_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, WRITE_BACK)  # fmt: skip
     _store_cached(v_cache, v_scales, v, slot, head, is_key, half, rest, v_strides, scale_strides,
-                  HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT)  # fmt: skip
+                  v_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, WRITE_BACK)  # fmt: skip
 
 
 def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight) -> None:
@@ -301,15 +318,22 @@ def qk_norm_rope_store(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
     one_plan: bool = False,
+    write_back: bool = False,
 ) -> None:
     """Norm and rotate q and k, write q to `q_out` and store K and V at `slot_mapping`. Shapes: the module's table.
 
-    `one_plan` launches as for one token, so that a token's bits do not depend on how many there are.
+    `one_plan` launches as for one token, so that a token's bits do not depend on how many there are. `write_back`, over
+    an 8-bit cache, puts what was stored, as it will be read (`kv_format.read_back`), into k's and v's columns of qkv:
+    attention of the same step may then read it there. Rows of slot -1 keep theirs.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
     _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight)
     check_scales(k_cache, k_scales=k_scales, v_scales=v_scales)
+    if write_back and (k_scales is None or qkv.dim() == 3):
+        raise ValueError(
+            f"write_back: wanted an 8-bit cache and qkv in one part, got {k_cache.dtype}, {qkv.dim()} axes"
+        )
     token_count, query_heads, head_dim = q_out.shape
     kv_heads, block_size = k_cache.shape[1:3]
     if token_count == 0:
@@ -328,5 +352,6 @@ def qk_norm_rope_store(
         BLOCK_QUERIES=triton.next_power_of_2(plan.query_heads), BLOCK_KEYS=triton.next_power_of_2(plan.kv_heads),
         BLOCK_HALF=triton.next_power_of_2(split), BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * split, 1)),
         HAS_NORM=has_norm, PARTS=qkv.shape[0] if qkv.dim() == 3 else 1, FORMAT=cache_format(k_cache.dtype),
+        WRITE_BACK=write_back,
         num_warps=plan.num_warps, **launch_options(qkv),
     )  # fmt: skip

@@ -23,6 +23,7 @@ from common.errors import ConfigError, TriremeError
 from common.processes import Wakeup, discard_stdout, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.version import own_version
+from launcher.service_manager import READY, STOPPING, tell_service_manager
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor
 
 DESCRIPTION = """Serve a language model. That is the verb serve, which may be left out. The others, each with --help:
@@ -56,6 +57,7 @@ def serve(arguments: argparse.Namespace) -> int:
             logger.warning("%s", warning)
         supervisor = Supervisor(config, run_dir, wakeup, arguments.parent_pipe)
         try:
+            tell_service_manager(status=f"starting {config.model_name()}")
             supervisor.start()
             _announce(supervisor, run_dir, arguments)
             if arguments.once is not None:
@@ -63,6 +65,7 @@ def serve(arguments: argparse.Namespace) -> int:
             supervisor.run_until(lambda: False)
         except StopRequested as stop:
             logger.info("stopping: %s", stop)
+            tell_service_manager(STOPPING, status=f"requests in flight have {stop.grace_s:g} s to finish")
             supervisor.stop(stop.grace_s if arguments.once is None else 0.0)
             return 0 if arguments.once is None else 128 + signal.SIGINT
         except ProcessLost as lost:
@@ -74,7 +77,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Namespace) -> None:
-    """Report that the engine serves, and where: one line for people, a file for programs."""
+    """Report that the engine serves, and where: a line for people, a file for programs, a word for systemd."""
     seconds = seconds_since_start()
     config = supervisor.config
     keyed = " (with keys)" if config.server.client_keys else ""
@@ -95,6 +98,7 @@ def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Names
     run_dir.write("ready.json", text)
     if arguments.ready_file:
         write_atomically(Path(arguments.ready_file), text)
+    tell_service_manager(READY, status=line)
     try:
         print(line, file=sys.stdout if arguments.once is None else sys.stderr, flush=True)
     except BrokenPipeError:  # no reason not to serve

@@ -20,6 +20,7 @@ Knows nothing of models or requests; never loads torch. Called by `launcher.serv
 """
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +33,7 @@ from common.config import DEFAULT_MODEL, EngineConfig, in_session, with_changes
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
 from common.http_socket import HTTP_SOCKET_VARIABLE, bind_http, file_identity, http_url, remove_own
 from common.messages import Failed, Heartbeat, NewSession, PeerFailed, Profile, Ready, Stop, decode_for_supervisor
-from common.processes import Child, DeathPipe, Wakeup, seconds_since_start
+from common.processes import Child, DeathPipe, Wakeup, reap_orphans, seconds_since_start
 from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir
 from common.sockets import bind_router, new_context
@@ -279,6 +280,8 @@ class Supervisor:
         self._take_messages()
         self._check_orders()
         self._check_losses()
+        if self._restarts.count and os.getpid() == 1:
+            reap_orphans([peer.child.pid for peer in self._peers.values()])
 
     def _wait(self) -> None:
         ready = dict(self._poller.poll(self._turn_limit_ms))

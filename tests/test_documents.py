@@ -7,15 +7,16 @@ import shlex
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from common.cli import OptionParser, config_from, read_config_file
 from common.messages import SlotInit, SlotSampling, StepPlan
-from kernels.step_layout import StepInputs
+from kernels.step_layout import PlanLayout, StepInputs
 from launcher import serve
-from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from worker_proc.slots import SlotMemory, SlotMirror
 from worker_proc.step_inputs import StepStager, fill_inputs
 
 ROOT = Path(__file__).parents[1]
@@ -155,21 +156,20 @@ def test_python_examples_print_what_the_document_shows():
 
 def test_the_packed_batch_is_what_the_document_shows():
     memory, mirror = SlotMemory(2, 32, 4, torch.device("cpu")), SlotMirror.empty(2)
-    writes = StateWrites(memory)
     decoding = SlotInit(slot=0, token_ids=array("i", range(10, 16)), prompt_count=5, computed_count=5,
                         block_ids=array("i", [3, 1]), sampling=SlotSampling())  # fmt: skip
     prompt = SlotInit(slot=1, token_ids=array("i", range(20, 29)), prompt_count=9, computed_count=4,
                       block_ids=array("i", [0]), sampling=SlotSampling())  # fmt: skip
-    for init in (decoding, prompt):
-        mirror.start(init)
-        writes.add_slot(init)
-    plan = StepPlan(step_id=1, decode_slots=array("H", [0]), chunk_slots=array("H", [1]),
+    plan = StepPlan(step_id=1, new_slots=(decoding, prompt), decode_slots=array("H", [0]), chunk_slots=array("H", [1]),
                     chunk_token_counts=array("i", [3]), chunk_samples=array("B", [0]),
                     chunk_block_counts=array("i", [1]), block_ids=array("i", [2]))  # fmt: skip
-    staged = StepStager(memory, mirror).stage(plan, writes)
-    memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
-    inputs = StepInputs.allocate(staged.row_count, staged.token_count, "cpu")
-    fill_inputs(staged.buffer, staged.layout, memory.state, inputs, block_size=4)
+    layout = PlanLayout(rows=2, blocks=1)
+    buffer = np.zeros(layout.size, dtype=np.int32)
+    stager = StepStager(memory, mirror, layout, token_limit=4)
+    memory.apply(*map(torch.from_numpy, stager.change_slots(plan).arrays()))
+    packed = stager.pack(plan, buffer)
+    inputs = StepInputs.allocate(packed.row_count, packed.token_count, "cpu")
+    fill_inputs(buffer, layout, memory.state, inputs, block_size=4)
     text = (ROOT / "docs" / "how-it-works.md").read_text()
     shown = dict(re.findall(r"^\| `(\w+)` \| `(\[[-\d, ]+\])` \|", text, re.MULTILINE))
     assert shown == {name: str(getattr(inputs, name).tolist()) for name in shown} and len(shown) == 6

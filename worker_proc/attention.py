@@ -50,10 +50,10 @@ def attention(
         from worker_proc.cuda.attention import cuda_attention  # brings Triton, which a CPU worker does without
 
         return cuda_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
-    return reference_attention(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
+    return attention_reference(query, key, value, layer_index, context, scale=scale, sliding_window=sliding_window)
 
 
-def reference_attention(
+def attention_reference(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

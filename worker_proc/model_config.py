@@ -4,14 +4,14 @@
 does not support is refused here, with one line that names what it does support. Knows no torch.
 """
 
-import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError
+from common.errors import ConfigError, shown
+from common.model_files import read_object
+from common.wire import INT32_MAX
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BASE_ARCHITECTURES = {name.replace("ForCausalLM", "Model"): name for name in SUPPORTED_ARCHITECTURES}
@@ -93,19 +93,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         ConfigError: unreadable file, unknown architecture or rope type, a missing or impossible value.
     """
     path = model_dir / "config.json"
-    return parse_model_config(read_json(path), source=str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; ConfigError says which file and why."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read {path}: {reason}; a model folder holds config.json and weights") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {type(value).__name__}, not a JSON object")
-    return value
+    return parse_model_config(read_object(path), source=str(path))
 
 
 def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
@@ -117,7 +105,7 @@ def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // head_count
     layer_count = fields.integer("num_hidden_layers", most=LAYER_LIMIT)
     max_position_embeddings = fields.integer("max_position_embeddings")
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = fields.flag("attention_bias")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -127,35 +115,73 @@ def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
         head_count=head_count,
         kv_head_count=fields.integer("num_key_value_heads", default=head_count),
         head_dim=fields.integer("head_dim", default=default_head_dim),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_position_embeddings,
-        rope=_rope_config(raw, max_position_embeddings, source),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rope=_rope_config(fields, max_position_embeddings),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
         output_bias=architecture != "Qwen2ForCausalLM" and attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        sliding_windows=_sliding_windows(raw, architecture, layer_count, source),
+        mlp_bias=fields.flag("mlp_bias"),
+        sliding_windows=_sliding_windows(fields, architecture, layer_count),
         dtype=_dtype_name(raw),
     )
-    _validate(config, raw, source)
+    _validate(config, fields)
     return config
 
 
 class _Fields:
-    """Typed access to the JSON with errors that name the file and the key."""
+    """Typed access to the JSON with errors that name the file and the key; null counts as missing."""
 
-    def __init__(self, raw: dict[str, Any], source: str) -> None:
-        self.raw, self.source = raw, source
+    def __init__(self, raw: dict[str, Any], source: str, section: str = "") -> None:
+        self.raw, self.source, self._section = raw, source, section
 
-    def integer(self, key: str, default: int | None = None, most: int | None = None) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self.source}: {key} must be a positive integer, got {value!r}")
-        if most is not None and value > most:
-            raise ConfigError(f"{self.source}: {key} must be at most {most}, got {value}")
+    def integer(self, key: str, default: int | None = None, most: int = INT32_MAX) -> int:
+        value = self._value(key, default)
+        if type(value) is not int or value < 1:
+            raise self._wrong(key, "a positive integer", value)
+        if value > most:
+            raise self._wrong(key, f"at most {most}", value)
         return value
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A finite number; JSON as Python reads it may hold others, and the model would compute nothing else."""
+        value = self._value(key, default)
+        if value is not None and not _is_finite(value):
+            raise self._wrong(key, "a finite number", value)
+        return value
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        value = self._value(key, [])
+        if not isinstance(value, list) or not all(map(_is_finite, value)):
+            raise self._wrong(key, "a list of finite numbers", value)
+        return tuple(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def section(self, key: str) -> "_Fields":
+        """What lies in an object; nothing where it is missing."""
+        value = self._value(key, {})
+        if not isinstance(value, dict):
+            raise self._wrong(key, "an object", value)
+        return _Fields(value, self.source, f"{key}.")
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def _wrong(self, key: str, wanted: str, value: Any) -> ConfigError:
+        return ConfigError(f"{self.source}: {self._section}{key} must be {wanted}, got {shown(value)}")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can be
+        return False
 
 
 def _architecture(raw: dict[str, Any], source: str) -> str:
@@ -165,13 +191,12 @@ def _architecture(raw: dict[str, Any], source: str) -> str:
         name = BASE_ARCHITECTURES.get(str(name), name)
     if name not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ConfigError(f"{source}: architecture {name!r} is not supported; supported: {supported}")
+        raise ConfigError(f"{source}: architecture {shown(name)} is not supported; supported: {supported}")
     return str(name)
 
 
-def _validate(config: ModelConfig, raw: dict[str, Any], source: str) -> None:
-    _require_finite(config, "", source)
-    _require_finite(config.rope, "rope ", source)
+def _validate(config: ModelConfig, fields: _Fields) -> None:
+    raw, source = fields.raw, fields.source
     if config.head_count % config.kv_head_count:
         raise ConfigError(
             f"{source}: num_attention_heads {config.head_count} is not a multiple of "
@@ -181,11 +206,11 @@ def _validate(config: ModelConfig, raw: dict[str, Any], source: str) -> None:
         raise ConfigError(f"{source}: head_dim must be even for rotary embeddings, got {config.head_dim}")
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ConfigError(f"{source}: hidden_act {activation!r} is not supported; supported: silu")
-    if "quantization_config" in raw:
-        method = raw["quantization_config"].get("quant_method")
+        raise ConfigError(f"{source}: hidden_act {shown(activation)} is not supported; supported: silu")
+    if raw.get("quantization_config") is not None:
+        method = fields.section("quantization_config").raw.get("quant_method")
         raise ConfigError(
-            f"{source}: quantised weights ({method}) are not supported; use the unquantised model or a GGUF"
+            f"{source}: quantised weights ({shown(method)}) are not supported; use the unquantised model or a GGUF"
         )
     for name in ("short_factor", "long_factor"):
         factors = getattr(config.rope, name)
@@ -193,68 +218,62 @@ def _validate(config: ModelConfig, raw: dict[str, Any], source: str) -> None:
             raise ConfigError(f"{source}: rope {name} needs {config.head_dim // 2} numbers, got {len(factors)}")
 
 
-def _require_finite(config: ModelConfig | RopeConfig, where: str, source: str) -> None:
-    """Refuse NaN and infinity, which JSON as Python reads it may hold: the model would compute nothing else."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ConfigError(f"{source}: {where}{field.name} must be a finite number, got {number}")
-
-
 def _dtype_name(raw: dict[str, Any]) -> str | None:
     value = raw.get("dtype") or raw.get("torch_dtype")
     return None if value is None else str(value).removeprefix("torch.")
 
 
-def _sliding_windows(raw: dict[str, Any], architecture: str, layer_count: int, source: str) -> tuple[int | None, ...]:
+def _sliding_windows(fields: _Fields, architecture: str, layer_count: int) -> tuple[int | None, ...]:
     """Per layer; Qwen uses windows only with `use_sliding_window`, and then in the layers that `layer_types` names."""
-    if architecture == "LlamaForCausalLM":
+    is_qwen = architecture.startswith("Qwen")
+    has_windows = fields.flag("use_sliding_window") if is_qwen else architecture == "MistralForCausalLM"
+    if not has_windows or fields.raw.get("sliding_window", 4096) is None:
         return (None,) * layer_count
-    window = raw.get("sliding_window", 4096)
-    if architecture == "MistralForCausalLM" or window is None:
+    window = fields.integer("sliding_window", 4096)
+    if not is_qwen:
         return (window,) * layer_count
-    if not raw.get("use_sliding_window", False):
-        return (None,) * layer_count
-    first = raw.get("max_window_layers", 28)
+    first = fields.number("max_window_layers", 28)
     default_types = ["sliding_attention" if index >= first else "full_attention" for index in range(layer_count)]
-    types = raw.get("layer_types") or default_types
-    if len(types) != layer_count or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise ConfigError(f"{source}: layer_types needs {layer_count} of sliding_attention or full_attention")
+    types = fields.raw.get("layer_types") or default_types
+    known = isinstance(types, list) and all(kind in ("sliding_attention", "full_attention") for kind in types)
+    if not known or len(types) != layer_count:
+        raise ConfigError(f"{fields.source}: layer_types needs {layer_count} of sliding_attention or full_attention")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _rope_config(raw: dict[str, Any], max_position_embeddings: int, source: str) -> RopeConfig:
+def _rope_config(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (before)."""
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    rope = fields.section("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
+    rope_type = rope.raw.get("rope_type", rope.raw.get("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         supported = ", ".join(SUPPORTED_ROPE_TYPES)
-        raise ConfigError(f"{source}: rope type {rope_type!r} is not supported; supported: {supported}")
-    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0
+        raise ConfigError(f"{fields.source}: rope type {shown(rope_type)} is not supported; supported: {supported}")
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor")) or 1.0
     if partial != 1.0 and rope_type != "proportional":
-        raise ConfigError(f"{source}: partial_rotary_factor {partial} is supported with rope type proportional only")
-    _require_rope_keys(parameters, rope_type, source)
-    original = raw.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    original = original or max_position_embeddings
-    factor = parameters.get("factor")
+        raise ConfigError(
+            f"{fields.source}: partial_rotary_factor {partial} is supported with rope type proportional only"
+        )
+    _require_rope_keys(rope, rope_type)
+    name = "original_max_position_embeddings"
+    original = fields.number(name) or rope.number(name) or max_position_embeddings
+    factor = rope.number("factor")
     if factor is None and rope_type in ("yarn", "longrope"):
         factor = max_position_embeddings / original
     return RopeConfig(
         rope_type=rope_type,
-        theta=float(parameters.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        theta=float(rope.number("rope_theta") or fields.number("rope_theta") or 10_000.0),
         factor=factor,
-        attention_factor=parameters.get("attention_factor"),
+        attention_factor=rope.number("attention_factor"),
         original_max_position_embeddings=original,
-        beta_fast=parameters.get("beta_fast") or 32.0,
-        beta_slow=parameters.get("beta_slow") or 1.0,
-        mscale=parameters.get("mscale"),
-        mscale_all_dim=parameters.get("mscale_all_dim"),
-        truncate=parameters.get("truncate", True),
-        short_factor=tuple(parameters.get("short_factor") or ()),
-        long_factor=tuple(parameters.get("long_factor") or ()),
-        low_freq_factor=parameters.get("low_freq_factor"),
-        high_freq_factor=parameters.get("high_freq_factor"),
+        beta_fast=rope.number("beta_fast") or 32.0,
+        beta_slow=rope.number("beta_slow") or 1.0,
+        mscale=rope.number("mscale"),
+        mscale_all_dim=rope.number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+        short_factor=rope.numbers("short_factor"),
+        long_factor=rope.numbers("long_factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
         partial_rotary_factor=float(partial),
     )
 
@@ -267,7 +286,7 @@ _REQUIRED_ROPE_KEYS = {
 }
 
 
-def _require_rope_keys(parameters: dict[str, Any], rope_type: str, source: str) -> None:
+def _require_rope_keys(rope: _Fields, rope_type: str) -> None:
     for key in _REQUIRED_ROPE_KEYS.get(rope_type, ()):
-        if parameters.get(key) is None:
-            raise ConfigError(f"{source}: rope type {rope_type} needs {key!r}")
+        if rope.raw.get(key) is None:
+            raise ConfigError(f"{rope.source}: rope type {rope_type} needs {key!r}")

@@ -20,6 +20,7 @@ from common.errors import RecordingError
 from common.messages import WORKER_PARTS, StepResult, WorkerReady, decode_for_worker, decode_from_worker
 from common.recording import Direction, Link, Recording
 from common.replaying import Comparison, Outcome, quantiles_us
+from common.tracing import traced
 from worker_proc.main import limit_spinning
 
 
@@ -97,11 +98,11 @@ def replay(recording: Recording, arguments: Namespace) -> Outcome:
         ConfigError: the model is not there any more, or does not fit.
     """
     limit_spinning()
-    from worker_proc.tracing import traced
+    from worker_proc.tracing import TorchTracer
 
     work = Replay(recording, arguments.rank)
     started_s = time.thread_time()
-    with traced(arguments.profile):
+    with traced(arguments.profile, TorchTracer):
         work.run()
     cpu_s = time.thread_time() - started_s
     work.comparison.finish()

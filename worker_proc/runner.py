@@ -13,7 +13,7 @@ import torch
 
 from common.config import StepLimits
 from common.messages import SlotInit, SlotSampling, StepPlan
-from kernels.step_layout import StepInputs
+from kernels.step_layout import PlanLayout, StepInputs
 from worker_proc.cpu_threads import StepThreads
 from worker_proc.fixed_order_model import GROUP_TOKENS, FixedOrderModel
 from worker_proc.forward_context import ForwardContext
@@ -23,9 +23,9 @@ from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.pending import Arrived, PendingStep, PromptPiece, prompt_parts
 from worker_proc.pooling import Pooler
 from worker_proc.sampler import Sampled, Sampler
-from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from worker_proc.slots import SlotMemory, SlotMirror
 from worker_proc.spans import span
-from worker_proc.step_inputs import PromptRows, StagedStep, StepStager, fill_inputs
+from worker_proc.step_inputs import PackedStep, PromptRows, StepStager, fill_inputs
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 
@@ -55,7 +55,9 @@ class CpuRunner:
         self._model = FixedOrderModel(model) if deterministic else model
         self._cache, self._limits = cache, limits
         self._vocab_size = tokenizer_vocab_size
-        self._stager = StepStager(self.memory, self.mirror)
+        self._layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
+        self._plan = np.zeros(self._layout.size, dtype=np.int32)
+        self._stager = StepStager(self.memory, self.mirror, self._layout, limits.max_num_batched_tokens)
         self._inputs = StepInputs.allocate(limits.max_num_seqs, limits.max_num_batched_tokens, self.memory.device)
         self._sampler = Sampler(self.memory, self.mirror, tokenizer_vocab_size)
         self._threads = StepThreads(model.config, GROUP_TOKENS if deterministic else None)
@@ -67,14 +69,14 @@ class CpuRunner:
         """Carry out a plan, in the order that `StepPlan` gives."""
         start = time.perf_counter_ns()
         with span("input"):
-            inputs, staged = self._prepare(plan)
+            inputs, packed = self._prepare(plan)
         prepared = time.perf_counter_ns()
-        with span("forward"), self._threads.step(staged.token_count):
-            logits, pieces = self._compute(inputs, staged)
-            embeddings = self._pooler.pool(staged.pooled_rows)
+        with span("forward"), self._threads.step(packed.token_count):
+            logits, pieces = self._compute(inputs, packed)
+            embeddings = self._pooler.pool(packed.pooled_rows)
         computed = time.perf_counter_ns()
         with span("sampling"):
-            sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, staged)
+            sampled = Sampled(_NO_TOKENS) if logits is None else self._sample(logits, packed, plan)
         marks = (start, prepared, computed, time.perf_counter_ns())
         parts_us = [(end - begin) // 1000 for begin, end in itertools.pairwise(marks)]
         arrived = Arrived(array("i", sampled.token_ids.tobytes()), *parts_us)
@@ -101,32 +103,29 @@ class CpuRunner:
             self.execute(StepPlan(step_id=2, decode_slots=array("H", [0]))).result()
         self.mirror.clear(0)
 
-    def _prepare(self, plan: StepPlan) -> tuple[StepInputs, StagedStep]:
+    def _prepare(self, plan: StepPlan) -> tuple[StepInputs, PackedStep]:
         """Make all changes that come before the rows run, and work out the rows' inputs."""
-        for slot in plan.cleared_slots:
-            self.mirror.clear(slot)
+        writes = self._stager.change_slots(plan)
         self._cache.move_blocks(plan)
-        writes = StateWrites(self.memory)
         for init in plan.new_slots:
-            self.mirror.start(init)
-            writes.add_slot(init)
             self._sampler.start(init)
             self._pooler.start(init)
-        staged = self._stager.stage(plan, writes)
-        count, limit = staged.token_count, self._limits.max_num_batched_tokens
-        assert count <= limit, f"step {plan.step_id} computes {count} tokens, more than {limit}"
-        return self._fill(staged), staged
+        packed = self._stager.pack(plan, self._plan)
+        self.memory.apply(*map(torch.from_numpy, writes.arrays()))
+        inputs = self._inputs.bucket(packed.row_count, packed.token_count)
+        fill_inputs(self._plan, self._layout, self.memory.state, inputs, self._cache.block_size)
+        return inputs, packed
 
-    def _compute(self, inputs: StepInputs, staged: StagedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:
+    def _compute(self, inputs: StepInputs, packed: PackedStep) -> tuple[torch.Tensor | None, list[PromptPiece]]:
         """The logits that are sampled from, [S, vocab], and the prompt's log probabilities; None if nothing samples."""
-        if not staged.token_count:
+        if not packed.token_count:
             return None, []
-        hidden = self._model(inputs.token_ids, inputs.positions, self._context(inputs, staged.decode_row_count))
+        hidden = self._model(inputs.token_ids, inputs.positions, self._context(inputs, packed.decode_row_count))
         self._hidden = hidden
-        pieces = [piece for rows in staged.prompt_rows for piece in self._prompt_pieces(hidden, rows)]
-        if not len(staged.sampled_rows):
+        pieces = [piece for rows in packed.prompt_rows for piece in self._prompt_pieces(hidden, rows)]
+        if not len(packed.sampled_rows):
             return None, pieces
-        return self._model.compute_logits(self._sampled_hidden(hidden, inputs, staged)), pieces
+        return self._model.compute_logits(self._sampled_hidden(hidden, inputs, packed)), pieces
 
     def _context(self, inputs: StepInputs, decode_row_count: int) -> ForwardContext:
         prompt_lengths = None
@@ -147,11 +146,11 @@ class CpuRunner:
             prompt_lengths=prompt_lengths,
         )
 
-    def _sampled_hidden(self, hidden: torch.Tensor, inputs: StepInputs, staged: StagedStep) -> torch.Tensor:
+    def _sampled_hidden(self, hidden: torch.Tensor, inputs: StepInputs, packed: PackedStep) -> torch.Tensor:
         """The hidden states whose logits are used, [S, hidden_size]."""
-        if staged.samples_every_row:
-            return hidden[: staged.token_count]
-        return hidden[inputs.sample_rows[torch.from_numpy(staged.sampled_rows)]]
+        if len(packed.sampled_rows) == packed.token_count:  # every row is one token, and samples
+            return hidden[: packed.token_count]
+        return hidden[inputs.sample_rows[torch.from_numpy(packed.sampled_rows)]]
 
     def _prompt_pieces(self, hidden: torch.Tensor, rows: PromptRows) -> list[PromptPiece]:
         """Log probabilities of the prompt tokens that a chunk's tokens predict; a few rows of logits at a time."""
@@ -166,14 +165,7 @@ class CpuRunner:
             pieces.append(PromptPiece(rows.slot, position, sampling.prompt_logprobs, table))
         return pieces
 
-    def _fill(self, staged: StagedStep) -> StepInputs:
-        """Carry out the slots' writes and work out the step's inputs."""
-        if staged.write_count:
-            self.memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
-        inputs = self._inputs.bucket(staged.row_count, staged.token_count)
-        fill_inputs(staged.buffer, staged.layout, self.memory.state, inputs, self._cache.block_size)
-        return inputs
-
-    def _sample(self, logits: torch.Tensor, staged: StagedStep) -> Sampled:
+    def _sample(self, logits: torch.Tensor, packed: PackedStep, plan: StepPlan) -> Sampled:
         """Sample from logits [S, vocab] and feed the slots."""
-        return self._sampler.sample(logits.numpy(), staged.sampled_slots, staged.sampled_positions, staged.masks)
+        masks = dict(zip(plan.mask_slots, plan.masks, strict=True))
+        return self._sampler.sample(logits.numpy(), packed.sampled_slots, packed.sampled_positions, masks)

@@ -1,9 +1,9 @@
 """From a step plan to the model's inputs: the host's part, and the CPU's version of the device's part.
 
-The host checks a plan against its mirror of the slots and packs it into one int32 buffer (`StepStager.stage`): the plan
-in the layout of `kernels/step_inputs.py`, the rows that sample, and what new slots start with. Token ids, positions,
-slot mapping and the rest are then made from that buffer and the slots' memory: on a GPU by one kernel, on the CPU by
-`fill_inputs`. Nothing here knows the model or reads a sampled token.
+The host checks a plan against its mirror of the slots and packs it into one int32 buffer (`StepStager.pack`), in the
+layout of `kernels/step_inputs.py`. Token ids, positions, slot mapping and the rest are then made from that buffer and
+the slots' memory: on a GPU by one kernel, on the CPU by `fill_inputs`. Nothing here knows the model or reads a sampled
+token.
 """
 
 from dataclasses import dataclass
@@ -44,92 +44,84 @@ class PooledRows:
 
 
 @dataclass(frozen=True)
-class StagedStep:
+class PackedStep:
     """A plan, checked and packed.
 
     Attributes:
-        buffer: int32: the plan (`layout`), then `sampled_rows`, then addresses and values of the slots' writes.
-        sampled_rows: int32 [S]: rows that sample, in the order of the result's tokens.
-        sampled_slots: int32 [S]: their slots.
-        sampled_positions: int32 [S]: where each sampled token goes in its request.
+        size: elements of the buffer that the plan takes.
+        sampled_rows: [S]: rows that sample, in the order of the result's tokens.
+        sampled_slots: [S]: their slots.
+        sampled_positions: [S]: where each sampled token goes in its request.
         prompt_rows: for slots that asked for prompt log probabilities.
         pooled_rows: for slots that asked for an embedding.
-        masks: slot -> the token ids that it may sample, as in `StepPlan.masks`.
     """
 
-    layout: PlanLayout
-    buffer: IntArray
+    size: int
     row_count: int
     decode_row_count: int
     token_count: int
-    write_count: int
     sampled_rows: IntArray
     sampled_slots: IntArray
     sampled_positions: IntArray
     prompt_rows: tuple[PromptRows, ...]
     pooled_rows: tuple[PooledRows, ...]
-    masks: dict[int, bytes]
-
-    @property
-    def samples_every_row(self) -> bool:
-        """Whether rows and sampled rows are the same, and each row is one token."""
-        return len(self.sampled_rows) == self.token_count
-
-    @property
-    def sampled_rows_part(self) -> slice:
-        """Where `sampled_rows` lies in the buffer."""
-        return slice(self.layout.size, self.layout.size + len(self.sampled_rows))
-
-    @property
-    def write_parts(self) -> tuple[slice, slice]:
-        """Where addresses and values of the slots' writes lie in the buffer."""
-        start = self.sampled_rows_part.stop
-        return slice(start, start + self.write_count), slice(start + self.write_count, start + 2 * self.write_count)
 
 
 class StepStager:
-    """Checks step plans against the mirror, advances it, and packs them."""
+    """Checks step plans against the mirror, advances it, and packs them at the places of one layout.
 
-    def __init__(self, memory: SlotMemory, mirror: SlotMirror) -> None:
-        self._memory = memory
-        self._mirror = mirror
+    Args:
+        layout: of the largest plan.
+        token_limit: tokens that a step may compute.
+    """
 
-    def stage(self, plan: StepPlan, writes: StateWrites) -> StagedStep:
-        """Advance the mirror by the plan's rows and pack it, with what new slots write.
+    def __init__(self, memory: SlotMemory, mirror: SlotMirror, layout: PlanLayout, token_limit: int) -> None:
+        self._memory, self._mirror = memory, mirror
+        self._layout, self._token_limit = layout, token_limit
+
+    def change_slots(self, plan: StepPlan) -> StateWrites:
+        """Free and fill the mirror's slots as the plan says; returns what the new ones write on the device."""
+        for slot in plan.cleared_slots:
+            self._mirror.clear(slot)
+        writes = StateWrites(self._memory)
+        for init in plan.new_slots:
+            self._mirror.start(init)
+            writes.add_slot(init)
+        return writes
+
+    def pack(self, plan: StepPlan, target: IntArray) -> PackedStep:
+        """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size].
 
         Raises:
             AssertionError: the plan does not fit what the slots hold, which is a fault of ours; the text says how.
         """
-        slots, counts = _rows(plan)
-        assert len(set(slots.tolist())) == len(slots), f"step {plan.step_id}: a slot stands in two rows"
-        samples = np.ones(len(slots), dtype=bool)
-        samples[len(plan.decode_slots) :] = np.asarray(plan.chunk_samples, dtype=bool)
-        first_blocks, append_counts = self._append_blocks(plan, slots)
-        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        layout, limit, decode_rows = self._layout, self._token_limit, len(plan.decode_slots)
+        rows, block_count = decode_rows + len(plan.chunk_slots), len(plan.block_ids)
+        assert rows <= layout.rows and block_count <= layout.blocks, (
+            f"step {plan.step_id}: {rows} rows, {block_count} blocks"
+        )
+        slots, counts = target[layout.row_slots][:rows], target[layout.token_counts][:rows]
+        slots[:decode_rows], counts[:decode_rows] = plan.decode_slots, 1
+        slots[decode_rows:], counts[decode_rows:] = plan.chunk_slots, plan.chunk_token_counts
+        assert len(set(slots.tolist())) == rows, f"step {plan.step_id}: a slot stands in two rows"
+        starts = _put_sums(target[layout.query_starts], counts)
         prompt_rows = self._prompt_rows(plan, starts)
-        sampled_rows = np.flatnonzero(samples).astype(np.int32)
+        target[layout.first_blocks][:rows], appends = self._append_blocks(plan, slots)
+        _put_sums(target[layout.append_starts], appends)
+        target[layout.appended_ids][:block_count] = plan.block_ids
+        token_count = int(starts[-1])
+        assert token_count <= limit, f"step {plan.step_id} computes {token_count} tokens, more than {limit}"
+        target[:HEADER] = rows, decode_rows, token_count, block_count
+        samples = np.ones(rows, dtype=bool)
+        samples[decode_rows:] = plan.chunk_samples
+        sampled_rows = np.flatnonzero(samples)
         sampled_slots = slots[sampled_rows]
         positions = self._mirror.known_lengths[sampled_slots]
         self._advance(slots, counts, samples)
-        header = (len(slots), len(plan.decode_slots), starts[-1], len(plan.block_ids))
-        appends = np.concatenate(([0], np.cumsum(append_counts)))
-        addresses, values = writes.arrays()
-        parts = (header, slots, counts, starts, first_blocks, appends, plan.block_ids, sampled_rows,
-                 addresses, values)  # fmt: skip
-        return StagedStep(
-            layout=PlanLayout(len(slots), len(plan.block_ids)),
-            buffer=np.concatenate(parts, dtype=np.int32, casting="unsafe"),
-            row_count=len(slots),
-            decode_row_count=len(plan.decode_slots),
-            token_count=int(starts[-1]),
-            write_count=len(addresses),
-            sampled_rows=sampled_rows,
-            sampled_slots=sampled_slots,
-            sampled_positions=positions,
-            prompt_rows=prompt_rows,
-            pooled_rows=self._pooled_rows(plan, starts),
-            masks=dict(zip(plan.mask_slots, plan.masks, strict=True)),
-        )
+        return PackedStep(
+            layout.appended_ids.start + block_count, rows, decode_rows, token_count, sampled_rows, sampled_slots,
+            positions, prompt_rows, self._pooled_rows(plan, starts),
+        )  # fmt: skip
 
     def _append_blocks(self, plan: StepPlan, slots: IntArray) -> tuple[IntArray, IntArray]:
         """Per row: its block count so far, and how many blocks it gets."""
@@ -188,12 +180,12 @@ class StepStager:
         return tuple(found)
 
 
-def _rows(plan: StepPlan) -> tuple[IntArray, IntArray]:
-    """Slot and token count of each row, int32, decode rows first."""
-    slots = np.concatenate((plan.decode_slots, plan.chunk_slots), dtype=np.int32, casting="unsafe")
-    counts = np.ones(len(slots), dtype=np.int32)
-    counts[len(plan.decode_slots) :] = plan.chunk_token_counts
-    return slots, counts
+def _put_sums(target: IntArray, counts: IntArray) -> IntArray:
+    """Write the running sums of `counts`, from 0, to the start of `target`; returns what was written."""
+    written = target[: len(counts) + 1]
+    written[0] = 0
+    np.cumsum(counts, out=written[1:])
+    return written
 
 
 def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int) -> None:

@@ -3,8 +3,6 @@
 They open in Perfetto. Used by the worker's main loop and by its replay.
 """
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,17 +33,3 @@ class TorchTracer:
         spans.switch(False)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(path))
-
-
-@contextlib.contextmanager
-def traced(path: Path | None) -> Iterator[None]:
-    """Trace what happens inside, if there is a file to write it to."""
-    if path is None:
-        yield
-        return
-    tracer = TorchTracer()
-    tracer.start()
-    try:
-        yield
-    finally:
-        tracer.stop(path)

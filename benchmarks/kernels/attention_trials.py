@@ -26,7 +26,7 @@ import torch
 from benchmarks.kernels import harness
 from benchmarks.kernels.attention_variants import LIBRARY, Options, Workload
 from benchmarks.kernels.bench_prefill_attention import is_specialised, torch_call
-from benchmarks.kernels.decode_chain import QWEN3_06B, SMOKE, DecodeChain, few_rows
+from benchmarks.kernels.decode_chain import QWEN3_06B, SMOKE, DecodeChain, few_rows, takes_warps
 from benchmarks.kernels.paged_inputs import (
     PagedInputs,
     cache_dtype_of,
@@ -212,9 +212,9 @@ class DecodeTrial(_PagedTrial):
 
     def reference(self, inputs: PagedInputs, dtype: torch.dtype) -> torch.Tensor:
         """Row by row."""
-        from kernels.decode_attention import reference_decode_attention
+        from kernels.decode_attention import decode_attention_reference
 
-        return reference_decode_attention(*inputs.decode_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
+        return decode_attention_reference(*inputs.decode_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
 
 
 class PrefillTrial(_PagedTrial):
@@ -247,9 +247,11 @@ class PrefillTrial(_PagedTrial):
         plan = plan_with(launch_plan, sizes, usual, options)
         output = torch.full_like(inputs.query, float("nan"))
         _, counters = self.workspace(1, COUNTER_COUNT)
+        fresh = inputs.fresh() if plan.fresh else None
         call = partial(
-            prefill_attention, output, *inputs.prefill_inputs, counters, plan, scale=self.scale, **inputs.scales
-        )
+            prefill_attention, output, *inputs.prefill_inputs, counters, plan, scale=self.scale, fresh=fresh,
+            **inputs.scales,
+        )  # fmt: skip
         return call, output, counters
 
     def calls(self, options: Options) -> list[Call]:
@@ -260,9 +262,9 @@ class PrefillTrial(_PagedTrial):
 
     def reference(self, inputs: PagedInputs, dtype: torch.dtype) -> torch.Tensor:
         """Row by row; at 4,096 tokens and 32 heads some gigabytes."""
-        from kernels.prefill_attention import reference_prefill_attention
+        from kernels.prefill_attention import prefill_attention_reference
 
-        return reference_prefill_attention(*inputs.prefill_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
+        return prefill_attention_reference(*inputs.prefill_inputs, scale=self.scale, dtype=dtype, **inputs.scales)
 
 
 class FewRowsTrial(_PagedTrial):
@@ -282,8 +284,11 @@ class FewRowsTrial(_PagedTrial):
 
     def _plan(self, options: Options) -> Any:
         from kernels.fused_decode_attention import launch_plan
+        from kernels.paged_kv import HeadShape
 
-        return plan_with(launch_plan, (self.shape.batch, *self.heads[1:]), {}, options)
+        heads = HeadShape(*self.heads, self.workload.block_size)
+        usual = {"single_warps": takes_warps(self.shape.batch, heads, self.quantised)}
+        return plan_with(launch_plan, (self.shape.batch, *self.heads[1:]), usual, options)
 
     @cached_property
     def _row(self) -> tuple[torch.Tensor, Any]:

@@ -69,7 +69,7 @@ class Workload:
 def workloads() -> list[Workload]:
     """All of them, those first that carry the open goals."""
     decode = (256, 1024), (32, 1024), (64, 256), (1, 512), (8, 200)
-    few = (1, 512), (2, 512), (8, 200), (16, 256)
+    few = (1, 512), (2, 512), (8, 200), (16, 256), (4, 4096)
     prefill = (16, 1024), (2, 4000), (4, 4096), (8, 256)
     found = [Workload("decode", tuple(mixed_lengths(MIXED_STEP)), cache) for cache in CACHES]
     found += [Workload("decode", (context,) * rows, cache) for rows, context in decode for cache in CACHES]
@@ -97,13 +97,7 @@ def aspects(workload: Workload, *, hopper: bool) -> Aspects:
         single_warps = {"kernel": _single_warps(quantised)} if hopper else {}
         return single_warps | _decode_aspects(quantised)
     if workload.operation == "few_rows":
-        has_warps = hopper and workload.cache == "auto"
-        return {
-            "new token": [{"is_apart": True}, {"is_apart": False}],
-            "kernel": [{"single_warps": True}] * has_warps,
-            "warps": [{"num_warps": 2}],
-            "tile": [{"tile": 32}],
-        }
+        return {"kernel": [*_few_rows_choices(), *_few_rows_warps() * hopper]}
     return {"kernel": [*_hopper_choices(workload) * hopper, *_plain_choices(hopper)]}
 
 
@@ -119,8 +113,20 @@ def _single_warps(quantised: bool) -> list[Options]:
     """The Hopper decode kernel: tile, programs a multiprocessor and stages, which together fill its shared memory."""
     sizes = [(32, 8, 3), (32, 6, 4), (64, 4, 3), (16, 12, 4)] if quantised else [(32, 4, 3), (32, 3, 4), (16, 6, 4)]
     names = ("tile_tokens", "programs_per_multiprocessor", "num_stages")
-    kernel = {"specialised": True, "late_sum": False}
+    kernel = {"specialised": True}
     return [kernel | dict(zip(names, size, strict=True)) for size in sizes]
+
+
+def _few_rows_choices() -> list[Options]:
+    """Programs of several warps, the new token a part of its own or not."""
+    sizes = [(True, 4, 64), (False, 4, 64), (True, 2, 64), (True, 4, 32), (False, 4, 32)]
+    names = ("is_apart", "num_warps", "tile")
+    return [{"single_warps": False} | dict(zip(names, size, strict=True)) for size in sizes]
+
+
+def _few_rows_warps() -> list[Options]:
+    """Programs of one warp, by the cached tokens that one takes."""
+    return [{"single_warps": True, "tile": tokens} for tokens in (32, 64, 16)]
 
 
 def _decode_aspects(quantised: bool) -> Aspects:
@@ -130,21 +136,24 @@ def _decode_aspects(quantised: bool) -> Aspects:
         _tile(32, 2, None, 4),
     ]  # fmt: skip
     pairs = [
-        _tile(128, 4, None, 2), _tile(128, 4, 168, 3), _tile(128, 8, None, 1),
+        _tile(128, 4, None, 2), _tile(128, 4, 168, 3), _tile(128, 8, None, 1), _tile(128, 8, 128, 2),
         _tile(64, 4, None, 2), _tile(64, 4, 168, 3), _tile(64, 4, 128, 4), _tile(64, 8, 128, 2), _tile(32, 4, 128, 4),
-        _tile(64, 2, None, 4),
     ]  # fmt: skip
     return {
         "tile": pairs if quantised else plain,
         "stages": [{"num_stages": count} for count in (2, 4)],
         "programs": [{"programs_per_multiprocessor": 1}],
         "beginnings": [{"start_tiles": 2}],
-        "sums": [{"late_sum": True}],
     }
 
 
 def _hopper_choices(workload: Workload) -> list[Options]:
-    return [{"specialised": True, "overlap": workload.cache == "auto"}]
+    from kernels.prefill_plans import READS_FRESH
+
+    choices: list[Options] = [{"specialised": True, "overlap": workload.cache == "auto"}]
+    if workload.cache != "auto":
+        choices.append({"specialised": True, "fresh": not READS_FRESH})
+    return choices
 
 
 def _plain_choices(hopper: bool) -> list[Options]:

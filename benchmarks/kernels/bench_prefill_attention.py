@@ -60,7 +60,8 @@ def kernel_call(shape: AttentionShape, inputs: PagedInputs, plan: PrefillPlan) -
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device_and_dtype()[0])
     output = torch.empty_like(inputs.query)
     options = {"scale": shape.head_dim**-0.5, **inputs.scales}
-    return lambda: prefill_attention(output, *inputs.prefill_inputs, counters, plan, **options)
+    fresh = inputs.fresh() if plan.fresh else None
+    return lambda: prefill_attention(output, *inputs.prefill_inputs, counters, plan, fresh=fresh, **options)
 
 
 def torch_call(shape: AttentionShape) -> Callable[[], torch.Tensor]:
@@ -90,7 +91,8 @@ def main() -> None:
         if arguments.only not in shape.name:
             continue
         plan = plan_of(shape)
-        options = {"block_size": shape.block_size, "kernel": "hopper" if plan.specialised else "plain"}
+        kernel = "hopper" if plan.specialised else "plain"
+        options = {"block_size": shape.block_size, "kernel": kernel, "fresh": plan.fresh}
         runs_us = harness.time_runs_us([kernel_call(shape, make_inputs(shape), plan)])
         report.add(shape.name, runs_us, flops=flops_of(shape), options=options)
         if shape.query_tokens == shape.context and shape.cache == "auto":

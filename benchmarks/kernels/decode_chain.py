@@ -19,6 +19,7 @@ from benchmarks.kernels.runner import device_and_dtype
 
 if TYPE_CHECKING:
     from kernels.fused_decode_attention import FusedDecodePlan
+    from kernels.paged_kv import HeadShape
 
 BLOCK_SIZE = 16
 EPS = 1e-6
@@ -171,13 +172,27 @@ def two_launches(chain: DecodeChain, index: int) -> None:
     )  # fmt: skip
 
 
+def takes_warps(rows: int, heads: HeadShape, quantised: bool) -> bool:
+    """Whether the engine computes so few rows by single warps here."""
+    from kernels import fused_decode_attention
+
+    device, dtype = device_and_dtype()
+    major = torch.cuda.get_device_capability()[0] if device == "cuda" else 0
+    return fused_decode_attention.takes_warps(rows, heads, dtype, quantised=quantised, capability_major=major)
+
+
 def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None) -> None:
     """One launch of the kernel for few rows, by the plan that ships or by another."""
     from kernels.fused_decode_attention import fused_decode_attention, launch_plan
+    from kernels.paged_kv import HeadShape
 
     (keys, key_scales), (values, value_scales) = chain.caches[index]
     (next_keys, _), (next_values, _) = chain.caches[(index + 1) % chain.shape.layers]
-    plan = plan or launch_plan(chain.rows, chain.shape.kv_heads, chain.shape.head_dim)
+    kv_heads, head_dim = chain.shape.kv_heads, chain.shape.head_dim
+    heads = HeadShape(chain.shape.query_heads, kv_heads, head_dim, BLOCK_SIZE)
+    plan = plan or launch_plan(
+        chain.rows, kv_heads, head_dim, single_warps=takes_warps(chain.rows, heads, chain.cache != "auto")
+    )
     fused_decode_attention(
         chain.attended, chain.qkv, keys, values, chain.tables, chain.slots, chain.context_lengths, chain.partials,
         chain.counters, plan, chain.new, scale=chain.scale, k_scales=key_scales, v_scales=value_scales,

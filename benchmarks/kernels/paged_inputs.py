@@ -33,6 +33,30 @@ class PagedInputs:
         """As the kernels take them by name; None beside a plain cache."""
         return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
+    def fresh(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows' new keys and values as prefill attention takes them: what the 8-bit cache holds of them, read back.
+
+        Views of rows of queries, keys and values, as a step's product gives them; NaN for tokens of no row.
+        """
+        from kernels.kv_format import read_back
+
+        token_count, query_heads, head_dim = self.query.shape
+        kv_heads, block_size = self.key_cache.shape[1:3]
+        tokens = torch.arange(token_count, device=self.query.device)
+        rows = (tokens[:, None] >= self.query_starts[None, 1:]).sum(1)
+        is_owned = rows < len(self.row_slots)
+        rows = rows.clamp(max=len(self.row_slots) - 1)
+        is_owned &= (self.row_slots[rows] >= 0) & (self.context_lengths[rows] > 0)
+        positions = (self.context_lengths[rows] - self.query_starts[rows + 1] + tokens) * is_owned
+        blocks = self.block_tables[self.row_slots[rows].clamp(min=0), positions // block_size].long() * is_owned
+        heads = self.query.new_full((token_count, query_heads + 2 * kv_heads, head_dim), float("nan"))
+        parts = heads[:, query_heads:-kv_heads], heads[:, -kv_heads:]
+        stored = ((self.key_cache, self.key_scales), (self.value_cache, self.value_scales))
+        for part, (cache, scales) in zip(parts, stored, strict=True):
+            vectors = read_back(*(each[blocks, :, positions % block_size] for each in (cache, scales)))
+            part.copy_(vectors.masked_fill(~is_owned[:, None, None], float("nan")))
+        return parts
+
     @property
     def decode_inputs(self) -> tuple[torch.Tensor, ...]:
         """What decode attention reads, in the order of its arguments."""

@@ -69,7 +69,7 @@ async def _on_refused(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), f"registered for HTTPException, got {type(error).__name__}"
     text = {
-        404: f"there is no {request.url.path}{_meant(request.url.path)}",
+        404: f"there is no {request.url.path}{_meant(request.url.path, request.scope.get('root_path', ''))}",
         405: f"{request.url.path} does not take {request.method}",
     }
     message = text.get(error.status_code, str(error.detail))
@@ -79,12 +79,13 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def _meant(path: str) -> str:
-    """The endpoint that a path which does not exist was probably meant to be."""
+def _meant(path: str, root: str) -> str:
+    """The endpoint that a path which does not exist was probably meant to be, behind the prefix that a proxy adds."""
+    path = path.removeprefix(root)
     if not path.strip("/"):
-        return "; /docs describes the API, and /dashboard shows the engine"
+        return f"; {root}/docs describes the API, and {root}/dashboard shows the engine"
     tail = path.rpartition("/v1")[2].rstrip("/") or "/models"
     if len(path) > _LONGEST_COMPARED:
         return ""
     near = [f"/v1{tail}"] if f"/v1{tail}" in _PATHS else difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.8)
-    return f"; did you mean {near[0]}?" if near else "; /docs describes what there is"
+    return f"; did you mean {root}{near[0]}?" if near else f"; {root}/docs describes what there is"

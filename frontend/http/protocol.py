@@ -25,6 +25,8 @@ HEAD_TIMEOUT_S = 60.0
 """How long a connection may take to send a request's head."""
 BODY_TIMEOUT_S = 60.0
 """How long a connection may send nothing of a body that it has announced."""
+UNWANTED_BODY_S = 30.0
+"""How long what comes of a body whose request is answered is read, and thrown away, before the connection is closed."""
 
 
 class Protocol(HttpToolsProtocol):
@@ -45,6 +47,7 @@ class Protocol(HttpToolsProtocol):
         self._cycles: list[Any] = []  # requests whose responses are not complete, oldest first
         self._refusal: RequestError | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._closes_after_body = False
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected; it is refused if there are too many."""
@@ -81,7 +84,7 @@ class Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES:
                 self.send_400_response(f"the request's head is larger than {HEAD_LIMIT_BYTES} bytes")
-        elif self._in_body:
+        elif self._in_body and not self.cycle.response_complete:
             self._await_body()
 
     def on_message_begin(self) -> None:
@@ -101,6 +104,7 @@ class Protocol(HttpToolsProtocol):
         self._in_body = True
         self._stop_timer()
         super().on_headers_complete()
+        self.cycle.transport = _ResponseTransport(self)  # type: ignore[assignment]
         self.scope[CYCLE_KEY] = self.cycle  # type: ignore[literal-required]
         self._cycles = [*self._unanswered(), self.cycle]
 
@@ -111,6 +115,17 @@ class Protocol(HttpToolsProtocol):
                 self._in_body = False
                 self._stop_timer()
             super().on_message_complete()
+            if self._closes_after_body:
+                self.transport.close()
+
+    def close_after_body(self) -> None:
+        """Close the connection once the request that is being read has been read: its response is complete."""
+        if not self._in_body or self.cycle is None:
+            self.transport.close()
+            return
+        self._closes_after_body = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def _parse(self, data: bytes) -> bytes:
         """Feed the parser; what is to be parsed next, if it has ended before the end."""
@@ -140,6 +155,8 @@ class Protocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._refusal is not None and not self.transport.is_closing():
             self._refuse(self._refusal)
+        elif self._in_body and self.cycle.response_complete:
+            self._start_timer(UNWANTED_BODY_S, self.transport.close)
 
     def _unanswered(self) -> list[Any]:
         return [cycle for cycle in self._cycles if not cycle.response_complete]
@@ -190,6 +207,21 @@ class Protocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             text = f"nothing of the request's body came for {BODY_TIMEOUT_S:g} s"
             self._refuse(RequestError(text, code="body_timeout", status=408))
+
+
+class _ResponseTransport:
+    """The connection as a response sees it: to close it waits for the rest of the request.
+
+    A connection that is closed while bytes are on their way is reset, and a client or a proxy that still sends loses
+    the response, which says why its body is not wanted.
+    """
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, protocol: Protocol) -> None:
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+        self.close = protocol.close_after_body
 
 
 def _end(cycle: Any) -> None:

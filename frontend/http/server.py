@@ -62,6 +62,7 @@ class HttpServer:
                 backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 root_path=options.root_path,
+                forwarded_allow_ips="*" if options.uds else None,  # whoever opens the socket's file is a proxy of ours
                 ssl_keyfile=options.ssl_keyfile or None,
                 ssl_certfile=options.ssl_certfile or None,
             )

@@ -19,7 +19,11 @@ from frontend.http.direct import DirectWriter
 from frontend.http.errors import error_event, error_response
 
 KEEP_ALIVE_S = 15.0
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx passes each event on as it comes, however it is set up
+]
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -27,3 +28,43 @@ def test_no_file_gets_the_number_of_a_closed_standard_file(tmp_path, closed):
     assert (ended.returncode, path.read_text()) == (0, "True ''"), ended.stderr
     assert ended.stdout.endswith(b"out\n") == (1 not in closed)
     assert ended.stderr.endswith(b"err\n") == (2 not in closed)
+
+
+def test_what_a_shell_did_before_it_became_the_program_does_not_count():
+    """`sh -c 'pip install -e . && python launch.py'` reported the installation's time as the engine's start."""
+    timed = "from common.processes import seconds_since_start as since; print(since())"
+    script = '"$0" -c pass && echo done && read line && exec "$0" -c "$1"'
+    with subprocess.Popen(
+        ["sh", "-c", script, sys.executable, timed], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as shell:
+        assert shell.stdout.readline() == "done\n"
+        before_s = time.monotonic()
+        reported, _ = shell.communicate("go\n", timeout=60)
+        assert 0 < float(reported) < time.monotonic() - before_s
+
+
+HEIR = """
+import ctypes, os, subprocess, sys
+from common.processes import reap_orphans
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: as process 1 does, inherit orphans
+reap_orphans([])
+own = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(5)"], stdin=subprocess.PIPE)
+start = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+orphans = [int(subprocess.run([sys.executable, "-c", start], capture_output=True, check=True).stdout) for _ in "ab"]
+for pid in orphans:
+    os.kill(pid, 9)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and waits to be noticed
+reap_orphans([own.pid])
+assert not any(os.path.exists(f"/proc/{pid}") for pid in orphans)
+own.stdin.close()
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+reap_orphans([own.pid])
+assert own.wait() == 5
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere orphans go to process 1 alone")
+def test_what_a_lost_child_leaves_is_taken_note_of_and_no_childs_end_is_lost():
+    """In a container, each restart of the frontend left a zombie."""
+    ended = subprocess.run([sys.executable, "-c", HEIR], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

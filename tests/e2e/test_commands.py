@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,17 @@ def test_one_answer_to_a_prompt_that_is_too_long_is_a_bad_request(tiny_model_dir
     assert run.stderr.splitlines()[-1].startswith("trireme: the prompt has ")
 
 
-def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
+@pytest.fixture
+def notices(run_dirs, monkeypatch):
+    """What an engine says to systemd from now on; call it for the words so far."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(run_dirs / "notify"))
+        manager.settimeout(30)
+        monkeypatch.setenv("NOTIFY_SOCKET", manager.getsockname())
+        yield lambda: manager.recv(4096).decode().splitlines()
+
+
+def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir, notices):
     with Server(tiny_model_dir, "--served-model-name", "tiny") as server:
         pids = server.children()
         status = command("status", run_dirs=server.run_dirs)
@@ -64,6 +75,10 @@ def test_status_chat_and_stop_find_the_running_engine(tiny_model_dir):
         assert stop.returncode == 0, stop.stderr
         assert server.process.wait(30) == 0
         server.assert_nothing_is_left(pids)
+    assert notices() == ["STATUS=starting tiny"]
+    ready, status = notices()
+    assert ready == "READY=1" and status.startswith("STATUS=ready in ") and server.ready["http"] in status
+    assert notices() == ["STOPPING=1", "STATUS=requests in flight have 10 s to finish"]
 
 
 def test_verbs_without_an_engine_say_so(run_dirs):

@@ -9,7 +9,6 @@ import pytest
 from common.config import EngineConfig, ModelOptions
 from common.errors import RequestError
 from common.findings import OK, WARNING
-from frontend import model_pooling
 from frontend.engine import Engine
 from frontend.model_pooling import ModelPooling
 from frontend.preflight import look_at_embeddings
@@ -79,13 +78,13 @@ def test_what_there_is_not_is_refused_when_an_embedding_is_asked_for(flags, more
     [
         "{", "[1]", '[{"type": "a.Pooling"}]', '[{"type": "Pooling", "path": "nowhere"}]', "3", "[" * 100_000,
         '[{"type": "Pooling", "path": ""}]', '[{"type": "Pooling", "path": "x\\u0000"}]',
-        '[{"type": "Pooling", "path": "../../../../../etc"}]', f"[{' ' * model_pooling.LARGEST_BYTES}]",
+        '[{"type": "Pooling", "path": "../../../../../etc"}]',
     ],
     ids=lambda text: text[:40].strip(),
 )  # fmt: skip
 def test_files_that_cannot_be_read_are_named(text, tmp_path):
     (tmp_path / "modules.json").write_text(text)
-    with pytest.raises(RequestError, match=r"modules\.json and the folders that it names cannot be read"):
+    with pytest.raises(RequestError, match="^this model's embeddings cannot be made: .*(modules|config).json"):
         ModelPooling.read(tmp_path).name()
 
 
@@ -96,7 +95,7 @@ def test_what_is_no_file_is_not_read(make, tmp_path):
     config = write(tmp_path, "mean_tokens") / "1_Pooling" / "config.json"
     config.unlink()
     make(config)
-    with pytest.raises(RequestError, match="cannot be read: .*wanted a file of at most"):
+    with pytest.raises(RequestError, match="cannot read .*config.json: (wanted a file, got|No such file)"):
         ModelPooling.read(tmp_path).name()
 
 
@@ -109,7 +108,7 @@ def test_no_file_outside_of_the_folder_is_read(absolute, tmp_path):
     (other / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
     path = str(other) if absolute else "1_Pooling/../../other"
     (model / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": path}]))
-    with pytest.raises(RequestError, match="cannot be read: .*other is outside of the folder"):
+    with pytest.raises(RequestError, match="modules.json .*other is outside of the folder"):
         ModelPooling.read(model).name()
 
 

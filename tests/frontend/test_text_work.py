@@ -12,6 +12,7 @@ import pytest
 
 from common.config import EngineConfig, ModelOptions, ServerOptions
 from common.errors import RequestError
+from common.wire import TEXT_LIMIT_BYTES, pack
 from frontend import Client, text_pool, text_process, text_work
 from frontend.large_json import parse_large
 from frontend.prompt import COUNTED_LIMIT, ChatPrompt, size_of
@@ -255,6 +256,35 @@ def test_a_chat_that_no_message_may_hold_costs_itself_and_not_the_process(make_w
         assert caught.value.status == 400
     [process] = work.processes().values()
     assert process.child.exit_code is None
+
+
+def test_an_answer_that_cannot_be_read_costs_its_own_request_alone(make_work, tokenizer):
+    """It ended all text processes: after three of them all long texts were worked on in threads, for good."""
+    work = make_work()
+
+    async def one_of_two() -> list:
+        both = [asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True)) for _ in "ab"]
+        await asyncio.sleep(0)
+        work.texts._pool._on_result([pack([TokenIds.CODE, 1, "no ids"])])
+        return await asyncio.gather(*both, return_exceptions=True)
+
+    refused, ids = work.run(one_of_two())
+    assert isinstance(refused, RequestError), refused
+    assert (refused.code, refused.status) == ("internal_error", 500)
+    assert str(refused).startswith("internal error: TokenIds.token_ids: wanted bytes")
+    assert ids == tokenizer.encode(LONG)
+    assert all(process.child.exit_code is None for process in work.processes().values()) and work.processes()
+
+
+def test_a_refusal_that_no_message_may_hold_is_cut(make_work, tmp_path):
+    """A template may put what it refuses into its text."""
+    (tmp_path / "t.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    work = make_work(template=str(tmp_path / "t.jinja"))
+    chat = ChatPrompt(messages=[{"role": "user", "content": "x" * (TEXT_LIMIT_BYTES + 1)}])
+    with pytest.raises(RequestError, match="^the chat template refuses this chat: x") as caught:
+        work.run(work.texts.encode_chat(chat, add_special_tokens=False))
+    assert (len(str(caught.value)), caught.value.status) == (text_process.REASON_LIMIT, 400)
+    assert work.processes(), "it was not done in a process"
 
 
 def test_an_answer_that_cannot_be_read_keeps_nobody_waiting(make_work, tokenizer):

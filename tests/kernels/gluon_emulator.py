@@ -76,6 +76,11 @@ def _both(function: Callable) -> Callable:
     return apply
 
 
+def _fma(a, b, c):
+    a, b, c = (torch.as_tensor(each, dtype=torch.float64) for each in (a, b, c))
+    return (a * b + c).to(torch.float32)
+
+
 def _mma(a, b, acc, **_):
     exact = torch.float32 if acc.is_floating_point() else torch.int32
     return acc + a.to(exact) @ b.to(exact)
@@ -200,7 +205,8 @@ class _Program:
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), zeros_like=torch.zeros_like,
             load=_load, store=_store, atomic_add=_atomic_add, static_range=range,
             minimum=_both(torch.minimum), maximum=_both(torch.maximum), where=_where, abs=torch.abs,
-            floor=torch.floor, exp=torch.exp, exp2=lambda x: torch.exp2(torch.as_tensor(x, dtype=torch.float32)),
+            floor=torch.floor, fma=_fma, split=lambda x: x.unbind(-1), exp=torch.exp,
+            exp2=lambda x: torch.exp2(torch.as_tensor(x, dtype=torch.float32)),
             max=torch.amax,
             sum=lambda x, axis: torch.sum(x, axis, dtype=x.dtype), expand_dims=torch.unsqueeze,
             reshape=torch.reshape, rsqrt=torch.rsqrt, broadcast=torch.broadcast_tensors,

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kernels import decode_attention_hopper
-from kernels.decode_attention import can_specialise
+from kernels import decode_attention, decode_attention_hopper
+from kernels.decode_attention import can_specialise, launch_plan
 from kernels.paged_kv import HeadShape
+from kernels.qk_norm_rope_store import qk_norm_rope_store
 from tests.kernels.gluon_emulator import EmulatedKernel
 from tests.kernels.paged_batches import make_batch, quantise_caches, skip_unless_here
 from tests.kernels.test_decode_attention import check, ones, run
@@ -97,6 +98,56 @@ def test_rows_past_the_decode_rows_are_left_alone(device, cache):
     whole, result = run(batch, **plan()), run(batch, decode_row_count=count, **plan())
     assert result[2:].isnan().all(), "rows of the prefill kernel were written"
     assert torch.allclose(result[:2].float(), whole[:2].float(), atol=1e-2)
+
+
+EDGES = (1, 31, 32, 33, 64, 65, 96, 97, 128, 400)  # the new token in each of the first tiles, and in a later one
+
+
+def test_tiles_asked_for_early_or_late(device, cache, monkeypatch):
+    monkeypatch.setattr(decode_attention, "launch_options", lambda output: {"PDL": True, "launch_pdl": True})
+    batch = batch_of(EDGES, device, cache)
+    options = plan(programs_per_multiprocessor=2)
+    assert torch.equal(run(batch, pdl=True, **options), run(batch, **options))
+
+
+@pytest.mark.gpu
+def test_an_early_launch_sees_what_the_kernel_ahead_stores(cache):
+    skip_unless_here("cuda")
+    batch = batch_of(EDGES * 6, "cuda", cache)
+    kv_heads, block_size, head_dim = batch.key_cache.shape[1:]
+    rows, query_heads = batch.query.shape[:2]
+    last = batch.context_lengths.long() - 1
+    blocks = batch.block_tables[batch.row_slots.long()].gather(1, (last // block_size)[:, None])[:, 0].long()
+    qkv = torch.randn(rows, (query_heads + 2 * kv_heads) * head_dim, device="cuda", dtype=torch.bfloat16)
+    table = torch.rand(512, head_dim, device="cuda")
+
+    def store():
+        qk_norm_rope_store(
+            qkv, batch.query, batch.key_cache, batch.value_cache, blocks * block_size + last % block_size, last, table,
+            k_scales=batch.key_scales, v_scales=batch.value_scales,
+        )  # fmt: skip
+
+    def forget():
+        """Other keys, values and scales in the new tokens' places."""
+        for tensor in (batch.key_cache, batch.value_cache, batch.key_scales, batch.value_scales):
+            if tensor is not None:
+                tensor[blocks, :, last % block_size] = 7.0
+
+    launch = launch_plan(rows, query_heads, kv_heads, head_dim, 132, quantised=cache is not None, specialised=True)
+    output = torch.empty_like(batch.query)
+    partials = torch.empty(launch.workspace_floats, device="cuda")
+    counters = torch.zeros(launch.counter_count, dtype=torch.int32, device="cuda")
+    store()
+    expected = run(batch, **plan())
+    heavy = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(50):
+        forget()
+        heavy @ heavy  # the two launches are queued before it ends
+        store()
+        decode_attention.decode_attention(
+            output, *batch.decode_inputs, partials, counters, launch, scale=0.125, pdl=True, **batch.scales
+        )
+        assert torch.equal(output, expected)
 
 
 def test_half_precision(device):

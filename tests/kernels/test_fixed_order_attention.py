@@ -5,7 +5,7 @@ import torch
 
 from kernels import fixed_order_attention as module
 from kernels.fixed_order_attention import SPAN, fixed_order_attention, launch_plan
-from kernels.prefill_attention import reference_prefill_attention
+from kernels.prefill_attention import prefill_attention_reference
 from tests.kernels.paged_batches import (
     DEVICES,
     PagedBatch,
@@ -49,7 +49,7 @@ def check(batch: PagedBatch, multiprocessors: int = MANY, **window) -> None:
     """Against the reference, where a row owns the token."""
     result = run(batch, multiprocessors, **window)
     same, exact = (
-        reference_prefill_attention(*batch.prefill_inputs, scale=0.125, dtype=dtype, **batch.scales, **window)
+        prefill_attention_reference(*batch.prefill_inputs, scale=0.125, dtype=dtype, **batch.scales, **window)
         for dtype in (batch.query.dtype, torch.float64)
     )
     owned = exact.abs().sum((1, 2)) > 0

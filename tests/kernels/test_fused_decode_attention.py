@@ -27,7 +27,7 @@ class Case:
     """A batch of rows, each with its cached tokens and a new one; length 0 is a padding row.
 
     NaN wherever nothing was written, scales and the bits of FP8's NaN included; table entries past a row's last block
-    point outside the cache; two spare blocks.
+    point outside the cache; two spare blocks; in 8-bit caches one token of zeros.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class Case:
     def _quantise(self, cache_dtype: torch.dtype) -> None:
         for index, cache in enumerate(self.caches):
             unused = cache.isnan().all(-1)
+            for block, position in (~unused[:, 0]).nonzero()[:1].tolist():
+                cache[block, :, position] = 0
             stored, scales = quantise(cache.nan_to_num(0.0), cache_dtype)
             stored.view(torch.uint8)[unused] = 0x7F
             self.caches[index], self.scales[index] = stored, scales.masked_fill(unused, float("nan"))
@@ -114,7 +116,8 @@ def check(case: Case, kernel: str) -> None:
     call()
     assert not counters.any(), "the counters are not zero"
     want, want_caches, want_scales = case.reference()
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[case.qkv.dtype] * (1 if case.scales[0] is None else 4)
+    tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}[case.qkv.dtype]
+    tolerance *= 1 if case.scales[0] is None else 4
     torch.testing.assert_close(output.float(), want, rtol=tolerance, atol=tolerance)
     for cache, wanted, scale, wanted_scale in zip(caches, want_caches, scales, want_scales, strict=True):
         if scale is None:
@@ -167,11 +170,8 @@ def test_wrong_inputs_are_named():
         case.launch(KERNELS[0])[0]()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("cache_dtype", [None, *QUANTISED], ids=["plain", "int8", "fp8"])
-def test_one_graph_is_right_for_every_mix_of_lengths(cache_dtype, kernel):
-    skip_unless_here("cuda")
+def check_one_graph(cache_dtype: torch.dtype | None, kernel: str) -> None:
+    """It is right for every mix of lengths. On a GPU."""
     shape = {"query_heads": 16, "kv_heads": 8, "head_dim": 128, "max_blocks": 256, "cache_dtype": cache_dtype}
     room = Case([4096] * 4, torch.bfloat16, **shape)
     call, output, caches, scales, _ = room.launch(kernel)
@@ -193,3 +193,11 @@ def test_one_graph_is_right_for_every_mix_of_lengths(cache_dtype, kernel):
         graph.replay()
         want, _, _ = case.reference()
         torch.testing.assert_close(output.float(), want, rtol=2e-2, atol=8e-2 if cache_dtype else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("cache_dtype", [None, *QUANTISED], ids=["plain", "int8", "fp8"])
+def test_one_graph_is_right_for_every_mix_of_lengths(cache_dtype, kernel):
+    skip_unless_here("cuda")
+    check_one_graph(cache_dtype, kernel)

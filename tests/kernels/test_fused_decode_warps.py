@@ -1,10 +1,14 @@
 """The few-row decode kernel of single warps against the operation's reference: on a Hopper card, or in the emulator."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
-from kernels import fused_decode_warps
-from kernels.fused_decode_attention import can_take_warps, launch_plan
+from kernels import fused_decode_attention, fused_decode_warps
+from kernels.fused_decode_attention import FusedDecodePlan, can_take_warps, launch_plan, takes_warps
+from kernels.paged_kv import HeadShape
 from tests.kernels import test_fused_decode_attention as fused
 from tests.kernels.gluon_emulator import EmulatedKernel
 from tests.kernels.paged_batches import skip_unless_here
@@ -18,7 +22,16 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(fused_decode_warps, "fused_decode_warps_kernel", emulated)
     elif torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel for Hopper")
-    monkeypatch.setattr(fused, "launch_plan", lambda *sizes, is_apart: launch_plan(*sizes, single_warps=True))
+    monkeypatch.setattr(fused, "launch_plan", warps_plan)
+
+
+def warps_plan(*sizes: int, is_apart: bool | None = None) -> FusedDecodePlan:
+    return launch_plan(*sizes, single_warps=True)
+
+
+@pytest.fixture(params=[None, *fused.QUANTISED], ids=["plain", "int8", "fp8"])
+def cache_dtype(request: pytest.FixtureRequest) -> torch.dtype | None:
+    return request.param
 
 
 def check(lengths: list[int], dtype: torch.dtype = torch.bfloat16, **shape) -> None:
@@ -26,8 +39,8 @@ def check(lengths: list[int], dtype: torch.dtype = torch.bfloat16, **shape) -> N
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 33, 34], [66, 129, 200, 0], [16, 17, 255], [0, 0], [32, 31]])
-def test_equals_the_reference(lengths):
-    check(lengths)
+def test_equals_the_reference(lengths, cache_dtype):
+    check(lengths, cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize(
@@ -39,30 +52,74 @@ def test_equals_the_reference(lengths):
         {"query_heads": 4, "kv_heads": 2, "head_dim": 128},
     ],
 )
-def test_head_shapes(shape):
-    check([130, 1, 31], **shape)
+def test_head_shapes(shape, cache_dtype):
+    check([130, 1, 31], cache_dtype=cache_dtype, **shape)
 
 
-def test_long_rows_give_a_part_several_tiles():
-    assert launch_plan(16, 16, 64, single_warps=True).splits == 4
-    check([250, 0, 1, 97] + [0] * 12, query_heads=16, kv_heads=16)
+def test_half_precision():
+    check([70, 3], torch.float16)
 
 
-def test_many_parts_are_merged_in_several_rounds():
-    check([1000], head_dim=128, max_blocks=64)
+@pytest.mark.parametrize("tile", [16, 64])
+def test_other_tiles(tile, cache_dtype, monkeypatch):
+    monkeypatch.setattr(fused, "launch_plan", lambda *sizes, is_apart: replace(warps_plan(*sizes), tile=tile))
+    check([2, 17, 66, 150], cache_dtype=cache_dtype)
 
 
+def test_long_rows_give_a_part_several_tiles(cache_dtype, monkeypatch):
+    monkeypatch.setattr(fused, "launch_plan", lambda *sizes, is_apart: replace(warps_plan(*sizes), splits=2))
+    check([250, 0, 1, 97], cache_dtype=cache_dtype)
+
+
+def test_many_parts_are_merged_in_several_rounds(cache_dtype):
+    check([1000], head_dim=128, max_blocks=64, cache_dtype=cache_dtype)
+
+
+@pytest.mark.gpu
+def test_one_graph_is_right_for_every_mix_of_lengths(cache_dtype):
+    skip_unless_here("cuda")
+    fused.check_one_graph(cache_dtype, fused.KERNELS[1])
+
+
+@pytest.mark.parametrize("quantised", fused.QUANTISED, ids=["int8", "fp8"])
+def test_new_tokens_are_stored_to_the_bit(quantised):
+    """Zeros, halves of a level, and what float16's range makes of a scale; without norm and rotation all is exact."""
+    case = fused.Case([40, 1, 17, 33] + [16] * 12, torch.bfloat16, norm=False, cache_dtype=quantised, max_blocks=4)
+    case.rope[:, :32], case.rope[:, 32:] = 1.0, 0.0
+    stored = case.qkv[:, case.query_heads * case.head_dim :].unflatten(1, (2 * case.kv_heads, case.head_dim))
+    stored[0] = 0.0
+    stored[1] = torch.arange(-127, 129, device=stored.device).view(4, 64) / 2
+    stored[1, :, 0] = 127.0
+    stored[2] *= 1e-7
+    stored[3] *= 1e30
+    stored[4:] *= torch.logspace(-4, 4, 12, device=stored.device).to(stored.dtype)[:, None, None]
+    call, output, caches, scales, _ = case.launch(fused.KERNELS[1])
+    call()
+    want, want_caches, want_scales = case.reference()
+    for got, wanted in zip((*caches, *scales), (*want_caches, *want_scales), strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    torch.testing.assert_close(output[:2].float(), want[:2], rtol=8e-2, atol=8e-2)
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "8 bits"])
 @pytest.mark.parametrize(
-    "cache, dtype, group",
-    [
-        (torch.empty(1, 2, 16, 128, dtype=torch.int8), torch.bfloat16, 2),
-        (torch.empty(1, 2, 4, 128, dtype=torch.bfloat16), torch.bfloat16, 2),
-        (torch.empty(1, 2, 16, 256, dtype=torch.bfloat16), torch.bfloat16, 2),
-        (torch.empty(1, 2, 16, 128), torch.float32, 2),
-        (torch.empty(1, 2, 16, 128, dtype=torch.bfloat16), torch.bfloat16, 9),
-    ],
+    "change", [{"block_size": 4}, {"head_dim": 256}, {"query_heads": 18}, {"dtype": torch.float32}], ids=str
 )
-def test_what_it_cannot_compute(cache, dtype, group):
-    here = {"capability_major": 9, "triton_version": "3.6.0"}
-    assert can_take_warps(torch.bfloat16, torch.empty(1, 2, 16, 128, dtype=torch.bfloat16), 2, **here)
-    assert not can_take_warps(dtype, cache, group, **here)
+def test_what_it_cannot_compute(change, quantised):
+    sizes = {"query_heads": 4, "kv_heads": 2, "head_dim": 128, "block_size": 16}
+    here = {"quantised": quantised, "capability_major": 9, "triton_version": "3.6.0"}
+    assert can_take_warps(HeadShape(**sizes), torch.bfloat16, **here)
+    assert can_take_warps(HeadShape(**sizes), torch.float16, **here) is not quantised
+    changed = HeadShape(**(sizes | {name: value for name, value in change.items() if name in sizes}))
+    assert not can_take_warps(changed, change.get("dtype", torch.bfloat16), **here)
+
+
+def test_one_row_and_unmeasured_caches_are_left_to_the_other_kernels(monkeypatch):
+    possible = partial(can_take_warps, triton_version="3.6.0")
+    monkeypatch.setattr(fused_decode_attention, "can_take_warps", possible)
+    plans = [
+        takes_warps(rows, HeadShape(16, 8, 128, 16), torch.bfloat16, quantised=quantised, capability_major=9)
+        for quantised in (False, True)
+        for rows in (1, 2, 16)
+    ]
+    assert plans == [False, True, True, False, False, False]

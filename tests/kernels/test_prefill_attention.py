@@ -1,16 +1,10 @@
 """Prefill attention against its reference: fresh and cached prompts, chunks, mixed steps, poison, and graphs."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-import kernels.prefill_attention
-from kernels import prefill_attention_hopper
-from kernels.paged_kv import HeadShape
-from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, reference_prefill_attention
-from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan, measured_tiles
-from tests.kernels.gluon_emulator import EmulatedKernel
+from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, prefill_attention_reference
+from kernels.prefill_plans import launch_plan, measured_tiles
 from tests.kernels.paged_batches import (
     DEVICES,
     MULTIPROCESSORS,
@@ -27,8 +21,10 @@ ERROR_FACTOR = 2.0
 SMALL_TILES = {"tile_rows": 32, "key_tile": 16}  # several tiles in few tokens
 
 
-def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = None, **options) -> torch.Tensor:
-    """Launch on a poisoned output; check that the counters come back as zeros."""
+def run(
+    batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = None, fresh: tuple | None = None, **options
+) -> torch.Tensor:
+    """Launch on a poisoned output; check that the counters come back as zeros. `fresh`: by default what is stored."""
     device = batch.query.device
     query_heads, head_dim = batch.query.shape[1:]
     multiprocessors = 132 if device.type == "cuda" else MULTIPROCESSORS
@@ -45,7 +41,11 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
     )
     output = torch.full_like(batch.query, float("nan"))
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device)
-    prefill_attention(output, *batch.prefill_inputs, counters, plan, scale=scale, **batch.scales, **options)
+    if plan.fresh and fresh is None:
+        fresh = batch.fresh()
+    prefill_attention(
+        output, *batch.prefill_inputs, counters, plan, scale=scale, fresh=fresh, **batch.scales, **options
+    )
     assert not counters.any(), "the counters were not left at zero"
     return output
 
@@ -53,7 +53,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
 def references(batch: PagedBatch, scale: float = 0.125, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """In the batch's own dtype, and in float64."""
     same, exact = (
-        reference_prefill_attention(*batch.prefill_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
+        prefill_attention_reference(*batch.prefill_inputs, scale=scale, dtype=dtype, **batch.scales, **options)
         for dtype in (batch.query.dtype, torch.float64)
     )
     return same, exact
@@ -158,6 +158,10 @@ def test_padding_rows_empty_rows_and_spare_tokens_get_zeros(place):
     assert not result[15:].any()
 
 
+def test_many_empty_rows_and_spare_tokens(place):
+    check(make_batch([(5, 5), (3, 40), *[(0, 0)] * 119], *place, spare_tokens=56))
+
+
 def test_a_batch_of_padding_alone_gets_zeros(place):
     assert not run(make_batch([(3, 8), (0, 0)], *place, padding=(0, 1), spare_tokens=2)).any()
 
@@ -236,7 +240,8 @@ def test_flops_count_causal_pairs():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "specialised, cache", [(False, None), (True, None), (False, torch.int8), (False, torch.float8_e4m3fn)]
+    "specialised, cache",
+    [(False, None), (True, None), (False, torch.int8), (False, torch.float8_e4m3fn), (True, torch.int8)],
 )
 def test_one_graph_is_right_for_every_mix_of_lengths(specialised, cache):
     skip_unless_here("cuda")
@@ -255,8 +260,10 @@ def test_one_graph_is_right_for_every_mix_of_lengths(specialised, cache):
     output = torch.full_like(room.query, float("nan"))
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device="cuda")
 
+    fresh = room.fresh() if plan.fresh else None
+
     def call() -> None:
-        prefill_attention(output, *room.prefill_inputs, counters, plan, scale=0.1, **room.scales)
+        prefill_attention(output, *room.prefill_inputs, counters, plan, scale=0.1, fresh=fresh, **room.scales)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -264,62 +271,14 @@ def test_one_graph_is_right_for_every_mix_of_lengths(specialised, cache):
         call()
     for batch in batches:
         put(batch, room)
+        for target, source in zip(fresh or (), batch.fresh() if plan.fresh else (), strict=True):
+            target.copy_(source)
         output.fill_(float("nan"))
         graph.replay()
         assert_as_exact_as_torch(output, *references(batch, 0.1), ERROR_FACTOR)
         assert torch.equal(output, run(batch, scale=0.1, plan_options={"specialised": specialised})), (
             "replay and eager call differ"
         )
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def hopper_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the Hopper kernel runs: on such a card, or in the emulator."""
-    skip_unless_here(request.param)
-    if request.param == "cuda" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("a kernel for Hopper")
-    if request.param == "cpu":
-        emulated = EmulatedKernel(prefill_attention_hopper._hopper_kernel)
-        monkeypatch.setattr(prefill_attention_hopper, "_hopper_kernel", emulated)
-    return request.param
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [(1, 1)],
-        [(64, 64)],
-        [(130, 130), (5, 5)],
-        [(1000, 1000), (3, 500), (77, 130)],
-        [(16, 4096)],
-        [(33, 97), (1, 1), (2, 40), (64, 64)] * 30,
-    ],
-)
-def test_the_hopper_kernel_on_rows_of_any_length(rows, head_dim, hopper_device):
-    check_specialised(rows, hopper_device, head_dim=head_dim)
-
-
-@pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (9, 3), (32, 2), (24, 1), (14, 2)])
-def test_the_hopper_kernel_on_groups(query_heads, kv_heads, hopper_device):
-    check_specialised([(190, 190), (70, 823)], hopper_device, query_heads=query_heads, kv_heads=kv_heads)
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
-def test_the_hopper_kernel_on_block_sizes(block_size, hopper_device):
-    check_specialised([(200, 200), (16, 128), (1, 1), (129, 400)], hopper_device, block_size=block_size)
-
-
-def test_the_hopper_kernel_on_padding_and_decode_rows(hopper_device):
-    rows = [(1, 30), (1, 17), (120, 400), (50, 50), (0, 0), (6, 6)]
-    batch = make_batch(rows, hopper_device, torch.bfloat16, head_dim=128, padding=(3,), spare_tokens=7)
-    row_count = torch.tensor([2], dtype=torch.int32, device=hopper_device)
-    result = run(batch, plan_options={"specialised": True}, decode_row_count=row_count)
-    assert result[:2].isnan().all(), "rows of the decode kernel were written"
-    assert not result[122:172].any()
-    assert not result[178:].any()
-    same, exact = references(batch)
-    assert_as_exact_as_torch(result[2:], same[2:], exact[2:], ERROR_FACTOR)
 
 
 def test_tiles_fit_into_the_shared_memory_of_the_card():
@@ -331,90 +290,3 @@ def test_tiles_fit_into_the_shared_memory_of_the_card():
         assert wanted.shared_bytes(256, element_bytes) <= shared_bytes << 10
     assert launch_plan(8192, 4, 4, 2, 128, 132, shared_bytes=99 << 10).tile_rows == measured_tiles(8192, 128).tile_rows
     assert measured_tiles(8192, 256).shared_bytes(256, 4) == 393_216, "what Triton 3.6 asked for on Hopper"
-
-
-HOPPER_ROWS = 121
-"""Rows of every batch of these tests, and multiples of 64 tokens: sizes of one kind, for which it is compiled once."""
-
-
-def in_one_size(rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
-    """The rows and as many empty ones as HOPPER_ROWS lacks; how many tokens go to no row."""
-    return [*rows, *[(0, 0)] * (HOPPER_ROWS - len(rows))], -sum(count for count, _ in rows) % 64
-
-
-def check_specialised(rows: list[tuple[int, int]], device: str, head_dim: int = 128, **shape) -> None:
-    rows, spare = in_one_size(rows)
-    batch = make_batch(rows, device, torch.bfloat16, head_dim=head_dim, spare_tokens=spare, **shape)
-    check(batch, plan_options={"specialised": True})
-
-
-def test_empty_rows_and_spare_tokens_beside_any_rows(place):
-    """The batches of the tests above, whatever the kernel."""
-    rows, spare = in_one_size([(5, 5), (3, 40)])
-    check(make_batch(rows, *place, spare_tokens=spare))
-
-
-def test_the_hopper_kernel_is_for_what_it_can_compute():
-    shape = HeadShape(query_heads=16, kv_heads=8, head_dim=128, block_size=16)
-    assert can_specialise(shape, torch.bfloat16, triton_version="3.6.0")
-    assert not can_specialise(shape, torch.float32, triton_version="3.6.0")
-    assert not can_specialise(shape, torch.bfloat16, sliding_window=64, triton_version="3.6.0")
-    assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
-    assert not can_specialise(shape, torch.float16, quantised=True, triton_version="3.6.0")
-    assert can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0")
-    short = replace(shape, head_dim=64)
-    assert can_specialise(short, torch.bfloat16, triton_version="3.6.0")
-    assert not can_specialise(short, torch.bfloat16, quantised=True, triton_version="3.6.0")
-    assert launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised
-    assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
-    assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
-    assert not can_specialise(HeadShape(16, 8, 128, block_size=4), torch.bfloat16, triton_version="3.6.0")
-    assert not can_specialise(HeadShape(16, 8, 256, block_size=16), torch.bfloat16, triton_version="3.6.0")
-
-
-def test_the_hopper_kernel_is_for_large_steps_of_long_rows():
-    assert is_specialised_size(1024, row_count=1)
-    assert not is_specialised_size(1023, row_count=1)
-    assert not is_specialised_size(1024, row_count=16), "8 prompts of 128 tokens, in the bucket of 16 rows"
-    assert is_specialised_size(2048, row_count=16), "8 prompts of 256 tokens"
-    assert is_specialised_size(8192, row_count=256)
-
-
-HOPPER_MIXES = [
-    [(1, 60), (1, 9), (1000, 1000), (5, 5), (77, 300), (64, 640), *[(1, 1)] * 40],
-    [(1, 60), (1, 9), (0, 0), *[(33, 97), (1, 1), (2, 40), (64, 64)] * 12],
-    [(1, 60), (1, 9), (256, 9000), (128, 128), (127, 255), (129, 513), (16, 4096), *[(0, 0)] * 40],
-]
-"""Mixed steps of 33 to 64 rows, so that one compiled kernel takes them all; the first two rows are another kernel's."""
-
-
-@pytest.mark.parametrize(
-    "overlap, cache, head_dim",
-    [
-        (False, None, 128),
-        (True, None, 128),
-        (False, torch.int8, 128),
-        *((True, cache, head_dim) for cache in (torch.int8, torch.float8_e4m3fn) for head_dim in (128, 64)),
-    ],
-    ids=["plain", "overlapped", "int8-apart", "int8", "int8-64", "fp8", "fp8-64"],
-)
-def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, hopper_device, monkeypatch):
-    """Each against float64, and on a card again and again: an error that moves would be a race."""
-    if head_dim == 64:  # compiled, but not chosen before a card has confirmed it: this test would
-        monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)
-    decode_rows = torch.tensor([2], dtype=torch.int32, device=hopper_device)
-    is_emulated = hopper_device == "cpu"
-    for seed, rows in enumerate([HOPPER_MIXES[1][:9]] if is_emulated else HOPPER_MIXES):
-        spare = -sum(count for count, _ in rows) % 64
-        shape = {"query_heads": 16, "kv_heads": 8, "head_dim": head_dim}
-        batch = make_batch(
-            rows, hopper_device, torch.bfloat16, padding=(3,), spare_tokens=spare, seed=seed, **shape
-        )  # fmt: skip
-        if cache is not None:
-            batch = quantise_caches(batch, cache)
-        options = {"plan_options": {"specialised": True, "overlap": overlap}, "decode_row_count": decode_rows}
-        result = run(batch, **options)[2:]
-        same, exact = references(batch)
-        assert_as_exact_as_torch(result, same[2:], exact[2:], ERROR_FACTOR)
-        for _ in range(0 if is_emulated else 8):
-            assert torch.equal(run(batch, **options)[2:], result), f"another result in another run of mix {seed}"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.kv_format import dequantise
+from kernels.kv_format import dequantise, read_back
 from kernels.qk_norm_rope_store import (
     QkNormRopeStorePlan,
     bytes_moved,
@@ -123,6 +123,44 @@ def test_quantised_caches_match_the_reference(tokens, query_heads, kv_heads, hea
         assert (cache.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 0.01
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("cache_dtype", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("tokens", "query_heads", "kv_heads", "head_dim", "rotary_dim"), SHAPES[2:4])
+def test_what_was_stored_is_written_back(tokens, query_heads, kv_heads, head_dim, rotary_dim, dtype, cache_dtype):
+    """To the bit, for the tokens that were stored; queries and other tokens, of NaN here, stay as they were."""
+    table = rope_table(rotary_dim)
+    case = quantised_case(make_case(tokens, query_heads, kv_heads, head_dim, dtype), cache_dtype)
+    stored = case["slot_mapping"] >= 0
+    case["qkv"][~stored] = float("nan")
+    case["qkv"][0, -head_dim:] = 0  # a vector of zeros has the scale 0
+    before, plain = case["qkv"].clone(), {name: case[name].clone() for name in ("k_cache", "k_scales")}
+    q = run(case | plain, query_heads, table)
+    assert torch.equal(case["qkv"].nan_to_num(7.0), before.nan_to_num(7.0)), "written back without being asked"
+    torch.testing.assert_close(run(case | {"write_back": True}, query_heads, table), q, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(case["k_cache"].view(torch.uint8), plain["k_cache"].view(torch.uint8))
+    heads = case["qkv"].view(tokens, -1, head_dim)
+    assert torch.equal(heads[:, :query_heads].nan_to_num(7.0), before.view_as(heads)[:, :query_heads].nan_to_num(7.0))
+    assert heads[~stored].isnan().all()
+    slots = case["slot_mapping"][stored]
+    for first, kind in ((query_heads, "k"), (query_heads + kv_heads, "v")):
+        cache, scales = case[f"{kind}_cache"], case[f"{kind}_scales"]
+        block, place = slots // cache.shape[2], slots % cache.shape[2]
+        want = read_back(cache[block, :, place], scales[block, :, place])
+        assert torch.equal(heads[stored, first : first + kv_heads].float(), want.float())
+
+
+@pytest.mark.parametrize("cache_dtype", QUANTISED)
+def test_the_reference_writes_back_too(cache_dtype):
+    table = rope_table(64)
+    case = quantised_case(make_case(4, 4, 2, 64, torch.float32), cache_dtype) | {"write_back": True}
+    wanted = {name: value.clone() if torch.is_tensor(value) else value for name, value in case.items()}
+    qk_norm_rope_store_reference(query_heads=4, rope_table=table, **wanted)
+    run(case, 4, table)
+    torch.testing.assert_close(case["qkv"], wanted["qkv"], rtol=0.1, atol=0.05)  # a level off at most
+    assert (case["qkv"] == wanted["qkv"]).float().mean() > 0.97
+
+
 def test_slot_minus_one_stores_nothing_even_from_a_row_of_nan():
     table = rope_table(32)
     case = make_case(3, 2, 1, 32, torch.float32)
@@ -184,6 +222,7 @@ def test_plan_and_bytes():
     assert launch_plan(1, 9, 3, 64).grid == (1, 1)
     assert bytes_moved(2, 2, 1, 8, 2) == 2 * 2 * 4 * 8 * 2
     assert bytes_moved(2, 2, 1, 8, 2, torch.int8) == 2 * (4 * 8 * 2 + 2 * 8 * 2 + 2 * 10)
+    assert bytes_moved(2, 2, 1, 8, 2, torch.int8, write_back=True) == 2 * (4 * 8 * 2 + 4 * 8 * 2 + 2 * 10)
 
 
 def test_wrong_arguments_are_named():
@@ -197,6 +236,8 @@ def test_wrong_arguments_are_named():
         run(case | {"q_weight": None}, 2, table)
     with pytest.raises(ValueError, match=r"v_scales: wanted scales beside a cache of torch.int8, got None"):
         run(quantised_case(case, torch.int8) | {"v_scales": None}, 2, table)
+    with pytest.raises(ValueError, match=r"write_back: wanted an 8-bit cache and qkv in one part, got torch.float32"):
+        run(case | {"write_back": True}, 2, table)
     with pytest.raises(ValueError, match="even number of columns up to 32"):
         run(case, 2, rope_table(34))
 

@@ -85,8 +85,9 @@ def test_decode_attention_by_single_warps_compiles(cache, programs, compiler):
     assert resident_programs(kernel, CARD["shared_memory_per_block_optin"]) >= programs
 
 
-def test_few_rows_by_single_warps_compile(compiler):
-    found = ask(compiler, Workload("few_rows", (512,)), single_warps=True)
+@pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
+def test_few_rows_by_single_warps_compile(cache, compiler):
+    found = ask(compiler, Workload("few_rows", (512,), cache), single_warps=True)
     assert "failed" not in found, found
     (kernel,) = (kernel for kernel in found["kernels"] if "warps" in kernel["name"])
     assert (kernel["threads"], kernel["stack_bytes"]) == (32, 0), kernel

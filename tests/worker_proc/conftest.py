@@ -101,6 +101,7 @@ class PlanDriver:
         self._step_id = 0
 
     def add(self, tokens: list[int], sampling: SlotSampling | None = None, prompt_count: int = 0) -> DrivenRequest:
+        """A request that has computed nothing; a test may give it whole blocks of another's and say how many tokens."""
         greedy = SlotSampling(temperature=0.0)
         return DrivenRequest(self._free_slots.pop(), list(tokens), prompt_count or len(tokens), sampling or greedy)
 
@@ -194,7 +195,7 @@ class PlanDriver:
             token_ids=array("i", request.tokens),
             prompt_count=request.prompt_count,
             computed_count=request.computed,
-            block_ids=array("i", []),
+            block_ids=array("i", request.blocks[: request.computed // self._block_size]),
             sampling=request.sampling,
         )
 

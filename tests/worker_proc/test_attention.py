@@ -7,12 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.kv_format import dequantise, quantise
-from worker_proc.attention import attention, reference_attention, store_reference
+from worker_proc.attention import attention, attention_reference, store_reference
 from worker_proc.cpu_cache import read_blocks
 from worker_proc.fixed_order_attention import fixed_order_attention
 from worker_proc.forward_context import ForwardContext
 
-ALL = [attention, reference_attention, fixed_order_attention]
+ALL = [attention, attention_reference, fixed_order_attention]
 QUANTISED = [torch.int8, torch.float8_e4m3fn]
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 16, 4
 
@@ -245,5 +245,5 @@ def test_reference_reads_no_device_value(name, cache_dtype):
     scene = Scene(SCENES[name], padding=3, cache_dtype=cache_dtype)
     context, keys, values = scene.context(), scene.new_tokens(scene.keys), scene.new_tokens(scene.values)
     with HostReads() as reads:
-        reference_attention(scene.query, keys, values, 0, context, scale=0.3, sliding_window=5)
+        attention_reference(scene.query, keys, values, 0, context, scale=0.3, sliding_window=5)
     assert reads.found == []

@@ -86,22 +86,69 @@ def test_saved_configs_are_read_as_transformers_reads_them(family, overrides, tm
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, got 'many'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 2048, got 1000000000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, got nan"),
-        ({"rope_theta": float("inf")}, "rope theta must be a finite number, got inf"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": float("-inf")}}, "rope factor must be a finite number"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a finite number, got inf"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": float("-inf")}},
+            r"rope_scaling\.factor must be a finite number, got -inf",
+        ),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [float("nan")] * 4}},
-            "rope long_factor must be a finite number, got nan",
+            r"rope_scaling\.long_factor must be a list of finite numbers, got \[nan, ",
         ),
         ({"num_key_value_heads": 3}, "8 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \('gptq'\)"),
+        ({"quantization_config": "gptq"}, "quantization_config must be an object, got 'gptq'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+            r"rope_scaling\.factor must be a finite number, got",
+        ),
     ],
 )
 def test_what_is_not_supported_is_one_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         parse(**overrides)
     assert "\n" not in str(caught.value)
+
+
+class Asked(dict):
+    """A map that knows what it was asked for."""
+
+    def __init__(self, values: dict) -> None:
+        super().__init__(values)
+        self.keys_asked: set[str] = set()
+
+    def get(self, key, default=None):
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "yarn", "llama3", "longrope"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_no_value_of_any_key_is_more_than_one_line(family, rope_type):
+    """Many ended the worker with a TypeError that named neither the file nor the key."""
+    scaling = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "short_factor": [1.0] * 4,
+               "long_factor": [1.0] * 4, "rope_type": rope_type}  # fmt: skip
+    base = {**BASE, "architectures": [f"{family}ForCausalLM"], "use_sliding_window": True, "rope_scaling": scaling}
+    outer, inner = Asked(base), Asked(scaling)
+    parse_model_config(outer | {"rope_scaling": inner}, source="c")
+    parse_model_config(outer, source="c")
+    assert len(outer.keys_asked) > 15 and len(inner.keys_asked) > 10
+    values = ("x", "", [], [1], [[1]], {}, {"a": 1}, True, 0, -1, 1.5, 10**30, 10**400, float("nan"))
+    changed = [base | {key: value} for key in outer.keys_asked for value in values]
+    changed += [base | {"rope_scaling": scaling | {key: value}} for key in inner.keys_asked for value in values]
+    for raw in changed:
+        try:
+            parse_model_config(raw, source="c")
+        except ConfigError as error:
+            assert str(error).startswith("c: ") and str(error).isprintable() and len(str(error)) < 300
+
+
+def test_a_model_that_says_it_is_not_quantised_is_not():
+    assert parse(quantization_config=None) == parse()
 
 
 def test_unreadable_files_are_named(tmp_path):
@@ -112,5 +159,5 @@ def test_unreadable_files_are_named(tmp_path):
         with pytest.raises(ConfigError, match="cannot read .*config.json"):
             read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match="holds list, not a JSON object"):
+    with pytest.raises(ConfigError, match="wanted a JSON object, got list"):
         read_model_config(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.paged import PagedSequences
-from worker_proc.attention import reference_attention
+from worker_proc.attention import attention_reference
 from worker_proc.loader import load_model
 
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def test_generation_across_a_length_switch_equals_transformers(rope_type, prompt
 @pytest.mark.parametrize("rope_type", ["default", "longrope", "dynamic"])
 def test_the_model_runs_on_the_reference_and_with_prompt_lengths(rope_type, tiny_model, monkeypatch):
     """What a GPU runs when no kernel fits gives the same logits as the CPU path."""
-    monkeypatch.setattr("worker_proc.attention.cpu_attention", reference_attention)
+    monkeypatch.setattr("worker_proc.attention.cpu_attention", attention_reference)
     parameters = {"rope_theta": 10_000.0, **ROPE_VARIANTS.get(rope_type, {"rope_type": rope_type})}
     reference, folder = tiny_model("Qwen3", rope_parameters=parameters)
     model = load_model(folder, device=CPU, dtype=torch.float32)

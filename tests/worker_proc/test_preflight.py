@@ -114,7 +114,7 @@ def test_weights_that_loading_would_refuse(kind, folder, tmp_path):
     ("changes", "text"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported; supported: Llama"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights (awq) are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights ('awq') are not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"head_dim": 0}, "head_dim must be a positive integer"),
     ],

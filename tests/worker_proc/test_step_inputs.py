@@ -10,8 +10,8 @@ import torch
 
 from common.messages import SlotInit, SlotSampling, StepPlan
 from kernels.step_inputs import step_inputs_reference
-from kernels.step_layout import StepInputs
-from worker_proc.slots import SlotMemory, SlotMirror, StateWrites
+from kernels.step_layout import PlanLayout, StepInputs
+from worker_proc.slots import SlotMemory, SlotMirror
 from worker_proc.step_inputs import StepStager, fill_inputs
 
 SLOTS, MAX_LEN, BLOCK = 6, 60, 4
@@ -30,22 +30,19 @@ class Host:
     def __init__(self, fill) -> None:
         self.memory = SlotMemory(SLOTS, MAX_LEN, BLOCK, torch.device("cpu"))
         self.mirror = SlotMirror.empty(SLOTS)
-        self.stager = StepStager(self.memory, self.mirror)
+        self.layout = PlanLayout(SLOTS, 64)
+        self.plan = np.full(self.layout.size, -7, dtype=np.int32)
+        self.stager = StepStager(self.memory, self.mirror, self.layout, token_limit=64)
         self.buffers = StepInputs.allocate(SLOTS, 64, "cpu")
         self.fill = fill
 
     def run(self, plan: StepPlan, padding: int) -> StepInputs:
-        for slot in plan.cleared_slots:
-            self.mirror.clear(slot)
-        writes = StateWrites(self.memory)
-        for init in plan.new_slots:
-            self.mirror.start(init)
-            writes.add_slot(init)
-        staged = self.stager.stage(plan, writes)
-        self.memory.apply(*(torch.from_numpy(staged.buffer[part]) for part in staged.write_parts))
-        rows = min(SLOTS, staged.row_count + padding)
-        inputs = self.buffers.bucket(rows, staged.token_count + padding)
-        self.fill(staged, self.memory.state, inputs)
+        writes = self.stager.change_slots(plan)
+        packed = self.stager.pack(plan, self.plan)
+        self.memory.apply(*map(torch.from_numpy, writes.arrays()))
+        rows = min(SLOTS, packed.row_count + padding)
+        inputs = self.buffers.bucket(rows, packed.token_count + padding)
+        self.fill(self.plan, self.layout, self.memory.state, inputs)
         return inputs
 
     def sampled(self, slot: int, token: int) -> None:
@@ -127,12 +124,12 @@ def check_inputs(inputs: StepInputs, rows: list[tuple[int, int]], slots: dict[in
     assert inputs.sample_rows.tolist() == samples + [-1] * row_padding
 
 
-def fill_on_cpu(staged, state, inputs) -> None:
-    fill_inputs(staged.buffer, staged.layout, state, inputs, BLOCK)
+def fill_on_cpu(plan, layout, state, inputs) -> None:
+    fill_inputs(plan, layout, state, inputs, BLOCK)
 
 
-def fill_by_reference(staged, state, inputs) -> None:
-    step_inputs_reference(torch.from_numpy(staged.buffer), staged.layout, state, inputs, BLOCK)
+def fill_by_reference(plan, layout, state, inputs) -> None:
+    step_inputs_reference(torch.from_numpy(plan), layout, state, inputs, BLOCK)
 
 
 @pytest.mark.parametrize("fill", [fill_on_cpu, fill_by_reference], ids=["cpu", "kernel reference"])
@@ -181,6 +178,8 @@ def chunk(count: int, samples: int, **fields) -> StepPlan:
         (StepPlan(step_id=1, decode_slots=array("H", [0, 0]), new_slots=(init(count=1),)), "stands in two rows"),
         (StepPlan(step_id=1, cleared_slots=array("H", [2])), "slot 2 is cleared, but it is free"),
         (StepPlan(step_id=1, new_slots=(init(slot=9),)), "slot 9 of 6"),
+        (chunk(5, 1, new_slots=(init(),), block_ids=array("i", range(65))), "step 1: 1 rows, 65 blocks"),
+        (chunk(65, 0, new_slots=(init(),)), "step 1 computes 65 tokens, more than 64"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_slots_is_refused(plan, text):

@@ -82,7 +82,7 @@ class FixedOrderForward(FusedForward):
             qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
             k_scales=key_scales, v_scales=value_scales, one_plan=True, **head_norms(attention),
         )  # fmt: skip
-        self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
+        self._attend_in_order(index, attended, query, bucket, inputs, cache, slots, counts)
         self._product(attended.view(tokens, -1), attention.o_proj, hidden, residual=hidden)
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
@@ -113,7 +113,7 @@ class FixedOrderForward(FusedForward):
     ) -> None:
         fixed_order_linear(x, linear.weight, out, bias=linear.bias, residual=residual)
 
-    def _attend(
+    def _attend_in_order(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
         cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
     ) -> None:  # fmt: skip

@@ -12,6 +12,7 @@ instead (`plain_forward`). Called by the GPU runner.
 """
 
 from copy import copy
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -64,19 +65,9 @@ def multiprocessor_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def has_hopper_kernel(
-    model: LlamaForCausalLM, block_size: int, sliding_window: int, quantised: bool, plans: ModuleType = prefill_plans
-) -> bool:
-    """Whether the kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache.
-
-    `plans`: the module whose `can_specialise` says what the kernel computes, of prefill or of decode.
-    """
-    config, weight = model.config, model.model.norm.weight
-    if weight.device.type != "cuda":
-        return False
-    shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
-    major = torch.cuda.get_device_capability(weight.device)[0]
-    return plans.can_specialise(shape, weight.dtype, sliding_window, quantised=quantised, capability_major=major)
+def capability_major(device: torch.device) -> int:
+    """The first number of a GPU's compute capability, 9 for Hopper; 0 for the interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 class FusedForward:
@@ -100,7 +91,7 @@ class FusedForward:
         self._layers = list(enumerate(model.model.layers))
         weight = model.model.norm.weight
         device, dtype = weight.device, weight.dtype
-        self._multiprocessors = multiprocessor_count(device)
+        self._multiprocessors, self._capability_major = multiprocessor_count(device), capability_major(device)
         self._query_shape = (config.head_count, config.head_dim)
         query_size, kv_size = config.head_count * config.head_dim, config.kv_head_count * config.head_dim
 
@@ -117,14 +108,14 @@ class FusedForward:
         widest = 2 * config.intermediate_size
         self._workspace = Workspace.allocate(max_tokens, config.hidden_size, widest, dtype, device)
         self._rope_table = rope_table(model, max_positions)
-        decode_plan = self._decode_plan(max_rows)
-        fused_plans = [
-            self._fused_plan(rows, warps) for rows in range(1, fused.MAX_ROWS + 1) for warps in (False, True)
+        both = (False, True)
+        decode_plans = [
+            self._decode_plan(max_rows, quantised, specialised) for quantised, specialised in product(both, both)
         ]
-        floats = [plan.workspace_floats for plan in fused_plans]
-        floats.append(self._decode_plan(max_rows, quantised=True, specialised=True).workspace_floats)
-        self._partials = torch.empty(max(decode_plan.workspace_floats, *floats), device=device)
-        self._decode_counters = torch.zeros(decode_plan.counter_count, dtype=torch.int32, device=device)
+        fused_plans = [self._fused_plan(rows, warps) for rows, warps in product(range(1, fused.MAX_ROWS + 1), both)]
+        floats = max(plan.workspace_floats for plan in (*decode_plans, *fused_plans))
+        self._partials = torch.empty(floats, device=device)
+        self._decode_counters = torch.zeros(decode_plans[0].counter_count, dtype=torch.int32, device=device)
         self._prefill_counters = torch.zeros(prefill.COUNTER_COUNT, dtype=torch.int32, device=device)
 
     def run(
@@ -194,7 +185,7 @@ class FusedForward:
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         if self._is_fused(bucket, attention):
             following = min(index + 1, len(cache.key_caches) - 1)
-            plan = self._fused_plan(bucket.rows, self._takes_warps(key_cache))
+            plan = self._fused_plan(bucket.rows, self._takes_warps(bucket.rows, key_cache))
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
                 self._partials, self._decode_counters, plan, new, scale=attention.scale,
@@ -202,12 +193,23 @@ class FusedForward:
                 next_caches=(cache.key_caches[following], cache.value_caches[following]),
             )  # fmt: skip
         else:
+            window, quantised = attention.sliding_window or 0, key_scales is not None
+            has_chunks = bucket.kind != DECODE
+            plan = self._prefill_plan(bucket, cache.block_size, window, quantised) if has_chunks else None
+            reads_fresh = plan is not None and plan.fresh
             qk_norm_rope_store(
                 qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, new.rope_table,
-                new.q_weight, new.k_weight, new.eps, key_scales, value_scales,
+                new.q_weight, new.k_weight, new.eps, key_scales, value_scales, write_back=reads_fresh,
             )  # fmt: skip
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts)
+            fresh = self._own_keys_and_values(qkv) if reads_fresh else None
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
         return attended
+
+    def _own_keys_and_values(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step's own, as prefill attention takes them: views [token, kv_head, head_dim] of the product's rows."""
+        heads = qkv.view(qkv.shape[0], -1, self.config.head_dim)
+        _, keys, values = heads.tensor_split((self.config.head_count, -self.config.kv_head_count), dim=1)
+        return keys, values
 
     def _leaves_parts(self, bucket: Bucket) -> bool:
         """Whether the products leave parts: for sizes that the norms in their prologues do not suit, if measured."""
@@ -248,8 +250,10 @@ class FusedForward:
 
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
-        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor, plan: prefill_plans.PrefillPlan | None,
+        fresh: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:  # fmt: skip
+        """Attention from the cache; of chunks by `plan`, with the step's own keys and values if it wants them."""
         attention = self.model.model.layers[index].self_attn
         shared = (
             output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
@@ -266,12 +270,14 @@ class FusedForward:
         quantised = cache.key_scales[index] is not None
         if bucket.kind != CHUNK:
             heads = (cache.block_size, options["sliding_window"], quantised)
-            specialised = decode.SPECIALISED and has_hopper_kernel(self.model, *heads, plans=decode)
-            plan = self._decode_plan(bucket.rows, quantised, specialised)
-            decode.decode_attention(*shared, self._partials, self._decode_counters, plan, **options)
-        if bucket.kind != DECODE:
-            plan = self._prefill_plan(bucket, cache.block_size, options["sliding_window"], quantised)
-            prefill.prefill_attention(*shared, inputs.query_starts, self._prefill_counters, plan, **options)
+            specialised = self._has_hopper_kernel(decode, *heads)
+            decode_plan = self._decode_plan(bucket.rows, quantised, specialised)
+            early = {"pdl": specialised and bucket.kind == DECODE}  # in a mixed step others' blocks are written too
+            decode.decode_attention(*shared, self._partials, self._decode_counters, decode_plan, **options | early)
+        if plan is not None:
+            prefill.prefill_attention(
+                *shared, inputs.query_starts, self._prefill_counters, plan, fresh=fresh, **options
+            )
 
     def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
         norm, mlp = layer.post_attention_layernorm, layer.mlp
@@ -325,12 +331,22 @@ class FusedForward:
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
 
-    def _takes_warps(self, cache: torch.Tensor) -> bool:
-        group = self.config.head_count // self.config.kv_head_count
-        if not fused.SINGLE_WARPS or cache.device.type != "cuda":
-            return False
-        major = torch.cuda.get_device_capability(cache.device)[0]
-        return fused.can_take_warps(self._qkv.dtype, cache, group, capability_major=major)
+    def _takes_warps(self, rows: int, cache: torch.Tensor) -> bool:
+        config, dtype = self.config, self._qkv.dtype
+        shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, cache.shape[2])
+        major = self._capability_major
+        return fused.takes_warps(rows, shape, dtype, quantised=cache.dtype != dtype, capability_major=major)
+
+    def _has_hopper_kernel(self, plans: ModuleType, block_size: int, sliding_window: int, quantised: bool) -> bool:
+        """Whether the kernel for Hopper computes this model's attention here, over a plain or an 8-bit cache.
+
+        `plans`: the module whose `can_specialise` says what the kernel computes, of prefill or of decode.
+        """
+        config, major = self.config, self._capability_major
+        shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
+        return plans.can_specialise(
+            shape, self.hidden.dtype, sliding_window, quantised=quantised, capability_major=major
+        )
 
     def _fused_plan(self, rows: int, single_warps: bool) -> fused.FusedDecodePlan:
         sizes = (self.config.kv_head_count, self.config.head_dim)
@@ -348,7 +364,7 @@ class FusedForward:
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
         is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
-        is_specialised = is_large and has_hopper_kernel(self.model, block_size, sliding_window, quantised)
+        is_specialised = is_large and self._has_hopper_kernel(prefill_plans, block_size, sliding_window, quantised)
         rows = row_class(self.logits.shape[0] if is_specialised else bucket.rows)
         return prefill_plans.launch_plan(
             bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised,

@@ -24,14 +24,14 @@ from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buck
 from worker_proc.cuda.lanes import LANE_COUNT, Lanes
 from worker_proc.cuda.slots import DeviceSlots, add_sampling
 from worker_proc.cuda.special_rows import SpecialRows
-from worker_proc.cuda.staging import DeviceStager, PackedStep, StagingRing
+from worker_proc.cuda.staging import StagingRing
 from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PendingStep, PromptPiece, prompt_parts
 from worker_proc.pooling import Pooler
-from worker_proc.slots import SlotMirror, StateWrites
+from worker_proc.slots import SlotMirror
 from worker_proc.spans import span
-from worker_proc.step_inputs import PromptRows
+from worker_proc.step_inputs import PackedStep, PromptRows, StepStager
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class CudaRunner:
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
-        self._stager = DeviceStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
+        self._stager = StepStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
         self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
         self._pooler = Pooler(forward.token_hidden, exact=forward.fixed_order)
         self.program = StepProgram(
@@ -79,7 +79,7 @@ class CudaRunner:
         input_us = (time.perf_counter_ns() - start) // 1000
         step = PendingStep(plan.step_id, partial(self._lanes.read, lane, packed.sampled_rows, input_us))
         if packed.token_count:
-            bucket = self._bucket(packed.decode_rows, packed.chunk_rows, packed.token_count)
+            bucket = self._bucket(packed)
             with span("forward"):  # with the sampling, which is in the same graph
                 step = self._run(step, packed, bucket)
                 if packed.pooled_rows:
@@ -122,23 +122,18 @@ class CudaRunner:
             self.program.prepare(self._unprepared.popleft())
         return bool(self._unprepared)
 
-    def _bucket(self, decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
+    def _bucket(self, packed: PackedStep) -> Bucket:
+        sizes = (packed.decode_row_count, packed.row_count - packed.decode_row_count, packed.token_count)
         if not self.pads_steps:
-            return exact_bucket(decode_rows, chunk_rows, token_count)
+            return exact_bucket(*sizes)
         limits = self._limits
-        return bucket_of(
-            decode_rows, chunk_rows, token_count, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens
-        )
+        return bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
 
     def _prepare(self, plan: StepPlan) -> PackedStep:
         """Everything that changes before the rows run, and the copy of the plan."""
-        for slot in plan.cleared_slots:
-            self.mirror.clear(slot)
+        writes = self._stager.change_slots(plan)
         self.swap.move(plan)
-        writes = StateWrites(self.slots)
         for init in plan.new_slots:
-            self.mirror.start(init)
-            writes.add_slot(init)
             add_sampling(writes, init, self.slots.vocab_size)
         packed = self._stager.pack(plan, self._ring.next_buffer())
         addresses, values = self._ring.copy(packed.size, writes)

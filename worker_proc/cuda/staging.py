@@ -1,4 +1,4 @@
-"""From a step plan to the packed buffer that the GPU reads: checks, mirror, pinned memory.
+"""Brings packed plans to the GPU: a ring of pinned buffers, and the one on the device that they are copied to.
 
 One pinned buffer holds a step: the plan at fixed places (`PlanLayout` of the largest step, so that a captured graph
 finds each part), then the addresses and values of the slots' writes. Only what a step uses is copied. A ring of such
@@ -6,92 +6,17 @@ buffers, each guarded by an event, lets the host pack the next steps while earli
 the device.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from common.messages import StepPlan
-from kernels.step_layout import HEADER, PlanLayout
-from worker_proc.slots import IntArray, SlotMemory, SlotMirror, StateWrites
-from worker_proc.step_inputs import PooledRows, PromptRows, StepStager
+from kernels.step_layout import PlanLayout
+from worker_proc.slots import IntArray, StateWrites
 
 WRITE_ROOM = 1 << 17
 """Writes that a ring buffer has room for; a step with more brings them in a buffer of its own."""
 
 ALIGNMENT = 4
 """Elements that the writes' parts start at a multiple of: 16 bytes."""
-
-
-@dataclass(frozen=True)
-class PackedStep:
-    """A plan, checked and packed.
-
-    Attributes:
-        size: elements of the plan's part of the buffer that are used.
-        sampled_rows, sampled_slots: [S], in the order of the result's tokens.
-        sampled_positions: [S], where the tokens go in their requests.
-        prompt_rows: for slots that asked for prompt log probabilities.
-        pooled_rows: for slots that asked for an embedding.
-    """
-
-    size: int
-    decode_rows: int
-    chunk_rows: int
-    token_count: int
-    sampled_rows: IntArray
-    sampled_slots: IntArray
-    sampled_positions: IntArray
-    prompt_rows: tuple[PromptRows, ...]
-    pooled_rows: tuple[PooledRows, ...]
-
-
-class DeviceStager(StepStager):
-    """Checks step plans against the mirror, advances it, and packs them at the places of one layout."""
-
-    def __init__(self, memory: SlotMemory, mirror: SlotMirror, layout: PlanLayout, token_limit: int) -> None:
-        super().__init__(memory, mirror)
-        self._layout, self._token_limit = layout, token_limit
-
-    def pack(self, plan: StepPlan, target: IntArray) -> PackedStep:
-        """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size].
-
-        Raises:
-            AssertionError: the plan does not fit what the slots hold, which is a fault of ours; the text says how.
-        """
-        layout, decode_rows = self._layout, len(plan.decode_slots)
-        rows, block_count = decode_rows + len(plan.chunk_slots), len(plan.block_ids)
-        assert rows <= layout.rows and block_count <= layout.blocks, f"step {plan.step_id}: {rows} rows, {block_count}"
-        slots, counts = target[layout.row_slots][:rows], target[layout.token_counts][:rows]
-        slots[:decode_rows], counts[:decode_rows] = plan.decode_slots, 1
-        slots[decode_rows:], counts[decode_rows:] = plan.chunk_slots, plan.chunk_token_counts
-        assert len(set(slots.tolist())) == rows, f"step {plan.step_id}: a slot stands in two rows"
-        starts = _put_sums(target[layout.query_starts], counts)
-        prompt_rows = self._prompt_rows(plan, starts)
-        target[layout.first_blocks][:rows], appends = self._append_blocks(plan, slots)
-        _put_sums(target[layout.append_starts], appends)
-        target[layout.appended_ids][:block_count] = plan.block_ids
-        token_count = int(starts[-1])
-        assert token_count <= self._token_limit, f"step {plan.step_id} computes {token_count} tokens"
-        target[:HEADER] = rows, decode_rows, token_count, block_count
-        samples = np.ones(rows, dtype=bool)
-        samples[decode_rows:] = plan.chunk_samples
-        sampled_rows = np.flatnonzero(samples)
-        sampled_slots = slots[sampled_rows]
-        positions = self._mirror.known_lengths[sampled_slots]
-        self._advance(slots, counts, samples)
-        return PackedStep(
-            layout.appended_ids.start + block_count, decode_rows, rows - decode_rows, token_count, sampled_rows,
-            sampled_slots, positions, prompt_rows, self._pooled_rows(plan, starts),
-        )  # fmt: skip
-
-
-def _put_sums(target: IntArray, counts: IntArray) -> IntArray:
-    """Write the running sums of `counts`, from 0, to the start of `target`; returns what was written."""
-    written = target[: len(counts) + 1]
-    written[0] = 0
-    np.cumsum(counts, out=written[1:])
-    return written
 
 
 class StagingRing:

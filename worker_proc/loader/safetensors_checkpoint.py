@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from common.errors import ConfigError
+from common.model_files import read_object
 from worker_proc.loader.assign import shorten
-from worker_proc.model_config import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -23,7 +23,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self.names = self._read_index() if (model_dir / INDEX_NAME).exists() else self._read_headers()
+        self.names = self._read_index() if os.path.lexists(model_dir / INDEX_NAME) else self._read_headers()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All tensors, file by file; each is read from the memory-mapped file when it is yielded."""
@@ -59,7 +59,7 @@ class SafetensorsCheckpoint:
                     yield name, file
 
     def _read_index(self) -> dict[str, Path]:
-        weight_map = read_json(self.model_dir / INDEX_NAME).get("weight_map")
+        weight_map = read_object(self.model_dir / INDEX_NAME).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{self.model_dir / INDEX_NAME} has no weight_map")
         files = sorted({str(file_name) for file_name in weight_map.values()})

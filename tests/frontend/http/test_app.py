@@ -86,6 +86,18 @@ def test_a_path_that_does_not_exist_is_answered_with_one_that_does(api, path, hi
     assert api.get(path).json()["error"]["message"] == f"there is no {path}{hint}"
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [("/", "; /llm/docs describes"), ("/v1/model", "; did you mean /llm/v1/models?"), ("/metric", "/llm/metrics?"),
+     ("/llm/v1/models", "/llm/v1/models?"), ("/generate", "; /llm/docs")],
+)  # fmt: skip
+def test_what_is_proposed_instead_is_behind_the_proxys_prefix_too(make_api, path, hint):
+    """It named paths that the proxy does not serve, and found few: the prefix made all of them unlike."""
+    api = make_api(root_path="/llm").ready()
+    reply = serve(api, lambda address: exchange(address, GOOD.replace(b"/health", path.encode())), root_path="/llm")
+    assert hint.encode() in reply
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_an_unknown_model_is_not_found(api, path):
     response = api.post(path, {**body_for(path), "model": "gpt-7"})
@@ -325,12 +337,12 @@ async def exchange(address, data):
     return reply
 
 
-def serve(api, talk):
-    """Serve on a real socket while `talk(address)` runs; its result."""
+def serve(api, talk, **options):
+    """Serve on a real socket, with further options, while `talk(address)` runs; its result."""
 
     async def run():
-        listener = server.bind_http(ServerOptions(port=0))
-        running = server.HttpServer(api.engine, ServerOptions(port=0), listener)
+        listener = server.bind_http(ServerOptions(port=0, **options))
+        running = server.HttpServer(api.engine, ServerOptions(port=0, **options), listener)
         await running.start()
         result = await talk(listener.getsockname())
         await running.stop(1.0)

@@ -1,13 +1,14 @@
 """What bytes on the connection may look like beside the usual: versions, paths, encodings, bodies that do not come."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 
 import pytest
 
 from common.messages import RequestFailed
-from frontend.http import protocol
+from frontend.http import bodies, protocol
 from tests.frontend.http.test_app import GOOD, exchange, serve
 
 BODY = {"prompt": "The sea", "max_tokens": 3, "request_id": "r"}
@@ -123,6 +124,61 @@ def test_a_body_that_is_refused_and_then_does_not_come_ends_its_connection_too(m
     assert b"413 " in head
     assert b"connection: close" in head
     assert json.loads(body)["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+@pytest.mark.parametrize(
+    ("headers", "size", "status", "code"),
+    [
+        ("authorization: Bearer secret", 40 << 20, 413, "body_too_large"),
+        ("authorization: Bearer wrong", 8 << 20, 401, "invalid_api_key"),
+        ("authorization: Bearer secret\r\ncontent-encoding: gzip", 8 << 20, 415, "content_encoding"),
+        ("authorization: Bearer secret", 8 << 20, 429, "bodies_too_large"),
+    ],
+)
+def test_who_sends_a_whole_body_first_gets_the_answer_that_came_before(
+    make_api, monkeypatch, headers, size, status, code, connection
+):
+    """The connection was reset while they sent: urllib never saw the reason, and nginx made 502 of it."""
+    if status == 429:
+        monkeypatch.setattr(bodies, "HELD_LIMIT_BYTES", 1 << 20)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: {connection}\r\n{headers}\r\n"
+    head += f"content-length: {size}\r\n\r\n"
+
+    async def talk(address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(head.encode())
+        for _ in range(size >> 20):
+            writer.write(b" " * (1 << 20))
+            await writer.drain()
+        reply = await reader.readuntil(b"}}")
+        writer.transport.abort()
+        return reply
+
+    reply = serve(make_api(port=0, api_key=("secret",)).ready(), talk, api_key=("secret",))
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status
+    assert json.loads(body)["error"]["code"] == code
+
+
+@pytest.mark.parametrize("key", ["secret", "wrong"])
+def test_a_body_without_an_end_is_not_read_for_ever(make_api, monkeypatch, key):
+    """Whoever had no key could send for ever, and nobody ended it."""
+    monkeypatch.setattr(protocol, "UNWANTED_BODY_S", 0.05)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    head += "content-length: 99999999999\r\n\r\n"
+
+    async def talk(address):
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(head.encode())
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b" " * 65536)
+                await writer.drain()
+                await asyncio.sleep(0)
+        return await exchange(address, GOOD)
+
+    assert b"200 OK" in serve(make_api(port=0).ready(), talk, api_key=("secret",))
 
 
 FAILED = RequestFailed(0, "queue_full", "too many wait", 429, None, 1000)
@@ -254,3 +310,26 @@ def test_more_requests_than_that_may_follow_the_answers(make_api):
         await writer.wait_closed()
 
     serve(make_api(port=0).ready(), talk)
+
+
+@pytest.mark.parametrize("socket", ["port", "file"])
+@pytest.mark.parametrize("sent", [b"", b"x-forwarded-for: 203.0.113.7\r\nx-forwarded-proto: https\r\n"])
+def test_behind_a_proxy_a_client_is_who_the_proxy_says(make_api, tmp_path, socket, sent):
+    """Through a Unix socket all clients were one, and shared its turn of `--policy fair`."""
+    api = make_api().ready()
+    body = json.dumps(BODY | {"stream": True}).encode()
+
+    async def talk(address):
+        if socket == "port":
+            return await exchange(address, post("/v1/completions", body).replace(b"host: x\r\n", b"host: x\r\n" + sent))
+        reader, writer = await asyncio.open_unix_connection(address)
+        writer.write(post("/v1/completions", body).replace(b"host: x\r\n", b"host: x\r\n" + sent))
+        reply = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return reply
+
+    reply = serve(api, talk, **({"uds": str(tmp_path / "s")} if socket == "file" else {}))
+    assert b"200 OK" in reply and b"\r\nx-accel-buffering: no\r\n" in reply
+    [added] = api.scheduler.added
+    assert added.client_key == ("203.0.113.7" if sent else "127.0.0.1" if socket == "port" else "")

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from common.config import StepLimits
-from kernels import tuning
+from kernels import prefill_attention, prefill_attention_hopper, prefill_plans, tuning
+from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
+from tests.kernels.gluon_emulator import EmulatedKernel
 from tests.support.poison import poison
+from worker_proc.cuda import fused_forward
 from worker_proc.cuda.fused_forward import FusedForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
@@ -38,26 +41,55 @@ def make_gpu_driver(plan_driver):
 
     def make(
         folder, device, *, slot_count=4, block_count=48, padded=False, eager=False, dtype=torch.float32,
-        kv_cache_dtype="auto",
+        kv_cache_dtype="auto", block_size=BLOCK_SIZE, step_tokens=64, max_len=MAX_LEN,
     ):  # fmt: skip
         place = torch.device(device)
         model = load_model(folder, device=place, dtype=dtype)
-        limits = StepLimits(slot_count, 64)
+        limits = StepLimits(slot_count, step_tokens)
         cache = KVCache(
             cache_specs(model.config, dtype, kv_cache_dtype),
-            block_size=BLOCK_SIZE, block_count=block_count, host_block_count=0, device=place,
+            block_size=block_size, block_count=block_count, host_block_count=0, device=place,
         )  # fmt: skip
         poison(cache)
         if device == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream())
-        slots = DeviceSlots(slot_count, MAX_LEN, BLOCK_SIZE, model.config.vocab_size, place)
-        forward = FusedForward(model, max_rows=slot_count, max_tokens=64, max_positions=MAX_LEN + 16)
+        slots = DeviceSlots(slot_count, max_len, block_size, model.config.vocab_size, place)
+        forward = FusedForward(model, max_rows=slot_count, max_tokens=step_tokens, max_positions=max_len + 16)
         runner = CudaRunner(forward, cache, slots, limits, model.config.vocab_size, eager=eager)
         if padded:
             runner.pads_steps = True
-        driver = plan_driver(lambda plan: runner.execute(plan).result(), slot_count, block_count, BLOCK_SIZE)
+        driver = plan_driver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
         driver.runner, driver.cache, driver.model = runner, cache, model
         driver.issue = runner.execute
         return driver
 
     return make
+
+
+@pytest.fixture
+def fresh_plans(monkeypatch, device):
+    """The Hopper prefill kernel for steps of any size; of each call: did it read fresh keys and values?
+
+    Without a GPU it runs in the emulator, and the store is its reference: the interpreter takes seconds for it.
+    """
+    calls, attend = [], prefill_attention.prefill_attention
+    monkeypatch.setattr(prefill_plans, "READS_FRESH", True)
+    monkeypatch.setattr(prefill_plans, "is_specialised_size", lambda *_: True)
+    monkeypatch.setattr(
+        prefill_attention, "prefill_attention", lambda *a, **o: calls.append(o["fresh"] is not None) or attend(*a, **o)
+    )
+    if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    if device == "cpu":
+        emulated = EmulatedKernel(prefill_attention_hopper._hopper_kernel)
+        monkeypatch.setattr(prefill_attention_hopper, "_hopper_kernel", emulated)
+        monkeypatch.setattr(
+            fused_forward.FusedForward, "_has_hopper_kernel", lambda self, plans, *_, **__: plans is prefill_plans
+        )
+        monkeypatch.setattr(fused_forward, "qk_norm_rope_store", _store_by_reference)
+    return calls
+
+
+def _store_by_reference(qkv, q_out, k_cache, v_cache, slots, positions, rope_table, q_weight, k_weight, *rest, **named):
+    heads = (q_out.shape[1], q_weight, k_weight, *rest)
+    q_out.copy_(qk_norm_rope_store_reference(qkv, k_cache, v_cache, slots, positions, rope_table, *heads, **named))

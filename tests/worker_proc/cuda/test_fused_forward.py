@@ -1,5 +1,6 @@
 """What the fused pass decides from the model and the card, without either."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -8,11 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import fused_decode_attention as fused
 from kernels import prefill_plans, skinny_linear, tuning
+from kernels.step_layout import StepInputs
 from kernels.tuning import LIBRARY, LinearPlan
-from worker_proc.cuda import fused_forward
+from tests.support.poison import poison
 from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket, bucket_of, compiled_buckets
-from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, has_hopper_kernel
+from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward
+from worker_proc.kv_cache import KVCache, cache_specs
+from worker_proc.loader import load_model
 
 
 @pytest.mark.parametrize(
@@ -20,25 +25,40 @@ from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, has_hoppe
 )
 def test_the_hopper_kernel_is_asked_about_the_blocks_that_there_are(block_size, capability, possible, monkeypatch):
     """Its copies start at eight positions: with smaller blocks the plain kernel has to do."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
     monkeypatch.setattr(prefill_plans, "can_specialise", partial(prefill_plans.can_specialise, triton_version="3.6.0"))
-    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    model = SimpleNamespace(
-        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128),
-        model=SimpleNamespace(norm=SimpleNamespace(weight=weight)),
-    )
-    assert has_hopper_kernel(model, block_size, sliding_window=0, quantised=False) is possible
-
-
-def attention_variants(bucket: Bucket, max_rows: int) -> set:
-    """What the attention of a bucket's step is compiled for, early launch included, on a card like Hopper."""
     pass_ = SimpleNamespace(
-        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _multiprocessors=132, model=None,
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _capability_major=capability,
+        hidden=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+    assert FusedForward._has_hopper_kernel(pass_, prefill_plans, block_size, 0, quantised=False) is possible
+
+
+@pytest.mark.parametrize(
+    ("rows", "block_size", "capability", "possible"),
+    [(1, 16, 9, False), (2, 16, 9, True), (16, 16, 9, True), (2, 4, 9, False), (2, 16, 8, False), (2, 16, 0, False)],
+)
+def test_few_rows_are_left_to_single_warps_where_these_are_faster(rows, block_size, capability, possible, monkeypatch):
+    """A pass knows its card from the start: nothing here asks for it, layer by layer."""
+    monkeypatch.setattr(fused, "can_take_warps", partial(fused.can_take_warps, triton_version="3.6.0"))
+    pass_ = SimpleNamespace(
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _capability_major=capability,
+        _qkv=torch.empty(0, dtype=torch.bfloat16),
+    )  # fmt: skip
+    cache = torch.empty(1, 8, block_size, 128, dtype=torch.bfloat16)
+    assert FusedForward._takes_warps(pass_, rows, cache) is possible
+
+
+def attention_variants(bucket: Bucket, max_rows: int, is_hopper: bool) -> set:
+    """What the attention of a bucket's step is compiled for, early launch included."""
+    pass_ = SimpleNamespace(
+        config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _multiprocessors=132,
         logits=torch.empty(max_rows, 0), hidden=torch.empty(0, dtype=torch.bfloat16),
+        _has_hopper_kernel=lambda *_: is_hopper,
     )  # fmt: skip
     found = set()
     if bucket.kind != CHUNK:
-        found.add(FusedForward._decode_plan(pass_, bucket.rows))
+        plan = FusedForward._decode_plan(pass_, bucket.rows, specialised=is_hopper)
+        found.add((plan, is_hopper and bucket.kind == DECODE))
     if bucket.kind != DECODE:
         plan = FusedForward._prefill_plan(pass_, bucket, block_size=16, sliding_window=0, quantised=False)
         found.add((replace(plan, program_count=0), bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS))
@@ -47,18 +67,17 @@ def attention_variants(bucket: Bucket, max_rows: int) -> set:
 
 @pytest.mark.parametrize("is_hopper", [True, False])
 @pytest.mark.parametrize("limits", [(1, 16), (48, 64), (100, 1000), (256, 8192), (300, 512), (512, 4096), (1024, 8192)])
-def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper, monkeypatch):
+def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper):
     """Otherwise a step among many has to wait for the compiler, on a machine where it is the first of its kind."""
-    monkeypatch.setattr(fused_forward, "has_hopper_kernel", lambda *_, **__: is_hopper)
     max_rows, max_tokens = limits
-    ready = set().union(*(attention_variants(bucket, max_rows) for bucket in compiled_buckets(*limits)))
+    ready = set().union(*(attention_variants(bucket, max_rows, is_hopper) for bucket in compiled_buckets(*limits)))
     rng = Random(0)
     for _ in range(500):
         rows = rng.choice((rng.randint(1, max_rows), min(max_rows, rng.choice((1, 16, 17, 64, 65, 128, 129)))))
         chunks = rng.choice((0, 1, rows // 2, rows))
         tokens = rows if chunks == 0 else min(max_tokens, rows + int(2 ** rng.uniform(0, 13)))
         bucket = bucket_of(rows - chunks, chunks, tokens, max_rows=max_rows, max_tokens=max_tokens)
-        assert attention_variants(bucket, max_rows) <= ready, bucket
+        assert attention_variants(bucket, max_rows, is_hopper) <= ready, bucket
 
 
 @pytest.mark.parametrize("measured", ["n40_k64", "n40_k64_norm"])
@@ -77,3 +96,69 @@ def test_the_head_takes_the_plan_of_the_product_that_it_is(measured, monkeypatch
     FusedForward._logits_of(forward, torch.zeros(3, 64))
     FusedForward._head(forward, torch.zeros(3, 64), Bucket(DECODE, 3, 3), None)
     assert chosen == (["small_m", "library"] if measured == "n40_k64" else ["library", "small_m"])
+
+
+class OnePrompt:
+    """A prompt's rows of queries, keys and values, and a pass of one layer whose attention takes them in pieces.
+
+    What no step has written is NaN: in the cache, and in the rows past each step's own.
+    """
+
+    def __init__(self, folder, device: str, kv_cache_dtype: str, length: int) -> None:
+        place = torch.device(device)
+        model = load_model(folder, device=place, dtype=torch.bfloat16)
+        config = model.config
+        self.cache = KVCache(
+            cache_specs(config, torch.bfloat16, kv_cache_dtype), block_size=16, block_count=64, host_block_count=0,
+            device=place,
+        )  # fmt: skip
+        poison(self.cache)
+        self.forward = FusedForward(model, max_rows=4, max_tokens=320, max_positions=length)
+        self.rows = torch.randn(length, (config.head_count + 2 * config.kv_head_count) * config.head_dim)
+        self.free = list(torch.randperm(64))
+
+    def attended(self, cuts: list[int], shared: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the tokens from the first cut on, a step from each to the next; and the prompt's blocks, of
+        which the first may be another's."""
+        device = self.forward.hidden.device
+        owned = [] if shared is None else [*shared.tolist()]
+        table = torch.tensor([*owned, *(self.free.pop() for _ in range(-(-cuts[-1] // 16) - len(owned)))])
+        found = []
+        for start, end in itertools.pairwise(cuts):
+            tokens = -(-(end - start) // 64) * 64
+            positions = torch.arange(start, end)
+            inputs = StepInputs.allocate(1, tokens, device)
+            inputs.positions[: end - start] = positions
+            inputs.slot_mapping[: end - start] = table[positions // 16] * 16 + positions % 16
+            for field, values in ("row_slots", [0]), ("context_lengths", [end]), ("query_starts", [0, end - start]):
+                getattr(inputs, field).copy_(torch.tensor(values))
+            rows = torch.full((tokens, self.rows.shape[1]), float("nan"), dtype=torch.bfloat16, device=device)
+            rows[: end - start] = self.rows[start:end]
+            slots = SimpleNamespace(block_tables=table[None].int().to(device))
+            counts = torch.tensor([1, 0], dtype=torch.int32, device=device)
+            bucket = Bucket(CHUNK, 1, tokens)
+            output = self.forward._store_and_attend(0, rows, bucket, inputs, self.cache, slots, counts)
+            found.append(output[: end - start].clone())
+        return torch.cat(found), table
+
+
+@pytest.mark.parametrize("device", [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+])  # fmt: skip
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_prompts_attention_has_the_same_bits_however_it_is_cut(
+    device, kv_cache_dtype, fresh_plans, tiny_model, fused_sizes
+):
+    """Keys are read as bfloat16 in the step that computes them, and from the cache in later ones and by others."""
+    _, folder = tiny_model("Qwen3", **fused_sizes | {"head_dim": 128, "num_hidden_layers": 1})
+    with torch.no_grad():
+        prompt = OnePrompt(folder, device, kv_cache_dtype, length=200)
+        whole, blocks = prompt.attended([0, 200])
+        in_tiles, _ = prompt.attended([0, 64, 192, 200])
+        anywhere, _ = prompt.attended([0, 70, 200])
+        behind, _ = prompt.attended([128, 200], shared=blocks[:8])
+    assert all(fresh_plans) and len(fresh_plans) == 7
+    assert torch.isfinite(whole).all()
+    assert torch.equal(in_tiles, whole) and torch.equal(behind, whole[128:])
+    torch.testing.assert_close(anywhere, whole, rtol=2**-6, atol=2**-9)  # tiles of other queries

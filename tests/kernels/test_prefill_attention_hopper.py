@@ -1,0 +1,259 @@
+"""The Hopper prefill kernel against the reference: on such a card, and without one in the emulator."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.experimental.gluon import language as gl
+
+import kernels.prefill_attention
+from kernels import prefill_attention_hopper, prefill_plans
+from kernels.kv_format import dequantise, read_back
+from kernels.paged_kv import HeadShape
+from kernels.prefill_attention_hopper_convert import FP8_TO_BF16, INT8_TO_BF16
+from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
+from tests.kernels.gluon_assembly import inline_asm
+from tests.kernels.gluon_emulator import EmulatedKernel
+from tests.kernels.paged_batches import (
+    PagedBatch,
+    assert_as_exact_as_torch,
+    make_batch,
+    quantise_caches,
+    skip_unless_here,
+)
+from tests.kernels.test_prefill_attention import ERROR_FACTOR, SMALL_TILES, check, references, run
+
+HOPPER_ROWS = 121
+"""Rows of every batch of these tests, and multiples of 64 tokens: sizes of one kind, for which it is compiled once."""
+
+
+def in_one_size(rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int]:
+    """The rows and as many empty ones as HOPPER_ROWS lacks; how many tokens go to no row."""
+    return [*rows, *[(0, 0)] * (HOPPER_ROWS - len(rows))], -sum(count for count, _ in rows) % 64
+
+
+def check_specialised(rows: list[tuple[int, int]], device: str, head_dim: int = 128, **shape) -> None:
+    rows, spare = in_one_size(rows)
+    batch = make_batch(rows, device, torch.bfloat16, head_dim=head_dim, spare_tokens=spare, **shape)
+    check(batch, plan_options={"specialised": True})
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def hopper_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the Hopper kernel runs: on such a card, or in the emulator."""
+    skip_unless_here(request.param)
+    if request.param == "cuda" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a kernel for Hopper")
+    if request.param == "cpu":
+        emulated = EmulatedKernel(prefill_attention_hopper._hopper_kernel)
+        monkeypatch.setattr(prefill_attention_hopper, "_hopper_kernel", emulated)
+    return request.param
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 1)],
+        [(64, 64)],
+        [(130, 130), (5, 5)],
+        [(1000, 1000), (3, 500), (77, 130)],
+        [(16, 4096)],
+        [(33, 97), (1, 1), (2, 40), (64, 64)] * 30,
+    ],
+)
+def test_the_hopper_kernel_on_rows_of_any_length(rows, head_dim, hopper_device):
+    check_specialised(rows, hopper_device, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (9, 3), (32, 2), (24, 1), (14, 2)])
+def test_the_hopper_kernel_on_groups(query_heads, kv_heads, hopper_device):
+    check_specialised([(190, 190), (70, 823)], hopper_device, query_heads=query_heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_the_hopper_kernel_on_block_sizes(block_size, hopper_device):
+    check_specialised([(200, 200), (16, 128), (1, 1), (129, 400)], hopper_device, block_size=block_size)
+
+
+def test_the_hopper_kernel_on_padding_and_decode_rows(hopper_device):
+    rows = [(1, 30), (1, 17), (120, 400), (50, 50), (0, 0), (6, 6)]
+    batch = make_batch(rows, hopper_device, torch.bfloat16, head_dim=128, padding=(3,), spare_tokens=7)
+    row_count = torch.tensor([2], dtype=torch.int32, device=hopper_device)
+    result = run(batch, plan_options={"specialised": True}, decode_row_count=row_count)
+    assert result[:2].isnan().all(), "rows of the decode kernel were written"
+    assert not result[122:172].any()
+    assert not result[178:].any()
+    same, exact = references(batch)
+    assert_as_exact_as_torch(result[2:], same[2:], exact[2:], ERROR_FACTOR)
+
+
+def test_the_hopper_kernel_is_for_what_it_can_compute():
+    shape = HeadShape(query_heads=16, kv_heads=8, head_dim=128, block_size=16)
+    assert can_specialise(shape, torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.float32, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, sliding_window=64, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, soft_cap=30.0, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.float16, quantised=True, triton_version="3.6.0")
+    assert can_specialise(shape, torch.bfloat16, quantised=True, triton_version="3.6.0")
+    short = replace(shape, head_dim=64)
+    assert can_specialise(short, torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(short, torch.bfloat16, quantised=True, triton_version="3.6.0")
+    assert launch_plan(4096, 1, 16, 8, 128, 132, specialised=True, quantised=True).specialised
+    assert not can_specialise(shape, torch.bfloat16, capability_major=10, triton_version="3.6.0")
+    assert not can_specialise(shape, torch.bfloat16, triton_version="3.4.0")
+    assert not can_specialise(HeadShape(16, 8, 128, block_size=4), torch.bfloat16, triton_version="3.6.0")
+    assert not can_specialise(HeadShape(16, 8, 256, block_size=16), torch.bfloat16, triton_version="3.6.0")
+
+
+def test_the_hopper_kernel_is_for_large_steps_of_long_rows():
+    assert is_specialised_size(1024, row_count=1)
+    assert not is_specialised_size(1023, row_count=1)
+    assert not is_specialised_size(1024, row_count=16), "8 prompts of 128 tokens, in the bucket of 16 rows"
+    assert is_specialised_size(2048, row_count=16), "8 prompts of 256 tokens"
+    assert is_specialised_size(8192, row_count=256)
+
+
+HOPPER_MIXES = [
+    [(1, 60), (1, 9), (1000, 1000), (5, 5), (77, 300), (64, 640), *[(1, 1)] * 40],
+    [(1, 60), (1, 9), (0, 0), *[(33, 97), (1, 1), (2, 40), (64, 64)] * 12],
+    [(1, 60), (1, 9), (256, 9000), (128, 128), (127, 255), (129, 513), (16, 4096), *[(0, 0)] * 40],
+]
+"""Mixed steps of 33 to 64 rows, so that one compiled kernel takes them all; the first two rows are another kernel's."""
+
+
+@pytest.mark.parametrize(
+    "overlap, cache, head_dim",
+    [
+        (False, None, 128),
+        (True, None, 128),
+        (False, torch.int8, 128),
+        *((True, cache, head_dim) for cache in (torch.int8, torch.float8_e4m3fn) for head_dim in (128, 64)),
+    ],
+    ids=["plain", "overlapped", "int8-apart", "int8", "int8-64", "fp8", "fp8-64"],
+)
+def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, hopper_device, monkeypatch):
+    """Each against float64, and on a card again and again: an error that moves would be a race."""
+    if head_dim == 64:  # compiled, but not chosen before a card has confirmed it: this test would
+        monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)
+    decode_rows = torch.tensor([2], dtype=torch.int32, device=hopper_device)
+    is_emulated = hopper_device == "cpu"
+    for seed, rows in enumerate([HOPPER_MIXES[1][:9]] if is_emulated else HOPPER_MIXES):
+        spare = -sum(count for count, _ in rows) % 64
+        shape = {"query_heads": 16, "kv_heads": 8, "head_dim": head_dim}
+        batch = make_batch(
+            rows, hopper_device, torch.bfloat16, padding=(3,), spare_tokens=spare, seed=seed, **shape
+        )  # fmt: skip
+        if cache is not None:
+            batch = quantise_caches(batch, cache)
+        options = {"plan_options": {"specialised": True, "overlap": overlap}, "decode_row_count": decode_rows}
+        result = run(batch, **options)[2:]
+        same, exact = references(batch)
+        assert_as_exact_as_torch(result, same[2:], exact[2:], ERROR_FACTOR)
+        for _ in range(0 if is_emulated else 8):
+            assert torch.equal(run(batch, **options)[2:], result), f"another result in another run of mix {seed}"
+
+
+FRESH_MIXES = [
+    [(1, 60), (300, 300), (130, 386), (200, 259), (3, 200), (129, 129), (5, 5)],
+    [(1, 60), (64, 192), (65, 190), (128, 513), (1, 1), (127, 255), (90, 90)],
+]
+"""Prefixes of 0, of a multiple of 128 and of others; the first row is the decode kernel's, the fifth padding."""
+
+
+def poison_cached_copies(batch: PagedBatch) -> None:
+    """NaN in the scales of what lies in key tiles that hold none but the step's own tokens."""
+    starts = batch.query_starts.tolist()
+    for row, (slot, length) in enumerate(zip(batch.row_slots.tolist(), batch.context_lengths.tolist(), strict=True)):
+        if slot < 0:
+            continue
+        prefix = length - (starts[row + 1] - starts[row])
+        positions = torch.arange(length, device=batch.query.device)[-(-prefix // 128) * 128 :]
+        blocks = batch.block_tables[slot, positions // batch.key_cache.shape[2]].long()
+        for scales in (batch.key_scales, batch.value_scales):
+            scales[blocks, :, positions % batch.key_cache.shape[2]] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "mix, head_dim, cache",
+    [(0, 128, torch.int8), (1, 128, torch.float8_e4m3fn), (1, 64, torch.int8), (0, 64, torch.float8_e4m3fn)],
+    ids=["int8", "fp8", "int8-64", "fp8-64"],
+)
+def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, hopper_device, monkeypatch):
+    """So it does not matter in which step a token was computed. What need not be read holds NaN, in both places."""
+    monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)  # heads of 64 too
+    rows, shape = FRESH_MIXES[mix], {"query_heads": 4, "kv_heads": 2, "head_dim": head_dim}
+    spare = -sum(count for count, _ in rows) % 64 + 64
+    batch = make_batch(rows, hopper_device, torch.bfloat16, padding=(4,), spare_tokens=spare, seed=mix, **shape)
+    batch = quantise_caches(batch, cache)
+    decode_rows = torch.tensor([1], dtype=torch.int32, device=hopper_device)
+    plan_options = {"specialised": True, "fresh": False}
+    from_cache = run(batch, plan_options=plan_options, decode_row_count=decode_rows)[1:]
+    same, exact = references(batch)
+    assert_as_exact_as_torch(from_cache, same[1:], exact[1:], ERROR_FACTOR)
+    fresh = batch.fresh()
+    for part in fresh:
+        part[0] = float("nan")  # the decode row's
+        assert part[-spare:].isnan().all() and part.stride(0) > part[0].numel()
+    poison_cached_copies(batch)
+    plan_options = {"specialised": True, "fresh": True}
+    result = run(batch, plan_options=plan_options, fresh=fresh, decode_row_count=decode_rows)[1:]
+    assert torch.equal(result, from_cache)
+
+
+def test_a_step_of_many_tiles_reads_its_own_keys(hopper_device):
+    """More tiles than programs, so that letters with and without cached tiles follow one another in every order."""
+    rows = [(140, 140), (70, 326), (1, 129), (64, 64), (64, 320), (130, 150), (20, 712), (2, 2), (140, 268)]
+    heads = {"query_heads": 2, "kv_heads": 1, "head_dim": 128, "block_size": 32}
+    batch = make_batch(rows, hopper_device, torch.bfloat16, spare_tokens=5, **heads)
+    batch = quantise_caches(batch, torch.int8)
+    results = [run(batch, plan_options={"specialised": True, "fresh": fresh}) for fresh in (True, False)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_converted_tiles_are_what_is_written_back(dtype):
+    """Every byte that is stored under scales of all magnitudes: the assembly against `read_back`, and that against
+    the number rounded once."""
+    stored = torch.arange(-127, 128) if dtype == torch.int8 else torch.arange(256)
+    stored = stored.to(torch.int8 if dtype == torch.int8 else torch.uint8).view(dtype)
+    stored = stored[~stored.float().isnan()].repeat(4)[: 4 * 240]
+    bits = torch.cat([torch.arange(0, 64), torch.randint(64, 31744, (400,)), torch.tensor([31743])])
+    scales = bits.to(torch.int16).view(torch.float16)
+    high = scales.to(torch.bfloat16)
+    low = (scales.float() - high.float()).to(torch.bfloat16)
+    words = [part.view(torch.int16).to(torch.int32) & 0xFFFF for part in (high, low)]
+    found = inline_asm(
+        INT8_TO_BF16 if dtype == torch.int8 else FP8_TO_BF16, "=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [stored.view(torch.int8).expand(len(scales), -1), *((word | word << 16)[:, None] for word in words)],
+        gl.bfloat16, True, 4,
+    )  # fmt: skip
+    want = read_back(stored.expand(len(scales), -1), scales)
+    assert torch.equal(found.view(torch.int16), want.view(torch.int16))
+    once = dequantise(stored.expand(len(scales), -1), scales, torch.bfloat16)
+    assert dtype == torch.int8 or torch.equal(want, once)
+    assert ((want.float() - once.float()).abs() <= once.float().abs() * 2**-7).all()
+    assert (want != once).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("values, message", [
+    (torch.zeros(64, 2, 128), "fresh values: wanted dtype torch.bfloat16, got torch.float32"),
+    (torch.zeros(64, 2, 132, dtype=torch.bfloat16)[..., :128], r"fresh values strides: wanted \(any, 128, 1\)"),
+    (torch.zeros(64, 260, dtype=torch.bfloat16)[:, :256].view(64, 2, 128), "wanted tokens at multiples of 16 bytes"),
+])  # fmt: skip
+def test_wrong_fresh_tensors_are_named(values, message):
+    batch = quantise_caches(make_batch([(64, 64)], "cpu", torch.bfloat16, head_dim=128), torch.int8)
+    with pytest.raises(ValueError, match=message):
+        run(batch, plan_options={"specialised": True, "fresh": True}, fresh=(batch.fresh()[0], values))
+    with pytest.raises(ValueError, match="fresh: wanted keys and values beside a fresh plan, else None"):
+        run(batch, plan_options=SMALL_TILES, fresh=batch.fresh())
+
+
+def test_fresh_plans_are_of_the_hopper_kernel_over_8_bits(monkeypatch):
+    monkeypatch.setattr(prefill_plans, "READS_FRESH", True)
+    sizes = (4096, 1, 16, 8, 128, 132)
+    assert launch_plan(*sizes, specialised=True, quantised=True).fresh
+    assert not launch_plan(*sizes, quantised=True).fresh and not launch_plan(*sizes, specialised=True).fresh
+    batch = make_batch([(64, 64)], "cpu", torch.float32)
+    with pytest.raises(ValueError, match="fresh plan: wanted only of the Hopper kernel over an 8-bit cache"):
+        run(batch, plan_options=SMALL_TILES | {"fresh": True}, fresh=(batch.query, batch.query))
