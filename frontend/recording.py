@@ -9,10 +9,10 @@ the same class, with a comparison in place of the recorder.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from common.client_messages import Delta
+from common.client_messages import Delta, SampleSoFar
 from common.errors import RequestError, WireError
 from common.recording import Link, Recorder
 from common.sampling_params import SamplingParams
@@ -120,15 +120,17 @@ class RecordedCore(Core):
         sink: Sink,
         *,
         timings: Timings | None = None,
+        resumed: Sequence[SampleSoFar] | None = None,
         **options: Any,
     ) -> Request:
         """As Core's; raises RequestError."""
         timings = timings or self.arrival()
         arrival = [timings.arrived_at_s, timings.arrived_s]
-        self._log.call(SUBMIT, array_bytes(prompt_token_ids), params.to_wire(), options, arrival)
+        known = None if resumed is None else [sample.to_list() for sample in resumed]
+        self._log.call(SUBMIT, array_bytes(prompt_token_ids), params.to_wire(), {**options, "resumed": known}, arrival)
         recorded = RecordedSink(self._log, sink)
         try:
-            request = super().submit(prompt_token_ids, params, recorded, timings=timings, **options)
+            request = super().submit(prompt_token_ids, params, recorded, timings=timings, resumed=resumed, **options)
         except RequestError as error:
             self._log.event(REFUSED, -1, error.code, str(error))
             raise
@@ -198,6 +200,8 @@ def _submit_again(core: Core, read: FieldReader) -> None:
     token_ids = read.numbers("prompt_token_ids", "i")
     params = SamplingParams.from_wire(read.mapping("params"))
     options = read.mapping("options")
+    if (known := options.get("resumed")) is not None:
+        options["resumed"] = [SampleSoFar.from_list(sample) for sample in known]
     arrived_at_s, arrived_s = read.nested("arrival", lambda pair: pair)
     try:
         core.submit(token_ids, params, DroppedEvents(), timings=Timings(arrived_at_s, arrived_s), **options)
