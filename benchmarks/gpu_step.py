@@ -6,9 +6,7 @@
 `--decode BxC` times decode steps of B rows with C tokens of context each, issued back to back as with run-ahead;
 `--chunk BxC` times steps that compute B whole prompts of C tokens. For each: wall time, device time and main-thread
 time per step. `--profile` adds a table of kernel times, overlaps taken apart, and counts of operations that a step must
-not contain. `--fetching on|off` says whether a step's kernels read its plan in the host's memory and write its results
-there, or copies do (`FETCHING` in worker_proc/cuda/staging.py). Random weights. Prints a table and ends with one JSON
-line.
+not contain. Random weights. Prints a table and ends with one JSON line.
 """
 
 import argparse
@@ -26,7 +24,6 @@ import torch
 from benchmarks import records
 from common.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions, WorkerOptions, step_limits
 from common.messages import SlotInit, SlotSampling, StepPlan
-from worker_proc.cuda import staging
 from worker_proc.cuda.engine import cuda_runner
 from worker_proc.kv_cache import cache_specs
 from worker_proc.loader import load_model, resolve_dtype
@@ -221,17 +218,13 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true", help="the batch-invariant pass, to see what it costs")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
     parser.add_argument("--output", default=str(records.RESULTS_DIR / "gpu_step.jsonl"), help="'' keeps nothing")
-    parser.add_argument("--fetching", choices=("on", "off"), help="the engine's default where it is left out")
     args = parser.parse_args()
-    if args.fetching is not None:
-        staging.FETCHING = args.fetching == "on"
     bench = StepBench(
         args.model, args.max_num_seqs, args.max_num_batched_tokens, args.enforce_eager, args.deterministic,
         args.kv_cache_dtype,
     )  # fmt: skip
     options = {"deterministic": True} if args.deterministic else {}
     options |= {"kv_cache_dtype": args.kv_cache_dtype} if args.kv_cache_dtype != "auto" else {}
-    options |= {"fetching": staging.FETCHING} if args.fetching is not None else {}
     print(f"loaded in {bench.load_s:.1f} s, ready in {bench.ready_s:.1f} s", bench.size, flush=True)
     cases = [(kind, *map(int, case.split("x"))) for kind in ("decode", "chunk") for case in getattr(args, kind)]
     entries = []

@@ -31,13 +31,6 @@ def check_tensor(
         raise ValueError(f"{name}: wanted device {like.device}, got {tensor.device}")
 
 
-def check_reachable(name: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise ValueError unless kernels on the device of `like` can use `tensor` where it is: there, or in page-locked
-    memory of the host."""
-    if tensor.device != like.device and not (tensor.device.type == "cpu" and tensor.is_pinned()):
-        raise ValueError(f"{name}: wanted device {like.device} or page-locked host memory, got {tensor.device}")
-
-
 def check_head_inputs(
     rope_table: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, head_dim: int,
     like: torch.Tensor,

@@ -15,8 +15,8 @@ For a row with slot s, raw logits l and known length p (the position that its to
 
 Logprobs are those of the raw logits. A row whose largest v is not finite (a NaN anywhere, or nothing left to choose)
 yields -1, so that its request can be failed; a row without a sample (padding, or a chunk that is not a prompt's last)
-yields -2. The chosen id goes to `out_ids`, to the host's line of the step where there is one (`kernels.fetch_plan`),
-and to slot_token_ids[s, p], whose known length grows by one.
+yields -2. The chosen id goes to `out_ids` for the host, and on the device to slot_token_ids[s, p], whose known length
+grows by one.
 
 How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation
 needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum and each chunk its mass; from these
@@ -49,7 +49,6 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
-from kernels.fetch_plan import HostLines
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.noise import MASK, gumbel_reference, noise_bits_reference
 from kernels.sampling_state import (
@@ -280,11 +279,10 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
 @triton.jit
 def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
-    out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, host_ids, turn, host_stride,
-    VOCABULARY, MAX_LENGTH, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
+    out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
     PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr,
-    CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr, TO_HOST: tl.constexpr,
-    PDL: tl.constexpr,
+    CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate the row; one without a sample is done.
     let_next_start(PDL)
@@ -292,14 +290,10 @@ def _choose_kernel(
     gatherer = tl.program_id(1)
     PIECES: tl.constexpr = CHUNK // PIECE
     wait_for_inputs(PDL)
-    if TO_HOST:
-        host_ids += tl.load(turn).to(tl.int64) * host_stride
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot < 0) | (tl.load(sample_rows + row) < 0):
         if gatherer == 0:
             tl.store(out_ids + row, -2)
-            if TO_HOST:
-                tl.store(host_ids + row, -2)
     else:
         known = tl.load(known_lengths + slot)
         chunk = tl.arange(0, CHUNK_TILE)
@@ -339,8 +333,6 @@ def _choose_kernel(
         # 3. Report, and feed the next step.
         if mine:
             tl.store(out_ids + row, tl.where(valid, chosen, -1))
-            if TO_HOST:
-                tl.store(host_ids + row, tl.where(valid, chosen, -1))
             top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
             if valid & (top_count >= 0):
                 _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
@@ -358,7 +350,7 @@ def _choose_kernel(
 
 
 def _check(
-    logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary, host
+    logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary
 ) -> None:
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs = outputs
     check_tensor("logits", logits, (None, None), FLOATS)
@@ -384,8 +376,6 @@ def _check(
     chunks = triton.cdiv(vocabulary, CHUNK)
     if workspace.best_scores.shape[0] < rows or workspace.best_scores.shape[1] != chunks:
         raise ValueError(f"workspace: wanted {rows} rows of {chunks} chunks, got {list(workspace.best_scores.shape)}")
-    if host is not None:
-        host.check_results(rows, like=logits)
 
 
 @dataclass(frozen=True)
@@ -420,23 +410,19 @@ def sample(
     workspace: SamplingWorkspace,
     out: SampledTokens,
     vocabulary: int,
-    host: HostLines | None = None,
 ) -> None:
     """Choose a token for every row that yields one, write it to `out` and to its slot. Shapes: the module's table.
 
-    `vocabulary` is the number of ids that can be chosen, the first of the logits' columns. With `host` the ids also go
-    to the step's line of host memory.
+    `vocabulary` is the number of ids that can be chosen, the first of the logits' columns.
     Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace of another size.
     """
     outputs = (out.ids, out.logprobs, out.ranks, out.top_ids, out.top_logprobs)
-    _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary,
-           host)  # fmt: skip
+    _check(logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary)
     rows = logits.shape[0]
     if rows == 0:
         return
     plan = launch_plan(rows, vocabulary)
     settings = state.arguments(slot_token_ids)
-    to_host = (out.ids, out.ids, 0) if host is None else (host.ids, host.turn, host.ids.stride(0))
     common = dict(CHUNKS=plan.chunk_count, CHUNK=CHUNK, PIECE=PIECE, **launch_options(logits))
     _scan_kernel[plan.scan_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, settings, workspace.tensors(), vocabulary,
@@ -444,8 +430,8 @@ def sample(
     )  # fmt: skip
     _choose_kernel[plan.choose_grid](
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
-        settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], *to_host,
-        vocabulary, slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
+        settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
+        slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
         FEW=FEW, TILE=TILE, PASS_TILE=PASS_TILE, BINS=BINS, INTERVAL=workspace.interval.shape[1],
-        CANDIDATES=workspace.candidates.shape[1], TO_HOST=host is not None, num_warps=16, **common,
+        CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
     )  # fmt: skip

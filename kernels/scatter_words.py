@@ -7,15 +7,13 @@
 | memory    | [m]  | int32 | written in place                                           |
 | addresses | [n]  | int32 | no address twice, or the order of the writes is not fixed  |
 | values    | [n]  | int32 | the bits to write                                          |
-
-Addresses and values may lie in page-locked memory of the host: each is read once.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_reachable, check_tensor
+from kernels.checks import check_tensor
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 
 BLOCK = 1024
@@ -40,10 +38,8 @@ def _scatter_kernel(memory, addresses, values, size, count, BLOCK: tl.constexpr,
 def scatter_words(memory: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None:
     """Write the words. Shapes: the module's table; ValueError for any other."""
     check_tensor("memory", memory, (None,), torch.int32)
-    check_tensor("addresses", addresses, (None,), torch.int32)
-    check_tensor("values", values, (addresses.shape[0],), torch.int32)
-    check_reachable("addresses", addresses, like=memory)
-    check_reachable("values", values, like=memory)
+    check_tensor("addresses", addresses, (None,), torch.int32, like=memory)
+    check_tensor("values", values, (addresses.shape[0],), torch.int32, like=memory)
     if addresses.shape[0] == 0:
         return
     grid = (triton.cdiv(addresses.shape[0], BLOCK),)

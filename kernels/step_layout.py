@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-HEADER = 5
-"""row_count, decode_row_count, token_count, appended block count, step number."""
-
-STEP_NUMBER = 4
-"""Where in the header the host's number of the step stands."""
+HEADER = 4
+"""row_count, decode_row_count, token_count, appended block count."""
 
 
 @dataclass(frozen=True)

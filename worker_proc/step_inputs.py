@@ -89,8 +89,8 @@ class StepStager:
             writes.add_slot(init)
         return writes
 
-    def pack(self, plan: StepPlan, target: IntArray, number: int = 0) -> PackedStep:
-        """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size], as step `number`.
+    def pack(self, plan: StepPlan, target: IntArray) -> PackedStep:
+        """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size].
 
         Raises:
             AssertionError: the plan does not fit what the slots hold, which is a fault of ours; the text says how.
@@ -111,7 +111,7 @@ class StepStager:
         target[layout.appended_ids][:block_count] = plan.block_ids
         token_count = int(starts[-1])
         assert token_count <= limit, f"step {plan.step_id} computes {token_count} tokens, more than {limit}"
-        target[:HEADER] = rows, decode_rows, token_count, block_count, number
+        target[:HEADER] = rows, decode_rows, token_count, block_count
         samples = np.ones(rows, dtype=bool)
         samples[decode_rows:] = plan.chunk_samples
         sampled_rows = np.flatnonzero(samples)
@@ -193,7 +193,7 @@ def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: St
 
     The same as the kernel in `kernels/step_inputs.py`, whose docstring has formula, tables and padding.
     """
-    row_count, _, token_count, block_count, *_ = plan[:HEADER].tolist()
+    row_count, _, token_count, block_count = plan[:HEADER].tolist()
     slots, counts = plan[layout.row_slots][:row_count], plan[layout.token_counts][:row_count]
     tables, computed_lengths = state.block_tables.numpy(), state.computed_lengths.numpy()
     if block_count:

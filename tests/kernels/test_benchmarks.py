@@ -9,7 +9,6 @@ OPERATIONS = [
     "silu_mul",
     "embedding",
     "qk_norm_rope_store",
-    "fetch_plan",
     "step_inputs",
     "sampling",
     "skinny_linear",

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
-from kernels.fetch_plan import HostLines
 from kernels.noise import gumbel_reference, noise_bits_reference
 from kernels.sampling import (
     SampledTokens,
@@ -38,7 +37,6 @@ from kernels.sampling_state import (
     SamplingWorkspace,
     fill_counts,
 )
-from kernels.step_layout import PlanLayout
 from tests.kernels.closeness import DEVICE, random_tensor
 
 # The interpreter computes both sides of a `where`; NumPy warns about the side that is not taken.
@@ -271,26 +269,6 @@ def test_logprobs_are_of_the_raw_logits():
         values, order = torch.sort(want[row], descending=True, stable=True)
         assert bench.out.top_ids[row, :count].tolist() == order[:count].tolist()
         assert torch.allclose(bench.out.top_logprobs[row, :count], values[:count], atol=1e-4)
-
-
-def test_ids_go_to_the_hosts_line_of_the_step_too():
-    """Greedy, truncated and failed rows and one without a sample; the other lines keep what they hold."""
-    bench = Bench(4, 300, 300)
-    host = HostLines.allocate(PlanLayout(6, 1), 3, torch.device(DEVICE))
-    logits = random_tensor(4, 300, scale=3.0)
-    logits[2, 5] = float("nan")
-    bench.set(1, temperature=0.8, top_k=20, seed=5)
-    bench.sample_rows[3] = -1
-    for turn in (2, 0):
-        host.turn.fill_(turn)
-        host.results.fill_(77)
-        sample(logits, bench.row_slots, bench.sample_rows, bench.known, bench.slot_token_ids, bench.state,
-               bench.workspace, bench.out, 300, host)  # fmt: skip
-        ids = bench.out.ids.tolist()  # waits for the kernels
-        assert ids[2:] == [-1, -2] and min(ids[:2]) >= 0
-        assert host.ids[turn, :4].tolist() == ids
-        host.ids[turn, :4] = 77
-        assert (host.results == 77).all()
 
 
 def test_no_rows_is_no_work():

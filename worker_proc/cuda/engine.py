@@ -12,10 +12,8 @@ import torch
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
 from kernels.compile_ahead import compile_all, launches_left_out
-from kernels.fetch_plan import HostLines, plan_words
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda import staging
 from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets
 from worker_proc.cuda.fixed_order_forward import FixedOrderForward
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
@@ -113,14 +111,12 @@ def _profile(
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
     layout = PlanLayout(limits.max_num_seqs, 1)
     cache = KVCache(specs, block_size=slots.block_size, block_count=1, host_block_count=0, device=slots.device)
-    plan = torch.zeros(plan_words(layout), dtype=torch.int32, device=slots.device)
-    lines = HostLines.allocate(layout, 1, slots.device) if staging.FETCHING else None
-    options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary, "host": lines}
+    plan = torch.zeros(layout.size, dtype=torch.int32, device=slots.device)
+    options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
     program = StepProgram(forward, cache, slots, plan, layout, **options, eager=True)
     _compile(program, slots, compiled_buckets(*sizes))
     for bucket in largest_buckets(*sizes):
         program.run(bucket)
-    torch.cuda.synchronize()  # what the steps read of the host's memory is given back here
     if not forward.capturable:
         return 0
     before = torch.cuda.mem_get_info()[0]

@@ -1,7 +1,6 @@
-"""Runs step plans on a GPU: each is packed, issued as one graph, and never waited for on the main thread.
+"""Runs step plans on a GPU: one copy in, one graph, one copy out, and never a wait on the main thread.
 
 `execute` packs a plan into pinned memory, issues the step and returns; a reporter's thread waits for the sampled ids.
-Copies go before and behind the graph, or the graph's own kernels do their work (`staging.FETCHING`).
 Steps may be issued before earlier ones are done: what a step needs of them is on the device. Rows that ask for what the
 sampling kernel lacks take `special_rows` on their step. Without a GPU the same code runs in Triton's interpreter, in
 tests. The sockets, and when a plan comes, are the worker's business (`worker.py`).
@@ -18,13 +17,11 @@ import torch
 
 from common.config import StepLimits
 from common.messages import StepPlan
-from kernels.fetch_plan import HostLines
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda import staging
 from worker_proc.cuda.block_swap import BlockSwap
 from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
-from worker_proc.cuda.lanes import LANE_COUNT, Lane, Lanes
+from worker_proc.cuda.lanes import LANE_COUNT, Lanes
 from worker_proc.cuda.slots import DeviceSlots, add_sampling
 from worker_proc.cuda.special_rows import SpecialRows
 from worker_proc.cuda.staging import StagingRing
@@ -59,18 +56,16 @@ class CudaRunner:
         self.swap, self.slots, self._limits = BlockSwap(cache), slots, limits
         self.mirror = SlotMirror.empty(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
-        fetching, lines = staging.FETCHING, HostLines.allocate(layout, LANE_COUNT, slots.device, staging.WRITE_WORDS)
-        self._ring = StagingRing(layout, lines, slots.device, fetching=fetching)
-        self._lanes = Lanes(lines.results, on_gpu=slots.device.type == "cuda", numbered=fetching)
+        self._ring = StagingRing(layout, LANE_COUNT, slots.device)
         self._stager = StepStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
         self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
         self._pooler = Pooler(forward.token_hidden, exact=forward.fixed_order)
         self.program = StepProgram(
             forward, cache, slots, self._ring.device_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
-            host=lines if fetching else None,
         )  # fmt: skip
         self.pads_steps = self.program.uses_graphs
+        self._lanes = Lanes(limits.max_num_seqs, slots.device)
         self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
 
     @torch.inference_mode()
@@ -80,7 +75,7 @@ class CudaRunner:
         lane = self._lanes.take()
         lane.begin()
         with span("input"):
-            packed = self._prepare(plan, lane)
+            packed = self._prepare(plan)
         input_us = (time.perf_counter_ns() - start) // 1000
         step = PendingStep(plan.step_id, partial(self._lanes.read, lane, packed.sampled_rows, input_us))
         if packed.token_count:
@@ -89,10 +84,7 @@ class CudaRunner:
                 step = self._run(step, packed, bucket)
                 if packed.pooled_rows:
                     step = replace(step, embeddings=self._pooler.pool(packed.pooled_rows))
-            if not self._ring.fetching:
-                lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
-        else:
-            self.program.skip()
+            lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
         lane.end()
         return step
 
@@ -137,14 +129,14 @@ class CudaRunner:
         limits = self._limits
         return bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
 
-    def _prepare(self, plan: StepPlan, lane: Lane) -> PackedStep:
-        """Everything that changes before the rows run, and the copy of the plan unless the step fetches it."""
+    def _prepare(self, plan: StepPlan) -> PackedStep:
+        """Everything that changes before the rows run, and the copy of the plan."""
         writes = self._stager.change_slots(plan)
         self.swap.move(plan)
         for init in plan.new_slots:
             add_sampling(writes, init, self.slots.vocab_size)
-        packed = self._stager.pack(plan, self._ring.buffer(lane.index), lane.number)
-        addresses, values = self._ring.send(lane.index, packed.size, writes)
+        packed = self._stager.pack(plan, self._ring.next_buffer())
+        addresses, values = self._ring.copy(packed.size, writes)
         scatter_words(self.slots.memory, addresses, values)
         if plan.masks:
             self.slots.set_masks(plan.mask_slots, plan.masks)

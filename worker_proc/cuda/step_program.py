@@ -12,11 +12,10 @@ from typing import Protocol
 
 import torch
 
-from kernels.fetch_plan import HostLines, fetch_plan
 from kernels.sampling import SampledTokens, sample
 from kernels.sampling_state import SamplingWorkspace
 from kernels.step_inputs import step_inputs
-from kernels.step_layout import HEADER, PlanLayout, StepInputs
+from kernels.step_layout import PlanLayout, StepInputs
 from worker_proc.cuda.buckets import Bucket, has_graph
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
@@ -68,7 +67,6 @@ class StepProgram:
         plan: int32, the device buffer that starts with the packed plan.
         vocabulary: ids from here on are never sampled.
         eager: run every step without a graph.
-        host: where steps fetch their plans, and write their ids; without it the plan is in the buffer already.
 
     Attributes:
         sampled: of the last step, a line per row.
@@ -76,14 +74,12 @@ class StepProgram:
 
     def __init__(
         self, forward: Forward, cache: KVCache, slots: DeviceSlots, plan: torch.Tensor, layout: PlanLayout,
-        *, max_tokens: int, vocabulary: int, eager: bool, host: HostLines | None = None,
+        *, max_tokens: int, vocabulary: int, eager: bool,
     ) -> None:  # fmt: skip
         self._forward, self._cache, self._slots = forward, cache, slots
         self._plan, self._layout, self._vocabulary = plan, layout, vocabulary
         self._max_tokens = max_tokens
         device = plan.device
-        self._host = host
-        self._rehearsal = None if host is None else HostLines.allocate(layout, 1, device)
         self._inputs = StepInputs.allocate(layout.rows, max_tokens, device)
         self._workspace = SamplingWorkspace.allocate(layout.rows, vocabulary, device)
         self.sampled = SampledTokens.allocate(layout.rows, 1, device)
@@ -99,13 +95,13 @@ class StepProgram:
         return len(self._graphs)
 
     def run(self, bucket: Bucket, *, sampling: bool = True) -> torch.Tensor:
-        """Run the step whose turn it is; returns its logits, float32 [rows, vocab_size].
+        """Run the step whose plan is in the buffer; returns its logits, float32 [rows, vocab_size].
 
         Without `sampling` the caller changes the logits and then calls `sample`.
         """
         captured = self._graph_for_step(bucket, sampling)
         if captured is None:
-            return self._run(self._forward, bucket, sampling, self._host)
+            return self._run(self._forward, bucket, sampling)
         graph, logits = captured
         graph.replay()
         return logits
@@ -121,34 +117,23 @@ class StepProgram:
         else:
             self.rehearse(bucket)
 
-    def skip(self) -> None:
-        """A step without rows: there is nothing to do but to take its turn."""
-        if self._host is not None:
-            fetch_plan(self._host, self._layout, self._plan)
-
     def rehearse(self, bucket: Bucket) -> None:
-        """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers.
-
-        It is nobody's turn then: steps that fetch their plans fetch one from a line that is always empty.
-        """
-        kept = self._plan[:HEADER].clone()
-        self._plan[:HEADER].zero_()
+        """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""
+        kept = self._plan[:4].clone()
+        self._plan[:4].zero_()
         try:
-            self._run(self._forward.shortened(), bucket, True, self._rehearsal)
+            self._run(self._forward.shortened(), bucket, sampling=True)
         finally:
-            self._plan[:HEADER].copy_(kept)
+            self._plan[:4].copy_(kept)
 
     def sample(self, bucket: Bucket, logits: torch.Tensor) -> None:
-        """Choose the rows' tokens, write them to `sampled` and to their slots, and for the host where steps do that."""
-        self._sample(bucket, logits, self._host)
-
-    def _sample(self, bucket: Bucket, logits: torch.Tensor, host: HostLines | None) -> None:
+        """Choose the rows' tokens, write them to `sampled` and to their slots."""
         inputs, slots = self.inputs(bucket), self._slots
         whole = self.sampled
         out = SampledTokens(**{item.name: getattr(whole, item.name)[: bucket.rows] for item in fields(whole)})
         sample(
             logits, inputs.row_slots, inputs.sample_rows, slots.known_lengths, slots.token_ids, slots.sampling,
-            self._workspace, out, self._vocabulary, host,
+            self._workspace, out, self._vocabulary,
         )  # fmt: skip
 
     def inputs(self, bucket: Bucket) -> StepInputs:
@@ -159,14 +144,12 @@ class StepProgram:
         """Logits of any tokens of the last step."""
         return self._forward.token_logits(first_token, count)
 
-    def _run(self, forward: Forward, bucket: Bucket, sampling: bool, host: HostLines | None) -> torch.Tensor:
+    def _run(self, forward: Forward, bucket: Bucket, sampling: bool) -> torch.Tensor:
         inputs = self.inputs(bucket)
-        if host is not None:
-            fetch_plan(host, self._layout, self._plan)
         step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)
         logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
         if sampling:
-            self._sample(bucket, logits, host)
+            self.sample(bucket, logits)
         return logits
 
     def _graph_for_step(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
@@ -198,7 +181,7 @@ class StepProgram:
             self.rehearse(bucket)
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
-                    logits = self._run(self._forward, bucket, sampling, self._host)
+                    logits = self._run(self._forward, bucket, sampling)
                 except Exception as error:
                     cause = error  # ending the capture raises another error, which says less
                     raise
