@@ -16,9 +16,6 @@ Measured on an H200 at commit a82871e by `python -m benchmarks.kernels.tune_atte
 layer of 16 query and 8 K/V heads of 128, bfloat16 (the kernel of several warps in brackets): 2 rows of 512 tokens 5.15
 (6.67), 8 of 200 5.48 (7.81), 16 of 256 7.2 (13.3); but one row of 512 4.8 to 5.3 (3.5 to 4.4).
 
-State: over 8-bit caches, and with the first tile in registers beforehand, right in the tests' emulator; no card has run
-that yet, so `takes_warps` does not choose it for 8-bit caches.
-
 Called by kernels/fused_decode_attention.py alone.
 """
 
