@@ -424,13 +424,18 @@ class Core:
                 text = f"the engine was lost {FRUITLESS_LIMIT} times while it had this request: {why}"
                 self._fail(request, RequestError(text, code="engine_restarted", status=503))
 
-    def end_overdue(self) -> bool:
-        """If there is no scheduler to do it, end the requests whose deadline has passed; False if there is one."""
+    def end_overdue(self, now_s: float | None = None) -> bool:
+        """If there is no scheduler to do it, end the requests whose deadline has passed; False if there is one.
+
+        Args:
+            now_s: wall clock time; None for now.
+        """
+        now_s = self._wall_clock() if now_s is None else now_s
         if not self._outbox.suspended:
             return False
         for request in list(self._live.values()):
             deadline_s = request.message.deadline_s if request.message is not None else None
-            if deadline_s is not None and deadline_s <= self._wall_clock():
+            if deadline_s is not None and deadline_s <= now_s:
                 text = "the request's deadline has passed while the engine was being started again"
                 self._fail(request, RequestError(text, code="deadline_exceeded", status=408))
         return True
