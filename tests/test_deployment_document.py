@@ -90,13 +90,14 @@ def test_the_container_serves_what_it_is_told():
     assert (served.server.host, served.model.model, served.model.max_model_len) == ("0.0.0.0", "Qwen/Qwen3-0.6B", 8192)
 
 
-def test_the_container_installs_what_the_project_needs(tmp_path):
+def test_the_container_installs_what_the_project_needs():
     parts = dockerfile()
-    assert parts["FROM"][0].startswith("python:3.12"), "a version that pyproject.toml allows"
+    assert {image.split()[0] for image in parts["FROM"]} == {"python:3.12-slim"}, "a version that pyproject.toml allows"
+    [(source, folder)] = [copy.split() for copy in parts["COPY"] if copy.startswith("pyproject")]
     [command] = [run for run in parts["RUN"] if "needed.txt" in run]
-    assert (ROOT / re.findall(r"source=(\S+?),", command)[0]).exists()
     code = shlex.split(command.partition("python -c ")[2].partition(" > ")[0])[0]
-    code = code.replace("/src/pyproject.toml", str(ROOT / "pyproject.toml"))
+    assert folder + source in code
+    code = code.replace(folder + source, str(ROOT / source))
     listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True).stdout
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert listed.splitlines() == project["dependencies"]

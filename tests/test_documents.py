@@ -24,8 +24,8 @@ DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 OTHER_PROGRAMS = {
     "deployment.md": {"--gpus", "--stop-timeout", "--ipc", "--shm-size", "--no-install-recommends", "--no-cache-dir",
                       "--create-home", "--entrypoint", "--rm", "--build-arg", "--cap-drop", "--from-file", "--home-dir",
-                      "--init", "--interval", "--mount", "--no-deps", "--now", "--read-only", "--security-opt",
-                      "--shell", "--start-period", "--system", "--timeout", "--tmpfs", "--uid"},
+                      "--from", "--init", "--interval", "--no-deps", "--wheel-dir", "--now", "--read-only",
+                      "--security-opt", "--shell", "--start-period", "--system", "--timeout", "--tmpfs", "--uid"},
 }  # fmt: skip
 """Options of other programs that a document names."""
 VERB_OPTIONS = {"--pid", "--watch", "--json", "--system", "--temperature", "--max-tokens", "--server-key", "--revoke"}
