@@ -76,9 +76,9 @@ MAX_SPLITS = 32
 WARPS_GROUP = 8
 WARPS_ROWS = 2
 WARPS_ROWS_8_BIT = 4
-"""Rows from which on kernels/fused_decode_warps.py computes plain and 8-bit caches; below, the others are faster. A step
-of the Qwen3-0.6B shape on an H200, int8: 2 rows of 512 tokens 752 us by single warps and 723 without, 8 of 200 tokens
-782 and 876, 16 of 300 tokens 914 and 1,024."""
+"""Rows from which on kernels/fused_decode_warps.py computes plain and 8-bit caches; below, the others are faster. A
+step of the Qwen3-0.6B shape on an H200, int8: 2 rows of 512 tokens 752 us by single warps and 723 without, 8 of 200
+tokens 782 and 876, 16 of 300 tokens 914 and 1,024."""
 
 
 def fused_decode_attention_reference(
