@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 
 import zmq
 
@@ -32,7 +32,7 @@ EMBEDDING = array("f", [0.6, 0.0, -0.8])
 """Every prompt's, if one is asked for."""
 
 Script = Callable[[AddRequest, int], Iterator[int]]
-"""The tokens of a request's sample with this index; its end, or `max_tokens`, ends the sample."""
+"""The tokens of a request's sample with this index, from its first; its end, or `max_tokens`, ends the sample."""
 
 
 def echo(request: AddRequest, sample_index: int) -> Iterator[int]:
@@ -127,16 +127,21 @@ class FakeScheduler(threading.Thread):
                             code, message, status = self.refusal
                             outputs.send(RequestFailed(request.request_id, code, message, status).to_wire())
                         else:
-                            self._live[request.request_id] = [
-                                _Sample(request, index, self._script(request, index))
-                                for index in range(request.params.n)
-                            ]
+                            self._live[request.request_id] = self._samples(request)
                     case AbortRequests() as aborts:
                         self.aborted.extend(aborts.request_ids)
                         for request_id in aborts.request_ids:
                             self._live.pop(request_id, None)
             outputs.send(EngineStats(running_count=len(self._live)).to_wire())
             self.changed.notify_all()
+
+    def _samples(self, request: AddRequest) -> list[_Sample]:
+        """Those that run, each from where it stands."""
+        open_samples = [(index, len(output)) for index, output in request.open_samples()]
+        return [
+            _Sample(request, index, islice(self._script(request, index), count, None), count)
+            for index, count in open_samples
+        ]
 
     def _step(self) -> TokensOut:
         request_ids, sample_indices, counts = array("i"), array("B"), array("B")

@@ -372,8 +372,6 @@ def check(config: EngineConfig) -> None:
         raise ConfigError("--max-model-len and --num-kv-blocks cannot be negative")
     if config.profiling.profile_steps < 1:
         raise ConfigError(f"--profile-steps is {config.profiling.profile_steps}; wanted at least 1")
-    if server.restart and config.profiling.record:
-        raise ConfigError("--record and --restart exclude each other: a recording holds one life of a process")
     if config.worker.tensor_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size: only 1 is supported so far")
 

@@ -1,7 +1,7 @@
 """Recordings: all messages that a process received and sent, in a file, so that it can be run on them alone later.
 
-With `--record DIR` each process writes `DIR/<process>.rec`: an eight-byte magic, a header, records, an end; numbers are
-little-endian.
+With `--record DIR` each process writes `DIR/<process>.rec`, or `DIR/<session>/<process>.rec` if it was started again:
+an eight-byte magic, a header, records, an end; numbers are little-endian.
 
     header   uint32 length, then a msgpack array [process, protocol version, monotonic ns, configuration as JSON]
     record   uint64 monotonic ns, uint8 link, uint8 direction, uint32 length, then that many bytes
@@ -16,7 +16,7 @@ consists of, so only its owner can read the files. Written by the processes' tra
 import dataclasses
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,8 @@ from common.wire import FieldReader, pack, unpack
 MAGIC = b"TRIREC\x01\n"
 SUFFIX = ".rec"
 BUFFER_BYTES = 1 << 20
+FLUSH_INTERVAL_NS = 500_000_000
+"""How long records may lie in the buffer while others come: a killed process loses what does."""
 _HEADER_CODE = 0
 _LENGTH = struct.Struct("<I")
 _RECORD = struct.Struct("<QBBI")
@@ -92,13 +94,19 @@ class Recorder:
         text = dataclasses.replace(config, server=server).to_json()
         header = pack([_HEADER_CODE, process, PROTOCOL_VERSION, time.monotonic_ns(), text])
         self._file.write(MAGIC + _LENGTH.pack(len(header)) + header)
+        self._file.flush()
+        self._flushed_ns = time.monotonic_ns()
 
     def note(self, link: int, direction: int, data: bytes = b"") -> None:
         """Write one record; after `close` nothing."""
         if self._file.closed:
             return
+        now_ns = time.monotonic_ns()
         # one write, so that the buffer's lock keeps records of two threads apart
-        self._file.write(_RECORD.pack(time.monotonic_ns(), link, direction, len(data)) + data)
+        self._file.write(_RECORD.pack(now_ns, link, direction, len(data)) + data)
+        if now_ns > self._flushed_ns + FLUSH_INTERVAL_NS:
+            self._flushed_ns = now_ns
+            self._file.flush()
 
     def received(self, link: int, data: bytes = b"") -> None:
         """A message, or something else that this process acts upon."""
@@ -116,19 +124,22 @@ class Recorder:
 
 
 def check_new(path: Path) -> None:
-    """Refuse a recording's file that is there already; raises ConfigError."""
-    if path.exists():
+    """Refuse a recording's file that is there already, of a restarted process too; raises ConfigError."""
+    if path.exists() or any(path.parent.glob(f"[0-9]*/{path.name}")):
         raise ConfigError(f"--record: {path} is there already; wanted a folder without a recording")
 
 
 def recorder_for(config: EngineConfig, process: str) -> Recorder | None:
-    """The process's recorder; None unless `--record` is given.
+    """The process's recorder; None unless `--record` is given. That of a process that was started again writes into a
+    folder of its own, named by the session: a recording holds one life of a process.
 
     Raises:
         ConfigError: its file is there already, or cannot be made.
     """
-    folder = config.profiling.record
-    return Recorder(Path(folder) / (process + SUFFIX), process, config) if folder else None
+    if not config.profiling.record:
+        return None
+    folder = Path(config.profiling.record) / (str(config.session) if config.session else "")
+    return Recorder(folder / (process + SUFFIX), process, config)
 
 
 def receiving(recorder: Recorder | None, link: Link, receive: Callable[..., bytes]) -> Callable[..., bytes]:
@@ -193,6 +204,7 @@ class Recording:
         process: `frontend`, `scheduler`, `worker-0`.
         started_ns: the monotonic clock at its beginning.
         records: in the order they were written.
+        breaks_off: the process was killed; something may have followed.
     """
 
     path: Path
@@ -200,6 +212,7 @@ class Recording:
     started_ns: int
     config: EngineConfig
     records: list[Record]
+    breaks_off: bool = False
 
     @classmethod
     def load(cls, folder: Path, process: str, *, partial: bool = False) -> "Recording":
@@ -226,7 +239,11 @@ class Recording:
             raise RecordingError(f"{path} is a recording of {found}, wanted {process}")
         # a replay neither records nor traces itself
         config = dataclasses.replace(config, profiling=ProfilingOptions())
-        return cls(path, process, started_ns, config, list(_read_records(path, view, start, partial)))
+        records, is_whole = _read_records(view, start)
+        if not (is_whole or partial):
+            what = f"{path} breaks off after {len(view)} bytes: the process did not end as told"
+            raise RecordingError(f"{what}; --partial takes what is there")
+        return cls(path, process, started_ns, config, records, not is_whole)
 
 
 def _read_header(path: Path, view: memoryview) -> tuple[str, int, EngineConfig, int]:
@@ -235,28 +252,27 @@ def _read_header(path: Path, view: memoryview) -> tuple[str, int, EngineConfig, 
     try:
         length = _LENGTH.unpack_from(view, len(MAGIC))[0]
         code, fields = unpack(view[start : start + length])
-        read = FieldReader("the header", fields)
-        process, version = read.text("process", 64), read.integer("protocol_version")
-        if code != _HEADER_CODE or version != PROTOCOL_VERSION:
-            raise RecordingError(f"{path} holds messages of protocol version {version}; this is {PROTOCOL_VERSION}")
-        started_ns, config = read.integer("started_ns", 0, 2**63), EngineConfig.from_json(read.text("configuration"))
-        read.done()
+        with FieldReader("the header", fields) as read:
+            process, version = read.text("process", 64), read.integer("protocol_version")
+            if code != _HEADER_CODE or version != PROTOCOL_VERSION:
+                raise RecordingError(f"{path} holds messages of protocol version {version}; this is {PROTOCOL_VERSION}")
+            started_ns = read.integer("started_ns", 0, 2**63)
+            config = EngineConfig.from_json(read.text("configuration"))
     except (struct.error, WireError, ConfigError) as error:
         raise RecordingError(f"{path}: the header cannot be read: {error}") from None
     return process, started_ns, config, start + length
 
 
-def _read_records(path: Path, view: memoryview, start: int, partial: bool) -> Iterator[Record]:
+def _read_records(view: memoryview, start: int) -> tuple[list[Record], bool]:
+    """The records from `start` on, and whether their end is there."""
+    records: list[Record] = []
     while start + _RECORD.size <= len(view):
         time_ns, link, direction, length = _RECORD.unpack_from(view, start)
         start += _RECORD.size
         if link == Link.END:
-            return
+            return records, True
         if start + length > len(view):
             break
-        yield Record(time_ns, link, direction, bytes(view[start : start + length]))
+        records.append(Record(time_ns, link, direction, bytes(view[start : start + length])))
         start += length
-    if not partial:
-        raise RecordingError(
-            f"{path} breaks off after {len(view)} bytes: the process did not end as told; --partial takes what is there"
-        )
+    return records, False

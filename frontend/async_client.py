@@ -87,7 +87,7 @@ class AsyncClient:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
         self.welcome: wire.Welcome
-        self._name = name
+        self._hello = client_requests.hello(name)
         self._keys = read_client_keys(client_keys, server_key)
         self._state = ClientState(AsyncInbox)
         self._closed = True
@@ -104,12 +104,11 @@ class AsyncClient:
         """
         self._connection = Connection(self.endpoint, self._keys)
         self._settled = asyncio.Event()
-        self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
-        self._reader = ZmqReader(self._socket, lambda frames: self._state.take(frames[-1]))
-        self._monitor_reader = ZmqReader(self._monitor, self._on_connection)
+        self._give_up: asyncio.TimerHandle | None = None
+        self._connect()
         self._closed = False
         try:
-            self.welcome = await self._call(client_requests.hello(self._name), HELLO_ID)
+            self.welcome = await self._call(self._hello, HELLO_ID)
         except BaseException:
             await self.close()
             raise
@@ -176,7 +175,7 @@ class AsyncClient:
         the request."""
         inbox, timeout_s = self._inbox(options.get("request_id")), options.get("timeout_s")
         with self._state.freed_on_error(inbox):
-            await self._send(client_requests.embed_message(inbox.request_id, prompt, options))
+            await self._send(client_requests.embed_message(inbox.request_id, prompt, options), inbox)
         try:
             async with asyncio.timeout_at(deadline_after(timeout_s, asyncio.get_running_loop().time())):
                 reply = await inbox.next()
@@ -226,12 +225,14 @@ class AsyncClient:
         inbox = self._inbox(options.get("request_id"))
         with self._state.freed_on_error(inbox):
             message = client_requests.generate_message(inbox.request_id, prompt, params, stream=stream, options=options)
-            await self._send(message)
+            await self._send(self._state.streamed(inbox, message), inbox)
         return AsyncStream(self, inbox, options.get("timeout_s"))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a `Final` with the output so far. Unknown ids are ignored."""
-        await self._send(wire.Abort(request_id))
+        self._state.note_abort(request_id)
+        if not self._state.is_resuming:
+            await self._send(wire.Abort(request_id))
 
     async def tokenize(self, prompt: str | Messages, *, add_special_tokens: bool | None = None) -> list[int]:
         """The token ids of a text or a chat."""
@@ -256,12 +257,7 @@ class AsyncClient:
         if not self._closed:
             self._closed = True
             self._state.end_all(EngineDeadError("this client is closed"))
-            self._monitor_reader.close()
-            self._reader.close()
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0)
-            self._context.term()
+            self._disconnect()
 
     async def __aenter__(self) -> "AsyncClient":
         return await self.open()
@@ -280,17 +276,68 @@ class AsyncClient:
         assert isinstance(inbox, AsyncInbox)
         return inbox
 
+    def _connect(self) -> None:
+        self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
+        self._reader = ZmqReader(self._socket, self._on_message)
+        self._monitor_reader = ZmqReader(self._monitor, self._on_connection)
+
+    def _disconnect(self) -> None:
+        if self._give_up is not None:
+            self._give_up.cancel()
+        self._monitor_reader.close()
+        self._reader.close()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _reconnect(self) -> None:
+        """With a new socket: nothing that waits in the old one is for whoever comes."""
+        if not self._closed:
+            self._disconnect()
+            self._connection.is_up = False
+            self._connect()
+            self._watch()
+
+    def _watch(self) -> None:
+        """See to it that requests do not wait for ever for an engine that is lost."""
+        if self._give_up is not None:
+            self._give_up.cancel()
+        self._give_up = asyncio.get_running_loop().call_later(self.timeout_s, self._on_silence)
+
+    def _on_silence(self) -> None:
+        if self._state.is_resuming:
+            self._state.give_up()
+            self._settle()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        for message in self._state.take(frames[-1]):
+            self._socket.send(message.to_wire(), zmq.NOBLOCK)
+        if not self._settled.is_set():
+            self._settle()
+
     def _on_connection(self, event: list[bytes]) -> None:
         if self._connection.note(event):
             while self._reader.drain():  # the engine's last words came before the end
                 pass
-            self._state.end_all(self._connection.lost())
-        if self._connection.is_up or self._connection.refusal:
+            self._state.lose(self._connection.lost())
+            asyncio.get_running_loop().call_soon(self._reconnect)
+        elif self._connection.is_up and self._state.engine is not None:  # again
+            self._socket.send(self._hello.message(HELLO_ID).to_wire(), zmq.NOBLOCK)
+            self._reader.recheck()
+            self._watch()
+        elif self._connection.refusal is not None and self._state.is_resuming:
+            self._state.give_up(self._connection.refusal)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let those go on who wait for the connection, if they need not wait any longer."""
+        if self._connection.refusal or (self._connection.is_up and not self._state.is_resuming):
             self._settled.set()
         else:
             self._settled.clear()
 
-    async def _send(self, message: wire.FromClient) -> None:
+    async def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
@@ -304,12 +351,14 @@ class AsyncClient:
         if not self._connection.is_up and self._connection.refusal:
             raise self._connection.refusal
         self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+        if inbox is not None:
+            self._state.note_sent(inbox, message)
         self._reader.recheck()
 
     async def _call(self, call: Call[T, ReplyT], request_id: str | None = None) -> T:
         inbox = self._inbox(request_id)
         with self._state.freed_on_error(inbox):
-            await self._send(call.message(inbox.request_id))
+            await self._send(call.message(inbox.request_id), inbox)
             try:
                 reply = await asyncio.wait_for(inbox.next(), self.timeout_s)
             except TimeoutError:

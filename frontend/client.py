@@ -8,8 +8,8 @@
 Needs pyzmq and msgpack only. A client belongs to one thread at a time, and refuses a second one (RuntimeError);
 connections are cheap, so give each thread its own. Errors: `RequestError` for what the engine refuses or ends with an
 error, `EngineDeadError` if there is no engine at the endpoint or the connection is lost, `AccessError` if the keys are
-wrong, `TimeoutError` if an answer does not come in time. After a loss the client reconnects by itself: requests that
-were live are gone, new ones work.
+wrong, `TimeoutError` if an answer does not come in time. After a loss the client reconnects by itself; requests that
+were live go on if it is the same engine that is back (`launch.py --restart`), and otherwise end; new ones work.
 """
 
 import contextlib
@@ -77,17 +77,16 @@ class Client:
     ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        keys = read_client_keys(client_keys, server_key)
+        self._keys = read_client_keys(client_keys, server_key)
+        self._hello = client_requests.hello(name)
         self._state = ClientState()
-        self._connection = Connection(endpoint, keys)
-        self._context, self._socket, self._monitor = connect_client(endpoint, keys)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._connection = Connection(endpoint, self._keys)
+        self._connect()
+        self._give_up_at_s = 0.0
         self._closed = False
         self._in_use = _OneThread()
         try:
-            self.welcome = self._call(client_requests.hello(name), HELLO_ID)
+            self.welcome = self._call(self._hello, HELLO_ID)
         except BaseException:
             self.close()
             raise
@@ -223,21 +222,22 @@ class Client:
         """
         inbox = self._state.open(options.get("request_id"))
         with self._state.freed_on_error(inbox):
-            self._send(
-                client_requests.generate_message(inbox.request_id, prompt, params, stream=stream, options=options)
-            )
+            message = client_requests.generate_message(inbox.request_id, prompt, params, stream=stream, options=options)
+            self._send(self._state.streamed(inbox, message), inbox)
         return Stream(self, inbox, options.get("timeout_s"))
 
     def submit_embedding(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> "RunningEmbedding":
         """Ask for an embedding and return at once; arguments as in `embed`."""
         inbox = self._state.open(options.get("request_id"))
         with self._state.freed_on_error(inbox):
-            self._send(client_requests.embed_message(inbox.request_id, prompt, options))
+            self._send(client_requests.embed_message(inbox.request_id, prompt, options), inbox)
         return RunningEmbedding(self, inbox, options.get("timeout_s"))
 
     def abort(self, request_id: str) -> None:
         """End a request; its stream gets a `Final` with the output so far. Unknown ids are ignored."""
-        self._send(wire.Abort(request_id))
+        self._state.note_abort(request_id)
+        if not self._state.is_resuming:
+            self._send(wire.Abort(request_id))
 
     def tokenize(self, prompt: str | Messages, *, add_special_tokens: bool | None = None) -> list[int]:
         """The token ids of a text or a chat."""
@@ -261,10 +261,7 @@ class Client:
         """Close the connection; the engine aborts this client's requests."""
         if not self._closed:
             self._closed = True
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0)
-            self._context.term()
+            self._disconnect()
 
     def __enter__(self) -> "Client":
         return self
@@ -291,47 +288,73 @@ class Client:
         raise_error(reply)
         return reply
 
+    def _connect(self) -> None:
+        self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def _disconnect(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
         with self._in_use:
+            if self._state.is_resuming:
+                left_ms = max(0, math.ceil((self._give_up_at_s - time.monotonic()) * 1000))
+                wait_ms = left_ms if wait_ms is None else min(wait_ms, left_ms)
             if self._monitor in dict(self._poller.poll(wait_ms)):
                 self._look_at_connection()
             self._drain()
+            if self._state.is_resuming and (self._connection.refusal or time.monotonic() >= self._give_up_at_s):
+                self._state.give_up(self._connection.refusal)
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                self._state.take(self._socket.recv(zmq.NOBLOCK))
+                for message in self._state.take(self._socket.recv(zmq.NOBLOCK)):
+                    self._socket.send(message.to_wire(), zmq.NOBLOCK)
 
     def _look_at_connection(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             if self._connection.note(self._monitor.recv_multipart()):
                 self._drain()  # the engine's last words came before the end
-                self._state.end_all(self._connection.lost())
+                self._state.lose(self._connection.lost())
+                self._disconnect()  # a new socket: nothing that waits in this one is for whoever comes
+                self._connect()
+                self._give_up_at_s = time.monotonic() + self.timeout_s
+            elif self._connection.is_up and self._state.engine is not None:  # again
+                self._socket.send(self._hello.message(HELLO_ID).to_wire(), zmq.NOBLOCK)
+                self._give_up_at_s = time.monotonic() + self.timeout_s
 
-    def _send(self, message: wire.FromClient) -> None:
+    def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
         with self._in_use:
             self._await_connection()
             self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+            if inbox is not None:
+                self._state.note_sent(inbox, message)
 
     def _await_connection(self) -> None:
         deadline_s = time.monotonic() + self.timeout_s
         self._look_at_connection()
-        while not self._connection.is_up:
-            wait_ms = math.ceil((deadline_s - time.monotonic()) * 1000)
+        while not self._connection.is_up or self._state.is_resuming:
             if self._connection.refusal is not None:
                 raise self._connection.refusal
-            if wait_ms <= 0 or not self._monitor.poll(wait_ms):
+            wait_ms = math.ceil((deadline_s - time.monotonic()) * 1000)
+            if wait_ms <= 0:
                 raise self._connection.unreachable(self.timeout_s)
-            self._look_at_connection()
+            self._pump(wait_ms)
 
     def _call(self, call: Call[T, ReplyT], request_id: str | None = None) -> T:
         inbox = self._state.open(request_id)
         with self._state.freed_on_error(inbox):
-            self._send(call.message(inbox.request_id))
+            self._send(call.message(inbox.request_id), inbox)
             reply = self.next_reply(inbox, time.monotonic() + self.timeout_s)
         assert isinstance(reply, call.reply), f"wanted {call.reply.__name__}, got {type(reply).__name__}"
         return call.value(reply)

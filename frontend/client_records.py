@@ -35,10 +35,16 @@ class ClientSink:
 
     Attributes:
         request: None while the prompt is being encoded.
+        aborted: nothing more is to come of it.
+        has_output: it goes on from output that its client has.
+        is_unwanted: it was aborted before it could be submitted, which is still needed to put that output into its end.
         is_ending: the request has ended, and its final message is being written.
     """
 
-    __slots__ = ("_start", "aborted", "client", "is_ending", "request", "request_id", "sample_count")
+    __slots__ = (
+        "_start", "aborted", "client", "has_output", "is_ending", "is_unwanted", "request", "request_id",
+        "sample_count",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -53,6 +59,8 @@ class ClientSink:
         self.sample_count = sample_count
         self.request: Request | None = None
         self.aborted = False
+        self.has_output = False
+        self.is_unwanted = False
         self.is_ending = False
 
     def on_token(self, sample_index: int, text: str, token_id: int) -> None:

@@ -8,12 +8,15 @@ All that a step produces for one client is sent as one message. A client that do
 `CLIENT_QUEUE_LIMIT` messages wait for it, its requests are aborted. So are those of a client that has gone: whenever a
 connection ends (ZeroMQ's heartbeats end that of a client that vanished without a word), every client with live requests
 is sent a Pong, and sending fails for the one that is not there.
+
+With `--restart` a lost frontend is started again, and clients ask once more for what they had (Resume). Requests wait
+here until the new frontend has heard of the engine.
 """
 
 import asyncio
 import logging
 from array import array
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +45,9 @@ KEY_CHECK_INTERVAL_S = 1.0
 _FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
 _LAST_FRAME = int(zmq.NOBLOCK)
 
+Samples = Sequence[wire.SampleSoFar] | None
+"""What a client has of a request that it asks for again; None for a new request."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +66,8 @@ class ClientServer:
     def __init__(self, engine: Engine, socket: "zmq.Socket[bytes]", access: ClientAccess | None = None) -> None:
         self.touched: dict[bytes, ClientRecord] = {}
         self._engine = engine
+        self._is_known = asyncio.Event()
+        self._is_silent = False
         self._socket = socket
         self._clients: dict[bytes, ClientRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,6 +84,8 @@ class ClientServer:
 
     def flush(self) -> None:
         """Send what has gathered since the last flush, to the scheduler and to clients. Never blocks."""
+        if self._engine.limits is not None:
+            self._is_known.set()
         self._engine.core.send_gathered()
         while self.touched:
             _, client = self.touched.popitem()
@@ -101,6 +111,11 @@ class ClientServer:
         self._reader.close()
         self._socket.close(linger=linger_ms)
 
+    def fall_silent(self) -> None:
+        """This frontend has failed and is started again: send nothing more, no error either. Clients whose connection
+        ends ask the next frontend for what they had."""
+        self._is_silent = True
+
     def _on_disconnect(self) -> None:
         self._probes_left = PROBE_COUNT
         if self._next_probe is None:
@@ -117,7 +132,7 @@ class ClientServer:
         self.flush()
 
     def _send(self, client: ClientRecord, message: bytes) -> bool:
-        if client.gone:
+        if client.gone or self._is_silent:
             return False
         try:
             self._socket.send(client.identity, _FIRST_FRAME)
@@ -212,6 +227,10 @@ class ClientServer:
                 self._generate(client, message)
             case wire.Embed():
                 self._embed(client, message)
+            case wire.Resume(wire.Generate() as request, samples):
+                self._generate(client, request, samples)
+            case wire.Resume(wire.Embed() as request):
+                self._embed(client, request, ())
             case wire.Abort():
                 self._abort(client, message.request_id)
             case wire.Tokenize():
@@ -258,21 +277,29 @@ class ClientServer:
 
     # -- one method per message ----------------------------------------------------------------------------------------
 
-    def _generate(self, client: ClientRecord, message: wire.Generate) -> None:
-        self._check_new(client, message.request_id)
+    def _generate(self, client: ClientRecord, message: wire.Generate, resumed: Samples = None) -> None:
+        self._check_new(client, message.request_id, is_new=resumed is None)
         params = self._engine.make_params(message.params, model_defaults=message.model_defaults)
         sink = ClientSink(client, message.request_id, params.n, partial(self._start, client, message.request_id))
+        sink.has_output = bool(resumed)
         self._start_request(
-            sink, message, params=params, stream=message.stream, starts_text=message.is_chat
-        )  # fmt: skip
+            sink, message, params=params, stream=message.stream, starts_text=message.is_chat, resumed=resumed
+        )
 
-    def _embed(self, client: ClientRecord, message: wire.Embed) -> None:
-        self._check_new(client, message.request_id)
+    def _embed(self, client: ClientRecord, message: wire.Embed, resumed: Samples = None) -> None:
+        self._check_new(client, message.request_id, is_new=resumed is None)
         pooling = self._engine.check_pooling(message.pooling)
         sink = EmbedSink(client, message.request_id, 1, partial(self._start, client, message.request_id))
-        self._start_request(sink, message, params=EMBEDDING_PARAMS, stream=False, pooling=pooling)
+        self._start_request(
+            sink,
+            message,
+            params=EMBEDDING_PARAMS,
+            stream=False,
+            pooling=pooling,
+            resumed=None if resumed is None else (),
+        )
 
-    def _check_new(self, client: ClientRecord, request_id: str) -> None:
+    def _check_new(self, client: ClientRecord, request_id: str, *, is_new: bool) -> None:
         if request_id in client.live:
             raise RequestError(
                 f"request id {request_id!r} is already in use by a live request of this client",
@@ -283,13 +310,23 @@ class ClientServer:
             raise RequestError(
                 f"this client has {LIVE_LIMIT} live requests, the most there may be", code="too_many", status=429
             )
-        self._engine.core.check_serving()
+        if not (is_new or self._engine.name):
+            raise RequestError("this engine starts no lost process again (--restart): nothing goes on", param="samples")
+        is_full = len(self._tasks) >= self._engine.config.scheduler.max_num_queued_reqs
+        if not self._waits() or (is_new and is_full):
+            self._engine.core.check_serving()
+
+    def _waits(self) -> bool:
+        """Whether requests wait: this frontend was started again, and has not heard of the engine yet."""
+        return self._engine.health().state == "starting" and self._engine.config.session > 0
 
     def _start_request(self, sink: ClientSink, message: wire.Generate | wire.Embed, **options: Any) -> None:
         """Encode the prompt and submit the request; `options` are those of `Core.submit`."""
         client = sink.client
         prompt = prompt_of(message.prompt, message.chat)
-        token_ids = self._engine.prompt_ids_now(prompt, message.add_special_tokens)
+        options["timings"] = self._engine.core.arrival()
+        waits = self._waits()
+        token_ids = None if waits else self._engine.prompt_ids_now(prompt, message.add_special_tokens)
         if token_ids is not None:
             self._engine.core.gather()  # `flush` comes after all messages that have come
             self._submit(sink, message, token_ids, options)
@@ -297,6 +334,8 @@ class ClientServer:
 
         async def encode_and_submit() -> None:
             try:
+                if waits:
+                    await self._until_known(message.timeout_ms)
                 ids = await self._engine.prompt_ids(prompt, message.add_special_tokens)
                 if not sink.aborted:
                     self._submit(sink, message, ids, options)
@@ -309,6 +348,15 @@ class ClientServer:
         client.live[message.request_id] = sink
         self._start(client, message.request_id, encode_and_submit())
 
+    async def _until_known(self, timeout_ms: int | None) -> None:
+        """Wait for the engine; raises RequestError when a request's time is up."""
+        try:
+            async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1000):
+                await self._is_known.wait()
+        except TimeoutError:
+            text = "the request's deadline has passed while the engine was being started again"
+            raise RequestError(text, code="deadline_exceeded", status=408) from None
+
     def _submit(
         self,
         sink: ClientSink,
@@ -316,21 +364,30 @@ class ClientServer:
         token_ids: "array[int]",
         options: dict[str, Any],
     ) -> None:
-        sink.request = self._engine.core.submit(
-            token_ids,
-            sink=sink,
-            priority=message.priority,
-            client_key=sink.client.key,
-            cache_salt=message.cache_salt,
-            timeout_s=None if message.timeout_ms is None else message.timeout_ms / 1000,
-            name=message.request_id,
-            **options,
-        )
-        sink.client.live[sink.request_id] = sink
+        sink.client.live[sink.request_id] = sink  # ahead of the call: it may be the request's end
+        try:
+            sink.request = self._engine.core.submit(
+                token_ids,
+                sink=sink,
+                priority=message.priority,
+                client_key=sink.client.key,
+                cache_salt=message.cache_salt,
+                timeout_s=None if message.timeout_ms is None else message.timeout_ms / 1000,
+                name=message.request_id,
+                **options,
+            )
+        except BaseException:
+            sink.client.live.pop(sink.request_id, None)
+            raise
+        if sink.is_unwanted:
+            self._engine.core.abort(sink.request.request_id)
 
     def _abort(self, client: ClientRecord, request_id: str) -> None:
         sink = client.live.get(request_id)
         if sink is None:
+            return
+        if sink.request is None and sink.has_output:
+            sink.is_unwanted = True
             return
         sink.aborted = True
         if sink.request is not None:
@@ -348,10 +405,10 @@ class ClientServer:
         self._reply(client, wire.DetokenizeReply(message.request_id, text))
 
     def _welcome(self, client: ClientRecord, message: wire.Hello) -> None:
-        if message.protocol_version != wire.CLIENT_PROTOCOL_VERSION:
+        oldest, newest = wire.OLDEST_CLIENT_PROTOCOL_VERSION, wire.CLIENT_PROTOCOL_VERSION
+        if not oldest <= message.protocol_version <= newest:
             raise RequestError(
-                f"the client speaks protocol version {message.protocol_version}, this engine "
-                f"{wire.CLIENT_PROTOCOL_VERSION}",
+                f"the client speaks protocol version {message.protocol_version}, this engine {oldest} to {newest}",
                 code="protocol_version",
             )
         self._engine.connections.check()
@@ -359,11 +416,12 @@ class ClientServer:
         self._reply(
             client,
             wire.Welcome(
-                wire.CLIENT_PROTOCOL_VERSION,
+                message.protocol_version,
                 self._engine.model_names,
                 limits.max_model_len if limits else 0,
                 limits.vocab_size if limits else 0,
                 self._engine.health().state,
+                self._engine.name,
             ),
         )
 

@@ -4,8 +4,10 @@ No sockets and no waiting: `client.Client` and `async_client.AsyncClient` have t
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +18,7 @@ from common import client_messages as wire
 from common.errors import AccessError, EngineDeadError, RequestError, TriremeError, WireError
 from common.keys import ClientKeys
 from common.sockets import connection_event
+from frontend.client_resumption import FRUITLESS_LIMIT, Kept
 
 HELLO_ID = ""
 """The inbox of replies that name no request: Welcome, and errors about unreadable messages."""
@@ -39,13 +42,20 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """The replies to one request that have come and were not read yet."""
+    """The replies to one request that have come and were not read yet.
 
-    __slots__ = ("replies", "request_id")
+    Attributes:
+        kept: what is needed to ask for it again; None before it was sent.
+        is_quiet: its reader wants the end alone.
+    """
+
+    __slots__ = ("is_quiet", "kept", "replies", "request_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.replies: deque[Reply] = deque()
+        self.kept: Kept | None = None
+        self.is_quiet = False
 
     def put(self, reply: Reply) -> None:
         """Add a reply."""
@@ -61,9 +71,17 @@ class ClientState:
 
     Args:
         inbox_type: the class of a request's inbox.
+
+    Attributes:
+        engine: the engine's name for itself (`Welcome.engine`); empty for one that does not come back once it is lost,
+            None before its first Welcome.
+        is_resuming: the connection was lost, and requests wait until the same engine can be asked for them again.
     """
 
     def __init__(self, inbox_type: type[Inbox] = Inbox) -> None:
+        self.engine: str | None = None
+        self.is_resuming = False
+        self._loss: TriremeError = EngineDeadError("the connection is lost")
         self._inbox_type = inbox_type
         self._live: dict[str, Inbox] = {}
         self._next_number = 0
@@ -102,22 +120,53 @@ class ClientState:
         """Whether the request has not ended yet."""
         return request_id in self._live
 
-    def take(self, data: bytes) -> None:
-        """Put one message from the engine into its request's inbox."""
+    def streamed(self, inbox: Inbox, message: wire.Generate) -> wire.Generate:
+        """The message to send: from an engine that may be lost and come back, tokens are wanted on the way, to go on
+        from there. (Log probabilities of the prompt would be lost with the first of them.)"""
+        if not self.engine or message.stream or message.params.get("prompt_logprobs") is not None:
+            return message
+        inbox.is_quiet = True
+        return dataclasses.replace(message, stream=True)
+
+    def note_sent(self, inbox: Inbox, message: wire.FromClient) -> None:
+        """The inbox's message has been sent."""
+        inbox.kept = Kept(message, time.monotonic())
+
+    def note_abort(self, request_id: str) -> None:
+        """The request is aborted, now or as soon as it has been asked for again."""
+        inbox = self._live.get(request_id)
+        if inbox is not None and inbox.kept is not None:
+            inbox.kept.is_aborted = True
+
+    def take(self, data: bytes) -> Sequence[wire.FromClient]:
+        """Put one message from the engine into its request's inbox; returns what is to be sent now."""
         try:
             message = wire.decode_to_client(data)
         except WireError as error:
             logger.error("dropped a message from the engine: %s", error)
-            return
+            return ()
         if isinstance(message, wire.Deltas):
             for request_id, delta in message.entries:
                 if inbox := self._live.get(request_id):
-                    inbox.put(delta)
-            return
+                    if self.engine and inbox.kept is not None:
+                        inbox.kept.add(delta)
+                    if not inbox.is_quiet:
+                        inbox.put(delta)
+            return ()
         if isinstance(message, wire.Pong) and not message.request_id:
-            return  # the engine only checks that we are still connected
+            return ()  # the engine only checks that we are still connected
+        if self.is_resuming and isinstance(message, wire.ErrorReply) and not message.request_id:
+            self.give_up(EngineDeadError(f"{self._loss}, and it cannot be asked again: {message.message}"))
+            return ()
+        self._answer(message)
+        return self._resumed(message) if isinstance(message, wire.Welcome) else ()
+
+    def _answer(self, message: Any) -> None:
+        """The end of a request."""
         inbox = self._live.pop(self._whose(message), None)
         if inbox is not None:
+            if isinstance(message, wire.Final) and inbox.kept is not None:
+                message = inbox.kept.completed(message)
             inbox.put(message)
         elif isinstance(message, wire.ErrorReply):
             logger.warning("the engine reports: %s", message.message)
@@ -129,10 +178,48 @@ class ClientState:
         return request_id
 
     def end_all(self, error: EngineDeadError) -> None:
-        """The connection is gone: end every live request."""
+        """The client is closed: end every live request."""
         live, self._live = self._live, {}
         for inbox in live.values():
             inbox.put(error)
+
+    # -- a lost connection ---------------------------------------------------------------------------------------------
+
+    def lose(self, error: EngineDeadError) -> None:
+        """The connection is gone: end what cannot be asked for again; the rest waits for the engine to come back."""
+        self._loss, now_s = error, time.monotonic()
+        for inbox, kept in self._sent():
+            if not self.engine:
+                self._end(inbox, error)
+            elif not kept.note_loss(now_s):
+                text = f"the engine was lost {FRUITLESS_LIMIT} times while it had this request"
+                self._end(inbox, RequestError(text, code="engine_restarted", status=503))
+        self.is_resuming = bool(self._sent())
+
+    def give_up(self, error: TriremeError | None = None) -> None:
+        """The engine does not come back: end what waits for it."""
+        self.is_resuming = False
+        for inbox, _ in self._sent():
+            self._end(inbox, error or self._loss)
+
+    def _resumed(self, welcome: wire.Welcome) -> list[wire.FromClient]:
+        """There is an engine again: what to ask it for."""
+        is_back, self.engine = self.is_resuming and welcome.engine == self.engine, welcome.engine
+        if not is_back:
+            if self.is_resuming:
+                self.give_up()
+            return []
+        self.is_resuming = False
+        now_s = time.monotonic()
+        return [message for _, kept in self._sent() for message in kept.messages(now_s)]
+
+    def _sent(self) -> list[tuple[Inbox, Kept]]:
+        """The live requests but for those that still wait for a connection."""
+        return [(inbox, inbox.kept) for inbox in self._live.values() if inbox.kept is not None]
+
+    def _end(self, inbox: Inbox, error: TriremeError) -> None:
+        del self._live[inbox.request_id]
+        inbox.put(error)
 
 
 class Connection:
@@ -170,7 +257,7 @@ class Connection:
         return was_up and not self.is_up
 
     def lost(self) -> EngineDeadError:
-        """The error for requests that were live when the connection ended."""
+        """The error for requests that were live when the connection ended, and cannot be asked for again."""
         return EngineDeadError(f"the connection to the engine at {self._endpoint} is lost")
 
     def unreachable(self, timeout_s: float) -> EngineDeadError:

@@ -12,7 +12,8 @@ abort and the last tokens may cross on the way.
 
 When scheduler and worker are lost and started again (`suspend`), nothing is sent until the next EngineReady. Then every
 live request is sent once more with the tokens that have come, so that it goes on from there; requests that were
-submitted in the meantime are sent for the first time. So a sink sees a pause and nothing else.
+submitted in the meantime are sent for the first time. So a sink sees a pause and nothing else. When the frontend itself
+was lost, its clients ask again for what they had (`submit` with `resumed`): it is sent with what has come of it, too.
 """
 
 import logging
@@ -21,6 +22,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
+from common.client_messages import SampleSoFar
 from common.errors import RequestError
 from common.messages import AddRequest, EngineReady, EngineStats, ForFrontend, QueueNews, RequestFailed, TokensOut
 from common.sampling_params import SamplingParams
@@ -124,6 +126,7 @@ class Core:
         exact_max_tokens: bool = False,
         timings: Timings | None = None,
         pooling: str = "",
+        resumed: Sequence[SampleSoFar] | None = None,
     ) -> Request:
         """Check a request and send it to the scheduler.
 
@@ -141,31 +144,24 @@ class Core:
             exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
             timings: from `arrival`, if work was done for the request before now.
             pooling: ask for an embedding of the prompt, with `EMBEDDING_PARAMS`.
+            resumed: what has come of a request that an earlier frontend had; it goes on from there. If all of it has
+                come, the sink gets its end at once.
 
         Raises:
             RequestError: it cannot be served; nothing was sent and the sink will not be called.
         """
         limits = self.check_serving()
         check_prompt(prompt_token_ids, limits)
-        params = completed(params, limits, len(prompt_token_ids), self._random, exact_max_tokens=exact_max_tokens)
+        params = completed(params, limits, len(prompt_token_ids), self._random, resumed, exact=exact_max_tokens)
         end_token_ids = known_end_token_ids(params, limits, self.tokenizer)
         bad_token_ids = known_bad_token_ids(params, limits, self.tokenizer)
         params.check_sampleable(end_token_ids, bad_token_ids)
         timings = timings or self.arrival()
         request = Request(
-            request_id=self._allot_id(),
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            end_token_ids=end_token_ids,
-            tokenizer=self.tokenizer,
-            sink=sink,
-            stream=stream,
-            starts_text=starts_text,
-            timings=timings,
-            name=name,
-            client_key=client_key,
-            pooling=pooling,
-        )
+            request_id=self._allot_id(), prompt_token_ids=prompt_token_ids, params=params, end_token_ids=end_token_ids,
+            tokenizer=self.tokenizer, sink=sink, stream=stream, starts_text=starts_text, timings=timings, name=name,
+            client_key=client_key, pooling=pooling,
+        )  # fmt: skip
         deadline_s = None if timeout_s is None else timings.arrived_at_s + timeout_s
         request.message = AddRequest(
             request_id=request.request_id, prompt_token_ids=prompt_token_ids, params=params,
@@ -173,16 +169,21 @@ class Core:
             client_key=client_key, cache_salt=cache_salt, deadline_s=deadline_s, arrived_at_s=timings.arrived_at_s,
             pooling=pooling,
         )  # fmt: skip
+        if resumed is not None:
+            request.take_up(resumed)
         self._send_new(request)
         return request
 
     def _send_new(self, request: Request) -> None:
-        """The request is live, unless it cannot be sent."""
+        """The request is live, unless it cannot be sent, or has ended already."""
         self._live[request.request_id] = request
         try:
-            self._outbox.request(request)
+            if request.open_count:
+                self._outbox.request(request)
+            else:
+                self._finish(request)
         except BaseException:
-            del self._live[request.request_id]
+            self._live.pop(request.request_id, None)
             raise
 
     def gather(self) -> None:
@@ -423,13 +424,18 @@ class Core:
                 text = f"the engine was lost {FRUITLESS_LIMIT} times while it had this request: {why}"
                 self._fail(request, RequestError(text, code="engine_restarted", status=503))
 
-    def end_overdue(self) -> bool:
-        """If there is no scheduler to do it, end the requests whose deadline has passed; False if there is one."""
+    def end_overdue(self, now_s: float | None = None) -> bool:
+        """If there is no scheduler to do it, end the requests whose deadline has passed; False if there is one.
+
+        Args:
+            now_s: wall clock time; None for now.
+        """
+        now_s = self._wall_clock() if now_s is None else now_s
         if not self._outbox.suspended:
             return False
         for request in list(self._live.values()):
             deadline_s = request.message.deadline_s if request.message is not None else None
-            if deadline_s is not None and deadline_s <= self._wall_clock():
+            if deadline_s is not None and deadline_s <= now_s:
                 text = "the request's deadline has passed while the engine was being started again"
                 self._fail(request, RequestError(text, code="deadline_exceeded", status=408))
         return True

@@ -11,6 +11,7 @@ Leaving the stream early (`aclose`, or the end of `async with stream`) aborts th
 """
 
 import asyncio
+import hashlib
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -325,6 +326,13 @@ class Engine:
     def model_names(self) -> tuple[str, ...]:
         """The names that the model answers to; the first is the one in replies."""
         return self.config.model.served_model_name or (self.config.model_name(),)
+
+    @property
+    def name(self) -> str:
+        """Names this engine for as long as it runs, however often its processes are started again; empty if a lost
+        process ends it."""
+        folder = self.config.run_dir.encode()  # no other engine has it
+        return hashlib.blake2b(folder, digest_size=8).hexdigest() if self.config.server.restart else ""
 
     @property
     def limits(self) -> EngineReady | None:

@@ -226,8 +226,11 @@ class Frontend:
             self._fail_ourselves(first_line(error))
 
     def _fail_ourselves(self, why: str) -> None:
-        """End all requests: some would wait for ever for what was lost here."""
+        """End all requests: some would wait for ever for what was lost here. With `--restart`, those of the client
+        socket go on with the next frontend."""
         self._link.failed(why)
+        if self._config.server.restart:
+            self._clients.fall_silent()
         self._fail(why)
 
     def _fail(self, why: str) -> None:

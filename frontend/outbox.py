@@ -48,7 +48,7 @@ class Outbox:
             self._gathered.append(data)
         else:
             self._send(data)
-        request.sent_count = request.output_count
+        request.was_sent, request.sent_count = True, request.output_count
         if request.timings.submitted_s is None:
             request.timings.submitted_s = self._clock()
 

@@ -1,6 +1,7 @@
 """Records everything that the frontend's core is told and tells: requests as they enter, events as they leave.
 
     calls     [SUBMIT, prompt ids, params, options] [ABORT, id] [DRAIN] [FAIL_ALL, message, code, dead] [FLUSH]
+              [SUSPEND, why, session] [OVERDUE, wall clock]
     events    [DELTA, request, delta] [FINAL, request, samples, usage] [FAILED, request, code, message] [REFUSED, ...]
 
 The scheduler's messages are recorded where they enter and leave the process (`main`). The HTTP API and the client
@@ -9,10 +10,10 @@ the same class, with a comparison in place of the recorder.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from common.client_messages import Delta
+from common.client_messages import Delta, SampleSoFar
 from common.errors import RequestError, WireError
 from common.recording import Link, Recorder
 from common.sampling_params import SamplingParams
@@ -21,7 +22,7 @@ from frontend.core import Core
 from frontend.events import Final, Sink, Timings
 from frontend.request import Request
 
-SUBMIT, ABORT, DRAIN, FAIL_ALL, FLUSH = range(5)
+SUBMIT, ABORT, DRAIN, FAIL_ALL, FLUSH, SUSPEND, OVERDUE = range(7)
 DELTA, FINAL, FAILED, REFUSED = range(4)
 
 
@@ -120,15 +121,17 @@ class RecordedCore(Core):
         sink: Sink,
         *,
         timings: Timings | None = None,
+        resumed: Sequence[SampleSoFar] | None = None,
         **options: Any,
     ) -> Request:
         """As Core's; raises RequestError."""
         timings = timings or self.arrival()
         arrival = [timings.arrived_at_s, timings.arrived_s]
-        self._log.call(SUBMIT, array_bytes(prompt_token_ids), params.to_wire(), options, arrival)
+        known = None if resumed is None else [sample.to_list() for sample in resumed]
+        self._log.call(SUBMIT, array_bytes(prompt_token_ids), params.to_wire(), {**options, "resumed": known}, arrival)
         recorded = RecordedSink(self._log, sink)
         try:
-            request = super().submit(prompt_token_ids, params, recorded, timings=timings, **options)
+            request = super().submit(prompt_token_ids, params, recorded, timings=timings, resumed=resumed, **options)
         except RequestError as error:
             self._log.event(REFUSED, -1, error.code, str(error))
             raise
@@ -155,6 +158,17 @@ class RecordedCore(Core):
         self._log.call(FLUSH)
         super().flush_cache()
 
+    def suspend(self, why: str, session: int) -> None:
+        """As Core's."""
+        self._log.call(SUSPEND, why, session)
+        super().suspend(why, session)
+
+    def end_overdue(self, now_s: float | None = None) -> bool:
+        """As Core's."""
+        now_s = self._wall_clock() if now_s is None else now_s
+        self._log.call(OVERDUE, now_s)
+        return super().end_overdue(now_s)
+
 
 class DroppedEvents:
     """A sink that drops the events of requests that nobody reads."""
@@ -180,7 +194,7 @@ def repeat_call(core: Core, data: bytes) -> None:
     """
     kind, fields = unpack(data)
     read = FieldReader("call", fields)
-    calls: dict[int, Callable[[Core, FieldReader], None]] = {
+    calls: dict[int, Callable[[Core, FieldReader], object]] = {
         SUBMIT: _submit_again,
         ABORT: lambda core, read: core.abort(read.integer("request_id")),
         DRAIN: lambda core, _: core.drain(),
@@ -188,6 +202,8 @@ def repeat_call(core: Core, data: bytes) -> None:
             read.text("message"), code=read.text("code"), dead=read.flag("dead")
         ),
         FLUSH: lambda core, _: core.flush_cache(),
+        SUSPEND: lambda core, read: core.suspend(read.text("why"), read.integer("session")),
+        OVERDUE: lambda core, read: core.end_overdue(read.number("now_s")),
     }
     if kind not in calls:
         raise WireError(f"call {kind} is not known")
@@ -198,6 +214,8 @@ def _submit_again(core: Core, read: FieldReader) -> None:
     token_ids = read.numbers("prompt_token_ids", "i")
     params = SamplingParams.from_wire(read.mapping("params"))
     options = read.mapping("options")
+    if (known := options.get("resumed")) is not None:
+        options["resumed"] = [SampleSoFar.from_list(sample) for sample in known]
     arrived_at_s, arrived_s = read.nested("arrival", lambda pair: pair)
     try:
         core.submit(token_ids, params, DroppedEvents(), timings=Timings(arrived_at_s, arrived_s), **options)

@@ -38,7 +38,7 @@ class Replay:
     """
 
     def __init__(self, recording: Recording) -> None:
-        self.comparison = Comparison(recording.records, readable)
+        self.comparison = Comparison(recording.records, readable, breaks_off=recording.breaks_off)
         self.step_ns: list[int] = []
         self.token_count = 0
         self._inputs = [r for r in recording.records if r.direction == Direction.IN]
@@ -54,6 +54,8 @@ class Replay:
             lambda data: self.comparison.sent(Link.REQUESTS, data),
             seed=config.model.seed,
             stream_interval=config.server.stream_interval,
+            session=config.session,
+            held_limit=config.scheduler.max_num_queued_reqs,
             clock=lambda: self._now_s,
             wall_clock=lambda: self._now_s,
         )

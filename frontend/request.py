@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from common.client_messages import SampleSoFar
 from common.errors import RequestError
 from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
@@ -68,6 +69,18 @@ class Sample:
         if text:
             self.text_parts.append(text)
         return text
+
+    def take_up(self, known: SampleSoFar) -> None:
+        """Bring the sample to where it was when an earlier frontend was lost; the text so far is not shown again."""
+        request, reason = self._request, known.finish_reason
+        ends_silently = reason == "stop" and not request.params.include_stop_str_in_output
+        for count, token_id in enumerate(known.token_ids, 1):
+            is_last = count == len(known.token_ids)
+            self.add(token_id, silent=ends_silently and is_last and token_id in request.end_token_ids)
+            if self.finish_reason is not None:
+                return
+        if reason is not None:
+            self.end(reason, known.stop_reason)
 
     def end(self, reason: str, stop_reason: str | int | None = None) -> str:
         """End the sample; returns the text that was held back."""
@@ -132,6 +145,7 @@ class Request:
 
     Attributes:
         message: the message that tells the scheduler of it.
+        was_sent: a scheduler has had it, so the next one has to know its output so far.
         sent_count: output tokens that it had when it was last sent; -1 if no scheduler has it now.
         waits: it is in the scheduler's queue; no worker has heard of it.
         fruitless_count: how often it was lost since its last token, not counting losses while it waited.
@@ -141,7 +155,7 @@ class Request:
         "cached_count", "client_key", "embedding", "end_token_ids", "fruitless_count", "message", "name", "open_count",
         "params", "pooling", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sent_count", "sink",
         "starts_text", "stops",
-        "stream", "timings", "tokenizer", "waits",
+        "stream", "timings", "tokenizer", "waits", "was_sent",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +193,7 @@ class Request:
         self.samples = [Sample(self, index) for index in range(params.n)]
         self.open_count = params.n
         self.message: AddRequest | None = None
+        self.was_sent = False
         self.sent_count = -1
         self.waits = False
         self.fruitless_count = 0
@@ -188,10 +203,17 @@ class Request:
         """Tokens of all samples so far."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
+    def take_up(self, samples: Iterable[SampleSoFar]) -> None:
+        """Go on from what its client has of it, for which an earlier frontend had sent it."""
+        self.was_sent = True
+        for known in samples:
+            self.samples[known.index].take_up(known)
+        self.open_count = sum(sample.finish_reason is None for sample in self.samples)
+
     def continued_message(self) -> AddRequest:
         """The message for the scheduler; with the output so far, if the request was sent before."""
         assert self.message is not None, f"request {self.request_id} has no message"
-        if self.timings.submitted_s is None:
+        if not self.was_sent:
             return self.message
         outputs = tuple(None if s.finish_reason is not None else s.token_ids for s in self.samples)
         return dataclasses.replace(self.message, outputs=outputs)

@@ -2,8 +2,10 @@
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
+from common.client_messages import SampleSoFar
 from common.errors import RequestError
 from common.messages import EngineReady
 from common.messages.fields import SHORT_IDS_LIMIT
@@ -59,23 +61,30 @@ def _context(limits: EngineReady) -> str:
 
 
 def completed(
-    params: SamplingParams, limits: EngineReady, prompt_count: int, seeds: random.Random, *, exact_max_tokens: bool
+    params: SamplingParams,
+    limits: EngineReady,
+    prompt_count: int,
+    seeds: random.Random,
+    resumed: Sequence[SampleSoFar] | None,
+    *,
+    exact: bool,
 ) -> SamplingParams:
     """The parameters with `max_tokens` and `seed` filled in.
 
     Args:
         seeds: where the seed comes from, if there is none.
-        exact_max_tokens: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
+        resumed: what has come of the request before.
+        exact: refuse a `max_tokens` that the context cannot hold, instead of ending at its end.
 
     Raises:
-        RequestError: they do not go with this model, or with this prompt.
+        RequestError: they do not go with this model, with this prompt, or with what has come.
     """
     params.check_for_model(limits.vocab_size)
     if params.stop and not params.detokenize:
         raise RequestError("stop strings need detokenize; use stop_token_ids without it", param="stop")
     room = limits.max_model_len - prompt_count
     wanted = params.max_tokens
-    if exact_max_tokens and wanted is not None and wanted > room:
+    if exact and wanted is not None and wanted > room:
         raise RequestError(
             f"the prompt has {prompt_count} tokens and max_tokens is {wanted}; {_context(limits)}",
             code="context_length_exceeded",
@@ -86,7 +95,30 @@ def completed(
         changes = {"max_tokens": room, "min_tokens": min(params.min_tokens, room)}
     if params.seed is None:
         changes["seed"] = seeds.getrandbits(63)
-    return params.with_values(**changes) if changes else params
+    params = params.with_values(**changes) if changes else params
+    _check_resumed(resumed or (), params, limits)
+    return params
+
+
+def _check_resumed(samples: Sequence[SampleSoFar], params: SamplingParams, limits: EngineReady) -> None:
+    """Refuse what cannot have come of a request with these parameters, and what cannot go on: the log probabilities of
+    a prompt are computed before its first token, and were lost. Raises RequestError."""
+    if len({sample.index for sample in samples}) != len(samples):
+        raise RequestError("samples: an index occurs twice", param="samples")
+    for sample in samples:
+        what = f"samples: sample {sample.index}"
+        if sample.index >= params.n:
+            raise RequestError(f"{what}: the request has {params.n} (n)", param="samples")
+        if sample.finish_reason not in (None, "stop", "length", "abort"):
+            raise RequestError(f"{what} cannot have ended with {sample.finish_reason!r:.80}", param="samples")
+        if sample.token_ids and not 0 <= min(sample.token_ids) <= max(sample.token_ids) < limits.vocab_size:
+            raise RequestError(f"{what}: this model's ids are 0 to {limits.vocab_size - 1}", param="samples")
+        count, most = len(sample.token_ids), params.max_tokens
+        if most is not None and count + (sample.finish_reason is None) > most:
+            raise RequestError(f"{what}: {count} tokens, where the request may have {most}", param="samples")
+    if params.prompt_logprobs is not None and any(sample.token_ids for sample in samples):
+        text = "the prompt's log probabilities were lost with the engine's frontend, after the first tokens had come"
+        raise RequestError(text, code="engine_restarted", status=503)
 
 
 def known_end_token_ids(params: SamplingParams, limits: EngineReady, tokenizer: Tokenizer) -> set[int]:

@@ -123,7 +123,7 @@ class RecordedTransport:
         self._comparison.sent(Link.OUTPUTS, message.to_wire())
 
     def reopen(self, session: int) -> None:
-        """Never ordered: what is started again is not recorded."""
+        """There is no frontend, new or old."""
 
     def send_plan(self, message: Message) -> None:
         """Compare what would go to the workers."""
@@ -162,7 +162,7 @@ def replay(recording: Recording, arguments: Namespace) -> Outcome:
     Raises:
         RecordingError: what is recorded cannot have been received by a scheduler.
     """
-    comparison = Comparison(recording.records, readable)
+    comparison = Comparison(recording.records, readable, breaks_off=recording.breaks_off)
     transport = RecordedTransport(recording, comparison)
     clocks = Clocks(
         partial(transport.now, Link.WALL_CLOCK),

@@ -59,7 +59,7 @@ class Replay:
         from worker_proc.pending import PendingStep
         from worker_proc.worker import ready_message
 
-        self.comparison = Comparison(recording.records, readable)
+        self.comparison = Comparison(recording.records, readable, breaks_off=recording.breaks_off)
         self.step_ns: list[int] = []
         self.parts_us: list[Sequence[int]] = []
         self._records = recording.records

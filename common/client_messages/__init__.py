@@ -13,6 +13,7 @@ down for clients in other languages.
     65    GetStatus        to engine   answered by StatusReply
     66    Ping             to engine   answered by Pong
     67    Embed            to engine   answered by EmbedReply or ErrorReply
+    68    Resume           to engine   a Generate or Embed once more, after a loss; answered as that
     80    Welcome          to client   answer to Hello
     81    Deltas           to client   new output of one or more of the client's requests
     82    Final            to client   the end of a request, with its whole output
@@ -29,7 +30,7 @@ message cost that one message and are answered by an ErrorReply.
 
 import msgpack
 
-from common.client_messages.output import Delta, SampleResult, TokenLogprob, TopLogprob
+from common.client_messages.output import Delta, SampleResult, SampleSoFar, TokenLogprob, TopLogprob
 from common.client_messages.replies import (
     PARAM_LIMIT,
     Deltas,
@@ -45,6 +46,7 @@ from common.client_messages.replies import (
 from common.client_messages.requests import (
     CLIENT_PROTOCOL_VERSION,
     ID_LIMIT,
+    OLDEST_CLIENT_PROTOCOL_VERSION,
     Abort,
     Detokenize,
     Embed,
@@ -53,6 +55,7 @@ from common.client_messages.requests import (
     Hello,
     Ping,
     Prompt,
+    Resume,
     Tokenize,
 )
 from common.wire import decode, kinds_of
@@ -60,6 +63,7 @@ from common.wire import decode, kinds_of
 __all__ = [
     "CLIENT_PROTOCOL_VERSION",
     "ID_LIMIT",
+    "OLDEST_CLIENT_PROTOCOL_VERSION",
     "PARAM_LIMIT",
     "Abort",
     "Delta",
@@ -76,7 +80,9 @@ __all__ = [
     "Ping",
     "Pong",
     "Prompt",
+    "Resume",
     "SampleResult",
+    "SampleSoFar",
     "StatusReply",
     "TokenLogprob",
     "Tokenize",
@@ -88,7 +94,7 @@ __all__ = [
     "request_id_of",
 ]
 
-FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping | Embed
+FromClient = Hello | Generate | Abort | Tokenize | Detokenize | GetStatus | Ping | Embed | Resume
 ToClient = Welcome | Deltas | Final | ErrorReply | TokenizeReply | DetokenizeReply | StatusReply | Pong | EmbedReply
 
 _FROM_CLIENT, _TO_CLIENT = kinds_of(FromClient), kinds_of(ToClient)
@@ -119,7 +125,10 @@ def request_id_of(data: bytes) -> str:
         reader.feed(data[:_START_BYTES])
         if reader.read_array_header() < 2:
             return ""
-        code, request_id = reader.unpack(), reader.unpack()
+        code = reader.unpack()
+        if code == Resume.CODE and reader.read_array_header() > 1:
+            reader.unpack()  # the request's own code
+        request_id = reader.unpack()
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
         return ""
     readable = type(code) is int and isinstance(request_id, str) and len(request_id) <= ID_LIMIT

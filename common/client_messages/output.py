@@ -175,6 +175,39 @@ class SampleResult:
         return entry
 
 
+@dataclass(frozen=True, slots=True)
+class SampleSoFar:
+    """What a client has of one sample of a request that it asks for again.
+
+    Attributes:
+        index: which of the request's n samples.
+        token_ids: int32, those of all its deltas.
+        finish_reason, stop_reason: as in its last delta; nil if it goes on.
+    """
+
+    index: int
+    token_ids: "array[int]"
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def to_list(self) -> list[Any]:
+        """The nested array that stands in a message."""
+        return [self.index, array_bytes(self.token_ids), self.finish_reason, self.stop_reason]
+
+    @classmethod
+    def from_list(cls, fields: Any) -> "SampleSoFar":
+        """Build from a nested array; raises WireError."""
+        read = FieldReader("SampleSoFar", fields)
+        entry = cls(
+            read.integer("index"),
+            read.numbers("token_ids", "i"),
+            read.optional_text("finish_reason", 64),
+            _stop_reason(read.anything("stop_reason")),
+        )
+        read.done()
+        return entry
+
+
 def optional_entries(value: Any) -> "tuple[TokenLogprob | None, ...] | None":
     """Log probabilities by position, single ones of which may be nil, or nil for all; raises WireError."""
 

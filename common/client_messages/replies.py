@@ -16,7 +16,12 @@ PARAM_LIMIT = 256
 
 @dataclass(frozen=True)
 class Welcome:
-    """What the engine serves. `max_model_len` and `vocab_size` are 0 while it is starting."""
+    """What the engine serves. `max_model_len` and `vocab_size` are 0 while it is starting.
+
+    Attributes:
+        engine: names this engine for as long as it runs, however often its processes are started again; empty if it
+            starts none again. Not in version 1.
+    """
 
     CODE: ClassVar[int] = 80
     protocol_version: int
@@ -24,6 +29,7 @@ class Welcome:
     max_model_len: int
     vocab_size: int
     state: str
+    engine: str = ""
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -35,6 +41,7 @@ class Welcome:
                 self.max_model_len,
                 self.vocab_size,
                 self.state,
+                *((self.engine,) if self.protocol_version > 1 else ()),
             ]
         )
 
@@ -42,12 +49,14 @@ class Welcome:
     def from_fields(cls, fields: list[Any]) -> "Welcome":
         """Build from raw fields; raises WireError."""
         read = FieldReader("Welcome", fields)
+        version = read.integer("protocol_version")
         message = cls(
-            read.integer("protocol_version"),
+            version,
             read.entries("model_names", _name),
             read.integer("max_model_len"),
             read.integer("vocab_size"),
             read.text("state", 64),
+            read.text("engine", 64) if version > 1 else "",
         )
         read.done()
         return message

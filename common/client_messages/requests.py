@@ -5,10 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from common.client_messages.output import SampleSoFar
 from common.errors import RequestError, WireError, shown
+from common.sampling_params import SAMPLE_LIMIT
 from common.wire import INT32_MAX, FieldReader, array_bytes, pack
 
-CLIENT_PROTOCOL_VERSION = 1
+CLIENT_PROTOCOL_VERSION = 2
+"""The version that we speak. Version 1 lacks `Welcome.engine`, and is still understood."""
+OLDEST_CLIENT_PROTOCOL_VERSION = 1
 ID_LIMIT = 256
 CHAT_MESSAGE_LIMIT = 4096
 """Chat messages in one prompt, at most."""
@@ -77,23 +81,25 @@ class Generate:
         given = self.prompt
         return not isinstance(given, str | array | Mapping) and bool(given) and isinstance(given[0], Mapping)
 
+    def to_list(self) -> list[Any]:
+        """The message as an array, which also stands in a Resume."""
+        return [
+            self.CODE,
+            self.request_id,
+            _prompt_to_wire(self.prompt),
+            dict(self.params),
+            self.model_defaults,
+            self.stream,
+            self.priority,
+            self.cache_salt,
+            self.timeout_ms,
+            self.add_special_tokens,
+            dict(self.chat),
+        ]
+
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
-        return pack(
-            [
-                self.CODE,
-                self.request_id,
-                _prompt_to_wire(self.prompt),
-                dict(self.params),
-                self.model_defaults,
-                self.stream,
-                self.priority,
-                self.cache_salt,
-                self.timeout_ms,
-                self.add_special_tokens,
-                dict(self.chat),
-            ]
-        )
+        return pack(self.to_list())
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Generate":
@@ -208,21 +214,23 @@ class Embed:
     add_special_tokens: bool | None = None
     chat: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_list(self) -> list[Any]:
+        """The message as an array, which also stands in a Resume."""
+        return [
+            self.CODE,
+            self.request_id,
+            _prompt_to_wire(self.prompt),
+            self.pooling,
+            self.priority,
+            self.cache_salt,
+            self.timeout_ms,
+            self.add_special_tokens,
+            dict(self.chat),
+        ]
+
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
-        return pack(
-            [
-                self.CODE,
-                self.request_id,
-                _prompt_to_wire(self.prompt),
-                self.pooling,
-                self.priority,
-                self.cache_salt,
-                self.timeout_ms,
-                self.add_special_tokens,
-                dict(self.chat),
-            ]
-        )
+        return pack(self.to_list())
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Embed":
@@ -237,6 +245,39 @@ class Embed:
             timeout_ms=read.optional_integer("timeout_ms", 1),
             add_special_tokens=_optional_flag(read.anything("add_special_tokens")),
             chat=read.mapping("chat"),
+        )
+        read.done()
+        return message
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Ask again for a request that the engine lost with its frontend process: it goes on from what the client has.
+
+    Attributes:
+        request: as it was sent; `timeout_ms` is what is left of it.
+        samples: what has come of it, of samples of which something has; none for an embedding.
+    """
+
+    CODE: ClassVar[int] = 68
+    request: Generate | Embed
+    samples: tuple[SampleSoFar, ...] = ()
+
+    @property
+    def request_id(self) -> str:
+        """The request's."""
+        return self.request.request_id
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.request.to_list(), [sample.to_list() for sample in self.samples]])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Resume":
+        """Build from raw fields; raises WireError."""
+        read = FieldReader("Resume", fields)
+        message = cls(
+            read.nested("request", _request_of_list), read.entries("samples", SampleSoFar.from_list, SAMPLE_LIMIT)
         )
         read.done()
         return message
@@ -330,6 +371,14 @@ def _prompt_from_wire(value: Any) -> Prompt:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise WireError("prompt: wanted chat messages, each a map with a `role`")
     return value
+
+
+def _request_of_list(value: Any) -> Generate | Embed:
+    kinds: dict[Any, type[Generate] | type[Embed]] = {Generate.CODE: Generate, Embed.CODE: Embed}
+    code = value[0] if isinstance(value, list) and value else None
+    if type(code) is not int or code not in kinds:
+        raise WireError(f"Resume.request: wanted a Generate or an Embed as an array, got {shown(value)}")
+    return kinds[code].from_fields(value[1:])
 
 
 def _optional_flag(value: Any) -> bool | None:

@@ -25,9 +25,16 @@ FROM_CLIENT = [
     wire.Detokenize("a", IDS, True),
     wire.GetStatus("a"),
     wire.Ping("a"),
+    wire.Embed(request_id="a", prompt="text", pooling="mean"),
+    wire.Resume(
+        wire.Generate(request_id="a", prompt="text", timeout_ms=5),
+        (wire.SampleSoFar(0, IDS), wire.SampleSoFar(2, IDS, "stop", "x")),
+    ),
+    wire.Resume(wire.Embed(request_id="a", prompt=IDS)),
 ]
 TO_CLIENT = [
     wire.Welcome(1, ("model", "other"), 2048, 400, "serving"),
+    wire.Welcome(2, ("model",), 2048, 400, "restarting", "an engine"),
     wire.Deltas((("a", wire.Delta(1, "text", IDS, [LOGPROB], "stop", "x")), ("b", wire.Delta(0, "", array("i"))))),
     wire.Final(
         request_id="a",
@@ -90,6 +97,8 @@ def test_the_request_id_of_a_message_that_cannot_be_read():
         wire.request_id_of(msgpack.packb([61, "é" * 256, {5: 1}, "x" * 10_000, msgpack.ExtType(1, b"")])) == "é" * 256
     )
     assert wire.request_id_of(pack([61, "x" * 257])) == wire.request_id_of(b"\x91" * 100_000) == ""
+    assert wire.request_id_of(pack([68, [61, "mine", 5], 7])) == wire.request_id_of(pack([68, [67, "mine"]])) == "mine"
+    assert wire.request_id_of(pack([68, [61], []])) == wire.request_id_of(pack([68, "x", []])) == ""
     assert wire.request_id_of(pack([61, 5])) == wire.request_id_of(b"\xc1") == wire.request_id_of(pack([61])) == ""
 
 
@@ -98,6 +107,12 @@ def test_codes_of_the_other_direction_are_refused():
         wire.decode_from_client(wire.Pong("a").to_wire())
     with pytest.raises(WireError, match="not carried"):
         wire.decode_to_client(wire.Ping("a").to_wire())
+
+
+def test_only_a_request_can_be_resumed():
+    for request in (wire.Ping("a").to_wire(), wire.Resume(wire.Embed(request_id="a", prompt="x")).to_wire()):
+        with pytest.raises(WireError, match="wanted a Generate or an Embed"):
+            wire.decode_from_client(pack([wire.Resume.CODE, list(msgpack.unpackb(request)), []]))
 
 
 def test_codes_are_unique():

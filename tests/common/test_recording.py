@@ -50,10 +50,20 @@ def test_what_is_written_is_read(recorded):
     assert [r.link for r in recording.records[3:]] == [Link.TURN]
     times = [recording.started_ns, *(r.time_ns for r in recording.records)]
     assert times == sorted(times)
-    assert recording.config.server.port == 7
+    assert recording.config.server.port == 7 and not recording.breaks_off
     assert not recording.config.profiling.record, "a replay must not record"
     with pytest.raises(RecordingError, match="wanted 8"):
         reading_of(recording.records[0])
+
+
+def test_a_killed_process_loses_only_the_last_moments(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path / "scheduler.rec", "scheduler", CONFIG)
+    recorder.received(Link.PLANS, b"lost")
+    assert Recording.load(tmp_path, "scheduler", partial=True).records == []
+    monkeypatch.setattr("common.recording.FLUSH_INTERVAL_NS", 0)
+    recorder.received(Link.PLANS, b"kept")
+    assert [r.data for r in Recording.load(tmp_path, "scheduler", partial=True).records] == [b"lost", b"kept"]
+    recorder.close()
 
 
 def test_nobody_else_reads_it_and_it_holds_no_keys(recorded):
@@ -90,8 +100,8 @@ def test_one_that_breaks_off_anywhere_is_refused_or_read_in_part(recorded):
         assert "\n" not in str(refused.value)
     for length in range(data.index(b"in\x01"), len(data)):
         path.write_bytes(data[:length])
-        part = Recording.load(recorded, "scheduler", partial=True).records
-        assert part == whole.records[: len(part)]
+        part = Recording.load(recorded, "scheduler", partial=True)
+        assert part.records == whole.records[: len(part.records)] and part.breaks_off
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ def without_digits(link: int, data: bytes) -> object:
     return data.rstrip(b"0123456789")
 
 
-def compared(*sent: tuple[Link, bytes]) -> Comparison:
-    comparison = Comparison(RECORDS, without_digits)
+def compared(*sent: tuple[Link, bytes], breaks_off: bool = False) -> Comparison:
+    comparison = Comparison(RECORDS, without_digits, breaks_off=breaks_off)
     for link, data in sent:
         comparison.sent(link, data)
     comparison.finish()
@@ -36,6 +36,11 @@ def test_the_first_difference_is_shown_in_full():
     comparison = compared((Link.OUTPUTS, b"b1"), (Link.PLANS, b"a1"), (Link.PLANS, b"x1"), (Link.PLANS, b"more"))
     assert (comparison.equal_count, comparison.different_count) == (2, 2)
     assert str(comparison.first) == "message 2 on plans\n  recorded: b'c'\n  replayed: b'x'"
+
+
+def test_what_a_killed_process_had_no_time_to_record_is_no_difference():
+    comparison = compared((Link.PLANS, b"a1"), (Link.PLANS, b"x1"), (Link.PLANS, b"more"), breaks_off=True)
+    assert (comparison.equal_count, comparison.different_count) == (1, 2), "another one and a missing one are"
 
 
 def test_what_does_not_come_is_a_difference():

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from common.errors import EngineDeadError, TriremeError
+from common.errors import TriremeError
 from frontend import Client, SamplingParams
 from tests.support.server import Server
 
@@ -136,20 +136,49 @@ def test_streams_go_on_with_the_same_tokens(server, http, undisturbed, name, num
             pass
 
 
-def test_a_lost_frontend_ends_its_requests_and_serves_again(server, http, undisturbed):
+def read(server: Server, number: int, started: threading.Event) -> tuple:
+    """A client of its own that streams one of the requests; what it got."""
     with Client(server.ready["client_endpoint"], timeout_s=60) as client:
-        pids = server.children()
-        stream = client.generate(PROMPTS[0], {**PARAMS[0], "max_tokens": TOKENS, "ignore_eos": True}, stream=True)
-        next(stream)
-        os.kill(pids["frontend"], signal.SIGKILL)
-        with pytest.raises(EngineDeadError, match="is lost"):
-            list(stream)
-        wait_for_health(http, 200)
+        stream = client.submit(PROMPTS[number], {"max_tokens": TOKENS, "ignore_eos": True, **PARAMS[number]})
+        deltas = []
+        for delta in stream:
+            deltas.append(delta)
+            started.set()
+        token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+        logprobs = [entry.token_id for delta in deltas for entry in delta.logprobs]
+        final = stream.final
+        assert "".join(delta.text for delta in deltas) == final.text
+        assert [entry.token_id for entry in final.samples[0].logprobs or ()] == logprobs
+        assert (token_ids, final.completion_tokens) == (list(final.samples[0].token_ids), TOKENS)
+        return final.text, token_ids, len(logprobs)
+
+
+@pytest.mark.parametrize("names", [["frontend"], ["frontend", "worker-0"]], ids=" and ".join)
+def test_clients_of_a_lost_frontend_go_on_with_the_same_tokens(server, http, undisturbed, names):
+    pids, started = server.children(), [threading.Event() for _ in PARAMS]
+    with ThreadPoolExecutor(len(PARAMS)) as pool, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        streams = [pool.submit(read, server, number, event) for number, event in enumerate(started)]
+        whole = client.submit(PROMPTS[0], {**PARAMS[0], "max_tokens": TOKENS, "ignore_eos": True}, stream=False)
+        body = {"prompt": "The sea", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as over_http:
+            lines = over_http.iter_lines()
+            assert next(lines) and all(event.wait(60) for event in started)
+            for name in names:
+                os.kill(pids[name], signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+            assert not any(stream.done() for stream in streams)
         again = client.generate(PROMPTS[0], {**PARAMS[0], "max_tokens": TOKENS, "ignore_eos": True})
-        assert again.text == undisturbed[0]
-        assert {n: pid for n, pid in server.children().items() if n != "frontend"} == {
-            n: pid for n, pid in pids.items() if n != "frontend"
-        }, "only the frontend was started again"
+        assert [stream.result() for stream in streams] == undisturbed[4:]
+        assert whole.result().text == again.text == undisturbed[0]
+        assert wait_for_health(http, 200)["status"] == "serving"
+        status = client.status()
+        while client.status().figures["running_count"]:
+            pass
+        assert status.live_count == 0
+    lost = set(pids) - {"frontend"} if len(names) > 1 else set()
+    now = server.children()
+    assert {name for name in pids if now[name] != pids[name]} == {"frontend", *lost}
 
 
 def test_one_loss_too_many_ends_the_run(tiny_model_dir):

@@ -77,7 +77,9 @@ def submit(memory_engine):
 
     def make(prompt=(5, 6), stream=True, engine=memory_engine, **params):
         options = {
-            name: params.pop(name) for name in ("starts_text", "exact_max_tokens", "timeout_s") if name in params
+            name: params.pop(name)
+            for name in ("starts_text", "exact_max_tokens", "timeout_s", "resumed", "pooling")
+            if name in params
         }
         events = Events()
         ids = engine.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else array("i", prompt)
@@ -90,11 +92,12 @@ def submit(memory_engine):
 
 @pytest.fixture
 def run_frontend(tmp_path_factory):
-    """Starts a frontend with the given server options and scheduler script, and stops it after the test."""
+    """Starts a frontend with the given server options and scheduler script, and stops it after the test; with `after`
+    the successor of one that was lost."""
     made = []
 
-    def make(**script) -> RunningFrontend:
-        made.append(RunningFrontend(tmp_path_factory.mktemp("f"), **script))
+    def make(after: RunningFrontend | None = None, **script) -> RunningFrontend:
+        made.append(after.again(**script) if after else RunningFrontend(tmp_path_factory.mktemp("f"), **script))
         return made[-1]
 
     yield make

@@ -7,7 +7,8 @@ from frontend import Client
 from tests.support.attack import attack
 
 
-def test_messages_gone_wrong_cost_themselves(frontend, caplog):
+def test_messages_gone_wrong_cost_themselves(run_frontend, caplog):
+    frontend = run_frontend(server={"restart": True})
     with Client(frontend.endpoint, timeout_s=60) as client:
         frontend.scheduler.gate.clear()
         stream = client.submit("the open sea", SamplingParams(max_tokens=200))

@@ -26,7 +26,7 @@ def test_the_example_without_the_sdk(frontend, capsys):
 
 
 def test_the_example_says_that_its_hello_was_refused(frontend, capsys, monkeypatch):
-    monkeypatch.setattr(wire, "CLIENT_PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(wire, "OLDEST_CLIENT_PROTOCOL_VERSION", 2)
     example = runpy.run_path(str(ROOT / "examples" / "raw_client.py"))
     assert example["main"](frontend.endpoint, "hello") == 1
     assert "refused: " in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from common.child import DEATH_PIPE_VARIABLE
-from common.config import EngineConfig, SchedulerOptions, ServerOptions
+from common.config import EngineConfig, ProfilingOptions, SchedulerOptions, ServerOptions
 from common.messages import (
     PROTOCOL_VERSION,
     AbortRequests,
@@ -34,6 +34,7 @@ from common.messages import (
     decode_for_worker,
 )
 from common.sockets import bind_pull, bind_router, connect_push, new_context
+from scheduler_proc import replay
 from scheduler_proc.simulation import SimulatedWorker, expected_outputs, simple_request
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,7 @@ class Harness:
             run_dir=str(folder),
             scheduler=SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=32, max_num_queued_reqs=16),
             server=ServerOptions(shutdown_timeout=1),
+            profiling=ProfilingOptions(record=str(folder / "recording")),
         )
         self.supervisor = bind_router(self.context, self.config.endpoint("supervisor"))
         self.outputs = bind_pull(self.context, self.config.endpoint("outputs"))
@@ -290,6 +292,9 @@ def test_a_frontend_that_was_started_again_finds_an_engine_without_requests(harn
     harness.serve_until_idle()
     for socket in old:
         socket.close(linger=0)
+    harness.order(Stop(0))
+    assert harness.child.wait(20) == 0
+    assert replay.main([harness.config.profiling.record]) == 0, "the recording goes on in the new session"
 
 
 def test_a_dead_worker_ends_every_request(harness):

@@ -15,7 +15,7 @@ from tests.support import hostile
 
 PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 CODES_OF_ERRORS = {"bad_message", "protocol_version", "invalid_parameter", "context_length_exceeded",
-                   "duplicate_request_id", "no_chat_template", "deadline_exceeded"}  # fmt: skip
+                   "duplicate_request_id", "no_chat_template", "deadline_exceeded", "engine_restarted"}  # fmt: skip
 GOOD = [
     wire.Hello(1, "me"),
     wire.Generate(request_id="a", prompt="the sea", params={"max_tokens": 3, "stop": ["x"], "temperature": 0.5}),
@@ -30,6 +30,10 @@ GOOD = [
     wire.GetStatus("v"),
     wire.Ping("w"),
     wire.Embed(request_id="e", prompt="x", pooling="mean"),
+    wire.Resume(
+        wire.Generate(request_id="f", prompt="x", params={"max_tokens": 4, "n": 2, "stop": ["x"]}),
+        (wire.SampleSoFar(0, array("i", [5, 6]), "stop", "x"), wire.SampleSoFar(1, array("i", [7]))),
+    ),
 ]
 GOOD_BYTES = [message.to_wire() for message in GOOD]
 

@@ -1,4 +1,7 @@
-"""A whole frontend in a thread of the test, between a scripted scheduler and the test's orders as its supervisor."""
+"""A whole frontend in a thread of the test, between a scripted scheduler and the test's orders as its supervisor.
+
+It can be lost and started again, as with `--restart`: without a word to its clients, and without what it knew.
+"""
 
 import asyncio
 import os
@@ -7,7 +10,7 @@ import threading
 
 from benchmarks.fake_scheduler import FakeScheduler
 from common import messages as m
-from common.config import EngineConfig, ServerOptions
+from common.config import EngineConfig, SchedulerOptions, ServerOptions
 from frontend.main import Frontend
 from tests.support import tiny
 
@@ -56,24 +59,49 @@ class RunningFrontend(threading.Thread):
     """The real frontend in a thread: its own sockets and event loop, a scripted scheduler, orders by hand.
 
     Args:
-        folder: an empty one.
+        folder: an empty one, or that of a frontend which was lost.
         server: server options that differ from the usual.
+        session: how often processes of this engine have been lost.
+        is_known: whether there is a scheduler from the start.
+        queue_limit: how many requests may wait.
         script: what the scheduler does.
     """
 
-    def __init__(self, folder, server=None, **script) -> None:
+    def __init__(self, folder, server=None, session=0, *, is_known=True, queue_limit=4096, **script) -> None:
         super().__init__(name="frontend", daemon=True)
+        self.folder, self._server, self._script = folder, server or {}, script
         model_dir = folder / "model"
-        model_dir.mkdir()
-        tiny.save_tokenizer(model_dir)
-        options = ServerOptions(**{"http": False, "client_endpoint": f"ipc://{folder}/client.sock", **(server or {})})
-        self.config = EngineConfig(server=options, run_dir=str(folder), model_dir=str(model_dir))
+        if not model_dir.exists():
+            model_dir.mkdir()
+            tiny.save_tokenizer(model_dir)
+        options = ServerOptions(**{"http": False, "client_endpoint": f"ipc://{folder}/client.sock", **self._server})
+        self.config = EngineConfig(
+            server=options, scheduler=SchedulerOptions(max_num_queued_reqs=queue_limit), run_dir=str(folder),
+            model_dir=str(model_dir), session=session,
+        )  # fmt: skip
         self.endpoint = options.client_endpoint
         self.link = FakeLink()
         self.exit_code: int | None = None
-        self.scheduler = FakeScheduler(self.config, **script)
+        self.scheduler: FakeScheduler | None = None
+        self._is_closed = False
         self.start()
+        if is_known:
+            self.start_scheduler()
+
+    def start_scheduler(self) -> None:
+        """Start what the frontend waits for; returns when it serves."""
+        self.scheduler = FakeScheduler(self.config, **self._script)
         assert self.link.is_ready.wait(30), "the frontend did not get ready"
+
+    def lose(self) -> None:
+        """End it as a crash would: its clients hear nothing."""
+        if self.is_alive():
+            self.frontend._ended.get_loop().call_soon_threadsafe(self.frontend._clients.fall_silent)
+        self.close()
+
+    def again(self, **options) -> "RunningFrontend":
+        """Its successor, once it is lost."""
+        return RunningFrontend(self.folder, self._server, self.config.session + 1, **{**self._script, **options})
 
     def run(self) -> None:
         async def main() -> int:
@@ -91,6 +119,10 @@ class RunningFrontend(threading.Thread):
         return self.exit_code
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.stop()
-        self.scheduler.close()
+        if self.scheduler is not None:
+            self.scheduler.close()
         self.link.close()

@@ -1,0 +1,277 @@
+"""A frontend is lost and started again (`--restart`), as its clients see it: with real sockets, and both clients."""
+
+import asyncio
+import contextlib
+import time
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from benchmarks.fake_scheduler import EMBEDDING
+from common import client_messages as wire
+from common.client_messages import SampleSoFar
+from common.errors import EngineDeadError, RequestError
+from common.messages import AddRequest
+from common.sampling_params import SamplingParams
+from frontend import AsyncClient, Client
+from tests.frontend.test_client_server import Raw
+
+LONG = SamplingParams(max_tokens=200, seed=3)
+SHORT = SamplingParams(max_tokens=20, seed=3)
+PROMPTS = ["the sea", "a ship", "x"]
+
+
+def hashed(request: AddRequest, sample_index: int) -> Iterator[int]:
+    """Tokens that depend on their place, as a model's do: repeated or left out ones would show."""
+    place = 0
+    while True:
+        yield 5 + (place * 7919 + sample_index * 104729 + len(request.prompt_token_ids)) % 250
+        place += 1
+
+
+@pytest.fixture
+def start(run_frontend):
+    """Starts an engine that starts its frontend again, or the next frontend of one (`after`)."""
+    return partial(run_frontend, server={"restart": True}, script=hashed)
+
+
+@pytest.fixture
+def again(run_frontend):
+    """Loses a frontend; gives a function that starts the next one."""
+
+    def lose(running):
+        running.lose()
+        return lambda **options: run_frontend(after=running, **options)
+
+    return lose
+
+
+def joined(deltas) -> tuple[str, list[int]]:
+    return "".join(delta.text for delta in deltas), [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def of_final(final: wire.Final) -> tuple[str, list[int]]:
+    return final.text, list(final.samples[0].token_ids)
+
+
+def come(client, stream) -> int:
+    """Tokens of a stream that its client has heard of."""
+    return client._state._live[stream.request_id].kept._token_count
+
+
+def test_streams_of_both_clients_go_on_again_and_again(start, again):
+    frontend = start(step_interval_s=0.001)
+
+    async def read(stream) -> list:
+        return [delta async for delta in stream]
+
+    async def main(client: AsyncClient, mine: list) -> list[wire.Final]:
+        running, loop = frontend, asyncio.get_running_loop()
+        streams = [await client.submit(prompt, LONG) for prompt in PROMPTS]
+        whole = asyncio.ensure_future(client.generate("whole", LONG))
+        readers = [asyncio.ensure_future(read(stream)) for stream in streams]
+        with ThreadPoolExecutor(1) as pool:
+            reading = loop.run_in_executor(pool, lambda: [list(stream) for stream in mine])
+            while come(client, streams[0]) < 10:
+                await asyncio.sleep(0)
+            for _ in range(2):
+                known = come(client, streams[0])
+                starting = await loop.run_in_executor(None, again, running)
+                running = await loop.run_in_executor(None, starting)
+                while come(client, streams[0]) < known + 10:
+                    await asyncio.sleep(0)
+            deltas = [await reader for reader in readers] + await reading
+        finals = [stream.final for stream in (*streams, *mine)]
+        assert [joined(each) for each in deltas] == list(map(of_final, finals))
+        return [*finals, await whole]
+
+    async def connected(mine: list) -> list[wire.Final]:
+        async with AsyncClient(frontend.endpoint) as client:
+            return await main(client, mine)
+
+    with Client(frontend.endpoint) as client:
+        finals = asyncio.run(connected([client.submit(prompt, LONG) for prompt in PROMPTS]))
+        wanted = [client.generate(prompt, LONG) for prompt in (*PROMPTS, *PROMPTS, "whole")]
+        assert [(final.samples, final.completion_tokens, final.prompt_tokens) for final in finals] == [
+            (final.samples, final.completion_tokens, final.prompt_tokens) for final in wanted
+        ]
+        assert client.status().live_count == 0
+
+
+def test_an_abort_in_the_pause_is_not_forgotten(start, again):
+    first = start(step_interval_s=0.01)
+
+    async def main(client: AsyncClient, blocking: Client) -> None:
+        loop = asyncio.get_running_loop()
+        stream, mine = await client.submit("the sea", LONG), blocking.submit("the sea", LONG)
+        known, ours = [await anext(stream)], [next(mine)]
+        starting = await loop.run_in_executor(None, again, first)
+        while not client._state.is_resuming:
+            await asyncio.sleep(0)
+        await stream.abort()
+        while not blocking._state.is_resuming:
+            blocking._pump(None)
+        mine.abort()
+        await loop.run_in_executor(None, starting)
+        known += [delta async for delta in stream]
+        ours += list(mine)
+        for deltas, final in ((known, stream.final), (ours, mine.final)):
+            assert final.samples[0].finish_reason == "abort" and joined(deltas)[1] == of_final(final)[1]
+            assert final.completion_tokens >= 1
+
+    async def connected() -> None:
+        async with AsyncClient(first.endpoint) as client:
+            await main(client, blocking)
+
+    with Client(first.endpoint) as blocking:
+        asyncio.run(connected())
+
+
+def test_everything_waits_for_a_frontend_that_waits_for_the_engine(start, again):
+    """Frontend and scheduler were lost together: the client socket is there long before the engine."""
+    first = start(step_interval_s=0.002)
+    with Client(first.endpoint, timeout_s=20) as client:
+        expected = client.generate("the sea", SHORT).samples
+        cut = client.submit("the sea", LONG)
+        known = [next(cut), next(cut)]
+        first.scheduler.gate.clear()
+        running = [client.submit("the sea", SHORT), client.submit("the sea", SHORT, timeout_s=0.01)]
+        embedding = client.submit_embedding("the sea")
+        first.scheduler.wait_until(lambda: first.scheduler.live_count == 4)
+        second = again(first)(is_known=False)
+        new, aborted = client.submit("the sea", SHORT), client.submit("the sea", SHORT, request_id="mine")
+        client.abort("mine")
+        cut.abort()
+        assert aborted.result().samples[0].finish_reason == "abort"
+        assert client.tokenize("the sea") and client.status().state == "starting"
+        with pytest.raises(RequestError, match="deadline") as caught:
+            running[1].result()
+        assert caught.value.code == "deadline_exceeded"
+        waited_until_s = time.time()
+        second.start_scheduler()
+        assert running[0].result().samples == new.result().samples == expected
+        assert embedding.result().embedding == EMBEDDING
+        assert all(added.arrived_at_s < waited_until_s for added in second.scheduler.added), "deadlines count from then"
+        known += cut
+        assert cut.final.samples[0].finish_reason == "abort" and joined(known) == of_final(cut.final)
+        assert cut.final.completion_tokens >= 2, "what had come is not lost with the abort"
+        assert client.status().live_count == 0
+
+
+def test_new_requests_beyond_a_full_queue_do_not_wait(start, again):
+    first = start()
+    first.scheduler.gate.clear()
+    with Client(first.endpoint, timeout_s=20) as client:
+        old = [client.submit("the sea", {"max_tokens": 2}) for _ in range(3)]
+        embedding = client.submit_embedding("the sea")
+        first.scheduler.wait_until(lambda: first.scheduler.live_count == 4)
+        second = again(first)(is_known=False, queue_limit=2)
+        with pytest.raises(RequestError, match="still starting") as caught:
+            client.generate("the sea", {"max_tokens": 2})
+        assert (caught.value.code, caught.value.retry_after_ms) == ("starting", 1000)
+        second.start_scheduler()
+        assert [stream.result().completion_tokens for stream in old] == [2] * 3
+        assert embedding.result().embedding == EMBEDDING
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_an_engine_that_does_not_come_back(run_frontend, restart):
+    """With `--restart` its clients wait for as long as for any connection, else not at all."""
+    frontend = run_frontend(server={"restart": restart})
+    frontend.scheduler.gate.clear()
+
+    async def main() -> None:
+        timeout_s = 0.3 if restart else 60
+        async with AsyncClient(frontend.endpoint, timeout_s=timeout_s) as client:
+            with Client(frontend.endpoint, timeout_s=timeout_s) as blocking:
+                lost, mine = await client.submit("a", LONG), blocking.submit("a", LONG)
+                frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 2)
+                await asyncio.get_running_loop().run_in_executor(None, frontend.lose)
+                with pytest.raises(EngineDeadError, match="is lost"):
+                    await lost.result()
+                with pytest.raises(EngineDeadError, match="is lost"):
+                    mine.result()
+
+    asyncio.run(main())
+
+
+def test_nothing_goes_on_in_an_engine_that_starts_nothing_again(run_frontend):
+    with contextlib.closing(Raw(run_frontend().endpoint)) as raw:
+        raw.send(wire.Hello(2, "new"), wire.Resume(wire.Generate(request_id="g", prompt="x")))
+        assert raw.receive().engine == ""
+        assert raw.receive().code == "invalid_parameter"
+
+
+def test_what_waits_in_the_socket_of_a_lost_connection_runs_for_nobody(start, again):
+    """The next engine had it, and went on with it."""
+    first, ghost = start(), wire.Generate(request_id="ghost", prompt="the sea", params={"max_tokens": 2000})
+
+    async def main() -> None:
+        async with AsyncClient(first.endpoint) as client:
+            with Client(first.endpoint) as blocking:
+                starting = again(first)  # in this loop's thread: neither notices the loss
+                for socket in (client._socket, blocking._socket):
+                    socket.send(ghost.to_wire())
+                second = starting(step_interval_s=0.02)
+                assert (await client.generate("a", SHORT)).samples == blocking.generate("a", SHORT).samples
+                second.scheduler.wait_until(lambda: second.scheduler.live_count == 0)
+
+    asyncio.run(main())
+
+
+def test_another_engine_in_its_place_is_not_asked(start, run_frontend):
+    frontend = start()
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        lost = client.submit("a", LONG)
+        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
+        frontend.lose()
+        other = run_frontend(server={"restart": True, "client_endpoint": frontend.endpoint})
+        with pytest.raises(EngineDeadError, match="is lost"):
+            lost.result()
+        assert client.generate("abc", SamplingParams(max_tokens=3)).text == "abc"
+        assert len(other.scheduler.added) == 1
+
+
+def test_a_frontend_that_fails_leaves_the_last_word_to_the_next(start, again):
+    first = start(step_interval_s=0.01)
+    with Client(first.endpoint) as client:
+        stream = client.submit("the sea", SHORT)
+        deltas = [next(stream)]
+        first.scheduler.garbage = b"\xc1"
+        first.join(30)
+        assert (first.exit_code, "cannot be read" in first.link.detail) == (1, True)
+        again(first)()
+        deltas += stream
+        assert joined(deltas) == of_final(stream.final) == of_final(client.generate("the sea", SHORT))
+
+
+def test_a_client_without_the_sdk_goes_on_as_the_document_says(start, again):
+    """And one that speaks the first version of the protocol is understood."""
+    first = start()
+    with contextlib.closing(Raw(first.endpoint)) as old:
+        old.send(wire.Hello(1, "old"))
+        assert old.receive() == wire.Welcome(1, ("smollm2-135m-instruct",), 2048, 400, "serving")
+    with contextlib.closing(Raw(first.endpoint)) as raw:
+        generate = wire.Generate(request_id="g", prompt="the sea", params={"max_tokens": 30, "n": 2})
+        raw.send(wire.Hello(2, "new"), generate)
+        name = raw.receive().engine
+        final = raw.until(wire.Final, "g")
+    again(first)()
+    with contextlib.closing(Raw(first.endpoint)) as raw:
+        raw.send(wire.Hello(2, "new"))
+        assert raw.receive().engine == name
+        known = SampleSoFar(1, final.samples[1].token_ids[:20])
+        raw.send(wire.Resume(generate, (SampleSoFar(0, final.samples[0].token_ids, "length"), known)))
+        deltas = []
+        while isinstance(reply := raw.receive(), wire.Deltas):
+            deltas += [delta for _, delta in reply.entries]
+        assert {delta.sample_index for delta in deltas} == {1}
+        assert final.samples[1].token_ids[20:] == array("i", joined(deltas)[1])
+        assert reply.samples == final.samples
+        raw.send(wire.Resume(generate, (known, known)))
+        reply = raw.receive()
+        assert (reply.code, reply.param) == ("invalid_parameter", "samples")

@@ -1,0 +1,100 @@
+"""A recorded frontend's core, replayed in memory: what it is told and tells when a process is lost, or was."""
+
+import json
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fake_scheduler import LIMITS
+from common import messages as m
+from common.client_messages import SampleSoFar
+from common.config import EngineConfig, ProfilingOptions, ServerOptions
+from common.errors import ConfigError
+from common.recording import Link, recorder_for, sending
+from common.sampling_params import SamplingParams
+from frontend.engine import Engine
+from frontend.replay import main
+from frontend.tokenizer import Tokenizer
+from tests.support import tiny
+from tests.support.frontend_in_memory import Events
+
+SOON_S = 1e-9
+
+
+@pytest.fixture
+def config(tmp_path):
+    tiny.save_tokenizer(tmp_path)
+    recording = ProfilingOptions(record=str(tmp_path / "recording"))
+    return EngineConfig(model_dir=str(tmp_path), server=ServerOptions(restart=True), profiling=recording)
+
+
+class Recorded:
+    """A frontend that records itself, the test being everything around it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._recorder = recorder_for(config, "frontend")
+        send = sending(self._recorder, Link.REQUESTS, lambda data, more=False: None)
+        self.engine = Engine(config, Tokenizer.load(config.model_dir), send, self._recorder)
+        self.core = self.engine.core
+        self.hear(LIMITS)
+
+    def hear(self, message: m.ForFrontend) -> None:
+        self._recorder.received(Link.OUTPUTS, message.to_wire())
+        self.core.handle(message)
+
+    def submit(self, **options) -> Events:
+        events = Events()
+        params = SamplingParams(max_tokens=9, temperature=0.5)
+        events.request = self.core.submit(array("i", [5, 6]), params, events, **options)
+        return events
+
+    def tokens(self, events: Events, *token_ids: int, finish: str | None = None) -> None:
+        ids, last = array("i", token_ids), (m.SampleFinish(0, finish),) if finish else ()
+        numbers, counts = array("i", [events.request.request_id]), array("B", [len(ids)])
+        self.hear(m.TokensOut(request_ids=numbers, token_ids=ids, token_counts=counts, finishes=last))
+
+    def close(self) -> None:
+        self.engine.close()
+        self._recorder.close()
+
+
+def replayed(capsys, folder: object) -> dict:
+    code = main([str(folder)])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert code == bool(summary["different"])
+    return summary
+
+
+def test_a_recording_goes_on_when_scheduler_and_worker_are_lost(config, capsys):
+    running = Recorded(config)
+    whole, poison, late = running.submit(), running.submit(), running.submit(timeout_s=SOON_S)
+    running.tokens(whole, 5)
+    running.core.suspend("worker-0 was killed", 1)
+    assert running.core.end_overdue() and late.end.code == "deadline_exceeded"
+    held = running.submit(timeout_s=60)
+    running.hear(LIMITS)
+    assert not running.core.end_overdue()
+    running.tokens(whole, 6, 7)
+    running.tokens(held, 5)
+    running.core.suspend("scheduler was killed", 2)
+    assert poison.end.code == "engine_restarted"
+    running.hear(LIMITS)
+    running.tokens(held, 8, finish="length")
+    running.tokens(whole, 8, finish="length")
+    running.close()
+    summary = replayed(capsys, config.profiling.record)
+    assert summary["different"] == 0 and summary["equal"] > 12
+
+
+def test_what_is_started_again_has_a_recording_of_its_own(config, capsys):
+    for session in (0, 2):
+        running = Recorded(replace(config, session=session))
+        known = None if not session else [SampleSoFar(0, array("i", [5]))]
+        running.tokens(running.submit(resumed=known), 6, finish="length")
+        running.submit(resumed=[SampleSoFar(0, array("i", [5]), "length")])
+        running.close()
+    with pytest.raises(ConfigError, match="is there already"):
+        recorder_for(config, "frontend")
+    for folder in ("", "/2"):
+        assert replayed(capsys, config.profiling.record + folder)["different"] == 0
