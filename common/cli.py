@@ -311,7 +311,7 @@ def _with_dashes(argument: str) -> str:
 def _hint(name: str, known: list[str]) -> str:
     """What to do about a name that is no option's."""
     name = name.partition("=")[0]
-    if instead := INSTEAD.get(f"--{_plain(name)}"):
+    if instead := INSTEAD.get(f"--{_plain(name).partition('.')[0]}"):  # vLLM has `--some-config.part` too
         return f"; {instead}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

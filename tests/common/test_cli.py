@@ -92,6 +92,10 @@ def test_prefix_cache_switches_of_other_engines(flag: str):
     [
         (["--prot", "1"], "unknown argument --prot; did you mean --port?"),
         (["--max-num-seq=1"], "unknown argument --max-num-seq=1; did you mean --max-num-seqs?"),
+        (
+            ["--compilation-config.mode", "3"],
+            "unknown argument --compilation-config.mode; leave it out: kernels and CUDA",
+        ),
         (["--swap_space=4"], "unknown argument --swap-space=4; --swap-space-bytes takes bytes (4GiB)"),
         (
             ["--allowed-origins", '["*"]'],
