@@ -125,7 +125,7 @@ def array_bytes(numbers: array) -> bytes:  # type: ignore[type-arg]
 
 
 class FieldReader:
-    """Reads a message's fields in order, each with its check; the end of a `with` (or `done`) refuses what is left.
+    """Reads a message's fields in order, each with its check; the end of a `with` refuses what is left.
 
     Args:
         name: the message's name, for error texts.
@@ -145,8 +145,8 @@ class FieldReader:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.done()
+        if kind is None and self._index != len(self._fields):
+            raise WireError(f"{self._name}: {len(self._fields)} fields, wanted {self._index}")
 
     def _next(self, what: str) -> Any:
         if self._index >= len(self._fields):
@@ -246,8 +246,3 @@ class FieldReader:
     def nested(self, what: str, item: Callable[[Any], T]) -> T:
         """One nested array, decoded by `item`."""
         return item(self._next(what))
-
-    def done(self) -> None:
-        """Raise unless every field has been read."""
-        if self._index != len(self._fields):
-            raise WireError(f"{self._name}: {len(self._fields)} fields, wanted {self._index}")

@@ -193,7 +193,6 @@ def repeat_call(core: Core, data: bytes) -> None:
         WireError: not a record of a call.
     """
     kind, fields = unpack(data)
-    read = FieldReader("call", fields)
     calls: dict[int, Callable[[Core, FieldReader], object]] = {
         SUBMIT: _submit_again,
         ABORT: lambda core, read: core.abort(read.integer("request_id")),
@@ -207,7 +206,8 @@ def repeat_call(core: Core, data: bytes) -> None:
     }
     if kind not in calls:
         raise WireError(f"call {kind} is not known")
-    calls[kind](core, read)
+    with FieldReader("call", fields) as read:
+        calls[kind](core, read)
 
 
 def _submit_again(core: Core, read: FieldReader) -> None:

@@ -29,12 +29,14 @@ class TopLogprob:
     @classmethod
     def from_list(cls, fields: Any) -> "TopLogprob":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("TopLogprob", fields)
-        entry = cls(
-            read.integer("token_id"), read.text("text"), read.blob("raw"), read.number("logprob"), read.integer("rank")
-        )
-        read.done()
-        return entry
+        with FieldReader("TopLogprob", fields) as read:
+            return cls(
+                read.integer("token_id"),
+                read.text("text"),
+                read.blob("raw"),
+                read.number("logprob"),
+                read.integer("rank"),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +68,15 @@ class TokenLogprob:
     @classmethod
     def from_list(cls, fields: Any) -> "TokenLogprob":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("TokenLogprob", fields)
-        entry = cls(
-            token_id=read.integer("token_id"),
-            text=read.text("text"),
-            raw=read.blob("raw"),
-            logprob=read.number("logprob"),
-            rank=read.integer("rank"),
-            top=read.entries("top", TopLogprob.from_list, 1024),
-        )
-        read.done()
-        return entry
+        with FieldReader("TokenLogprob", fields) as read:
+            return cls(
+                token_id=read.integer("token_id"),
+                text=read.text("text"),
+                raw=read.blob("raw"),
+                logprob=read.number("logprob"),
+                rank=read.integer("rank"),
+                top=read.entries("top", TopLogprob.from_list, 1024),
+            )
 
 
 @dataclass(slots=True)
@@ -117,17 +117,15 @@ class Delta:
     @classmethod
     def from_list(cls, fields: Any) -> "Delta":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("Delta", fields)
-        entry = cls(
-            sample_index=read.integer("sample_index"),
-            text=read.text("text"),
-            token_ids=read.numbers("token_ids", "i"),
-            logprobs=list(read.entries("logprobs", TokenLogprob.from_list)),
-            finish_reason=read.optional_text("finish_reason", 64),
-            stop_reason=_stop_reason(read.anything("stop_reason")),
-        )
-        read.done()
-        return entry
+        with FieldReader("Delta", fields) as read:
+            return cls(
+                sample_index=read.integer("sample_index"),
+                text=read.text("text"),
+                token_ids=read.numbers("token_ids", "i"),
+                logprobs=list(read.entries("logprobs", TokenLogprob.from_list)),
+                finish_reason=read.optional_text("finish_reason", 64),
+                stop_reason=_stop_reason(read.anything("stop_reason")),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +160,15 @@ class SampleResult:
     @classmethod
     def from_list(cls, fields: Any) -> "SampleResult":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("SampleResult", fields)
-        entry = cls(
-            index=read.integer("index"),
-            text=read.text("text"),
-            token_ids=read.numbers("token_ids", "i"),
-            finish_reason=read.text("finish_reason", 64),
-            stop_reason=_stop_reason(read.anything("stop_reason")),
-            logprobs=_logprobs(read.anything("logprobs")),
-        )
-        read.done()
-        return entry
+        with FieldReader("SampleResult", fields) as read:
+            return cls(
+                index=read.integer("index"),
+                text=read.text("text"),
+                token_ids=read.numbers("token_ids", "i"),
+                finish_reason=read.text("finish_reason", 64),
+                stop_reason=_stop_reason(read.anything("stop_reason")),
+                logprobs=_logprobs(read.anything("logprobs")),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +193,13 @@ class SampleSoFar:
     @classmethod
     def from_list(cls, fields: Any) -> "SampleSoFar":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("SampleSoFar", fields)
-        entry = cls(
-            read.integer("index"),
-            read.numbers("token_ids", "i"),
-            read.optional_text("finish_reason", 64),
-            _stop_reason(read.anything("stop_reason")),
-        )
-        read.done()
-        return entry
+        with FieldReader("SampleSoFar", fields) as read:
+            return cls(
+                read.integer("index"),
+                read.numbers("token_ids", "i"),
+                read.optional_text("finish_reason", 64),
+                _stop_reason(read.anything("stop_reason")),
+            )
 
 
 def optional_entries(value: Any) -> "tuple[TokenLogprob | None, ...] | None":

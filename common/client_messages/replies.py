@@ -48,18 +48,16 @@ class Welcome:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Welcome":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Welcome", fields)
-        version = read.integer("protocol_version")
-        message = cls(
-            version,
-            read.entries("model_names", _name),
-            read.integer("max_model_len"),
-            read.integer("vocab_size"),
-            read.text("state", 64),
-            read.text("engine", 64) if version > 1 else "",
-        )
-        read.done()
-        return message
+        with FieldReader("Welcome", fields) as read:
+            version = read.integer("protocol_version")
+            return cls(
+                version,
+                read.entries("model_names", _name),
+                read.integer("max_model_len"),
+                read.integer("vocab_size"),
+                read.text("state", 64),
+                read.text("engine", 64) if version > 1 else "",
+            )
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,8 @@ class Deltas:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Deltas":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Deltas", fields)
-        message = cls(read.entries("entries", _delta))
-        read.done()
-        return message
+        with FieldReader("Deltas", fields) as read:
+            return cls(read.entries("entries", _delta))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,22 +133,20 @@ class Final:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Final":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Final", fields)
-        message = cls(
-            request_id=read.text("request_id", ID_LIMIT),
-            samples=read.entries("samples", SampleResult.from_list, 1024),
-            prompt_token_ids=read.numbers("prompt_token_ids", "i"),
-            prompt_logprobs=optional_entries(read.anything("prompt_logprobs")),
-            prompt_tokens=read.integer("prompt_tokens"),
-            completion_tokens=read.integer("completion_tokens"),
-            cached_tokens=read.integer("cached_tokens"),
-            arrived_at_s=read.number("arrived_at_s"),
-            first_token_s=read.optional_number("first_token_s"),
-            last_token_s=read.optional_number("last_token_s"),
-            finished_s=read.optional_number("finished_s"),
-        )
-        read.done()
-        return message
+        with FieldReader("Final", fields) as read:
+            return cls(
+                request_id=read.text("request_id", ID_LIMIT),
+                samples=read.entries("samples", SampleResult.from_list, 1024),
+                prompt_token_ids=read.numbers("prompt_token_ids", "i"),
+                prompt_logprobs=optional_entries(read.anything("prompt_logprobs")),
+                prompt_tokens=read.integer("prompt_tokens"),
+                completion_tokens=read.integer("completion_tokens"),
+                cached_tokens=read.integer("cached_tokens"),
+                arrived_at_s=read.number("arrived_at_s"),
+                first_token_s=read.optional_number("first_token_s"),
+                last_token_s=read.optional_number("last_token_s"),
+                finished_s=read.optional_number("finished_s"),
+            )
 
 
 @dataclass(frozen=True)
@@ -183,17 +177,15 @@ class ErrorReply:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "ErrorReply":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("ErrorReply", fields)
-        message = cls(
-            request_id=read.text("request_id", ID_LIMIT),
-            code=read.text("code", 64),
-            message=read.text("message", 1 << 16),
-            param=read.optional_text("param", PARAM_LIMIT),
-            retry_after_ms=read.optional_integer("retry_after_ms"),
-            status=read.integer("status", 400, 599),
-        )
-        read.done()
-        return message
+        with FieldReader("ErrorReply", fields) as read:
+            return cls(
+                request_id=read.text("request_id", ID_LIMIT),
+                code=read.text("code", 64),
+                message=read.text("message", 1 << 16),
+                param=read.optional_text("param", PARAM_LIMIT),
+                retry_after_ms=read.optional_integer("retry_after_ms"),
+                status=read.integer("status", 400, 599),
+            )
 
 
 @dataclass(frozen=True)
@@ -211,10 +203,8 @@ class TokenizeReply:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "TokenizeReply":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("TokenizeReply", fields)
-        message = cls(read.text("request_id", ID_LIMIT), read.numbers("token_ids", "i"))
-        read.done()
-        return message
+        with FieldReader("TokenizeReply", fields) as read:
+            return cls(read.text("request_id", ID_LIMIT), read.numbers("token_ids", "i"))
 
 
 @dataclass(frozen=True)
@@ -232,10 +222,8 @@ class DetokenizeReply:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "DetokenizeReply":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("DetokenizeReply", fields)
-        message = cls(read.text("request_id", ID_LIMIT), read.text("text", 4 * TEXT_LIMIT_BYTES))
-        read.done()
-        return message
+        with FieldReader("DetokenizeReply", fields) as read:
+            return cls(read.text("request_id", ID_LIMIT), read.text("text", 4 * TEXT_LIMIT_BYTES))
 
 
 @dataclass(frozen=True)
@@ -278,18 +266,16 @@ class StatusReply:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "StatusReply":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("StatusReply", fields)
-        message = cls(
-            request_id=read.text("request_id", ID_LIMIT),
-            state=read.text("state", 64),
-            detail=read.text("detail", 1 << 16),
-            model_names=read.entries("model_names", _name),
-            live_count=read.integer("live_count"),
-            limits=read.mapping("limits"),
-            figures=read.mapping("figures"),
-        )
-        read.done()
-        return message
+        with FieldReader("StatusReply", fields) as read:
+            return cls(
+                request_id=read.text("request_id", ID_LIMIT),
+                state=read.text("state", 64),
+                detail=read.text("detail", 1 << 16),
+                model_names=read.entries("model_names", _name),
+                live_count=read.integer("live_count"),
+                limits=read.mapping("limits"),
+                figures=read.mapping("figures"),
+            )
 
 
 @dataclass(frozen=True)
@@ -314,15 +300,13 @@ class EmbedReply:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EmbedReply":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("EmbedReply", fields)
-        message = cls(
-            read.text("request_id", ID_LIMIT),
-            read.numbers("embedding", "f"),
-            read.integer("prompt_tokens"),
-            read.integer("cached_tokens"),
-        )
-        read.done()
-        return message
+        with FieldReader("EmbedReply", fields) as read:
+            return cls(
+                read.text("request_id", ID_LIMIT),
+                read.numbers("embedding", "f"),
+                read.integer("prompt_tokens"),
+                read.integer("cached_tokens"),
+            )
 
 
 @dataclass(frozen=True)
@@ -339,10 +323,8 @@ class Pong:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Pong":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Pong", fields)
-        message = cls(read.text("request_id", ID_LIMIT))
-        read.done()
-        return message
+        with FieldReader("Pong", fields) as read:
+            return cls(read.text("request_id", ID_LIMIT))
 
 
 def _delta(value: Any) -> tuple[str, Delta]:

@@ -39,10 +39,8 @@ class Hello:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Hello":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Hello", fields)
-        message = cls(read.integer("protocol_version"), read.text("client_name", ID_LIMIT))
-        read.done()
-        return message
+        with FieldReader("Hello", fields) as read:
+            return cls(read.integer("protocol_version"), read.text("client_name", ID_LIMIT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +102,19 @@ class Generate:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Generate":
         """Build from raw fields; raises WireError. The values in `params` and `chat` are the caller's to check."""
-        read = FieldReader("Generate", fields)
-        message = cls(
-            request_id=read.text("request_id", ID_LIMIT),
-            prompt=_prompt_from_wire(read.anything("prompt")),
-            params=read.mapping("params"),
-            model_defaults=read.flag("model_defaults"),
-            stream=read.flag("stream"),
-            priority=read.integer("priority", -INT32_MAX),
-            cache_salt=read.text("cache_salt", 1024),
-            timeout_ms=read.optional_integer("timeout_ms", 1),
-            add_special_tokens=_optional_flag(read.anything("add_special_tokens")),
-            chat=read.mapping("chat"),
-        )
-        read.done()
-        return message
+        with FieldReader("Generate", fields) as read:
+            return cls(
+                request_id=read.text("request_id", ID_LIMIT),
+                prompt=_prompt_from_wire(read.anything("prompt")),
+                params=read.mapping("params"),
+                model_defaults=read.flag("model_defaults"),
+                stream=read.flag("stream"),
+                priority=read.integer("priority", -INT32_MAX),
+                cache_salt=read.text("cache_salt", 1024),
+                timeout_ms=read.optional_integer("timeout_ms", 1),
+                add_special_tokens=_optional_flag(read.anything("add_special_tokens")),
+                chat=read.mapping("chat"),
+            )
 
 
 @dataclass(frozen=True)
@@ -135,10 +131,8 @@ class Abort:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Abort":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Abort", fields)
-        message = cls(read.text("request_id", ID_LIMIT))
-        read.done()
-        return message
+        with FieldReader("Abort", fields) as read:
+            return cls(read.text("request_id", ID_LIMIT))
 
 
 @dataclass(frozen=True)
@@ -160,15 +154,13 @@ class Tokenize:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Tokenize":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Tokenize", fields)
-        message = cls(
-            read.text("request_id", ID_LIMIT),
-            _prompt_from_wire(read.anything("prompt")),
-            _optional_flag(read.anything("add_special_tokens")),
-            read.mapping("chat"),
-        )
-        read.done()
-        return message
+        with FieldReader("Tokenize", fields) as read:
+            return cls(
+                read.text("request_id", ID_LIMIT),
+                _prompt_from_wire(read.anything("prompt")),
+                _optional_flag(read.anything("add_special_tokens")),
+                read.mapping("chat"),
+            )
 
 
 @dataclass(frozen=True)
@@ -187,12 +179,10 @@ class Detokenize:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Detokenize":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Detokenize", fields)
-        message = cls(
-            read.text("request_id", ID_LIMIT), read.numbers("token_ids", "i"), read.flag("skip_special_tokens")
-        )
-        read.done()
-        return message
+        with FieldReader("Detokenize", fields) as read:
+            return cls(
+                read.text("request_id", ID_LIMIT), read.numbers("token_ids", "i"), read.flag("skip_special_tokens")
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,19 +225,17 @@ class Embed:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Embed":
         """Build from raw fields; raises WireError. The values in `chat` are the caller's to check."""
-        read = FieldReader("Embed", fields)
-        message = cls(
-            request_id=read.text("request_id", ID_LIMIT),
-            prompt=_prompt_from_wire(read.anything("prompt")),
-            pooling=read.text("pooling", 64),
-            priority=read.integer("priority", -INT32_MAX),
-            cache_salt=read.text("cache_salt", 1024),
-            timeout_ms=read.optional_integer("timeout_ms", 1),
-            add_special_tokens=_optional_flag(read.anything("add_special_tokens")),
-            chat=read.mapping("chat"),
-        )
-        read.done()
-        return message
+        with FieldReader("Embed", fields) as read:
+            return cls(
+                request_id=read.text("request_id", ID_LIMIT),
+                prompt=_prompt_from_wire(read.anything("prompt")),
+                pooling=read.text("pooling", 64),
+                priority=read.integer("priority", -INT32_MAX),
+                cache_salt=read.text("cache_salt", 1024),
+                timeout_ms=read.optional_integer("timeout_ms", 1),
+                add_special_tokens=_optional_flag(read.anything("add_special_tokens")),
+                chat=read.mapping("chat"),
+            )
 
 
 @dataclass(frozen=True)
@@ -275,12 +263,10 @@ class Resume:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Resume":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Resume", fields)
-        message = cls(
-            read.nested("request", _request_of_list), read.entries("samples", SampleSoFar.from_list, SAMPLE_LIMIT)
-        )
-        read.done()
-        return message
+        with FieldReader("Resume", fields) as read:
+            return cls(
+                read.nested("request", _request_of_list), read.entries("samples", SampleSoFar.from_list, SAMPLE_LIMIT)
+            )
 
 
 @dataclass(frozen=True)
@@ -297,10 +283,8 @@ class GetStatus:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "GetStatus":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("GetStatus", fields)
-        message = cls(read.text("request_id", ID_LIMIT))
-        read.done()
-        return message
+        with FieldReader("GetStatus", fields) as read:
+            return cls(read.text("request_id", ID_LIMIT))
 
 
 @dataclass(frozen=True)
@@ -317,10 +301,8 @@ class Ping:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Ping":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Ping", fields)
-        message = cls(read.text("request_id", ID_LIMIT))
-        read.done()
-        return message
+        with FieldReader("Ping", fields) as read:
+            return cls(read.text("request_id", ID_LIMIT))
 
 
 def _prompt_to_wire(prompt: Any) -> Any:

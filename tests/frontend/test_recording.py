@@ -1,5 +1,6 @@
 """A recorded frontend's core, replayed in memory: what it is told and tells when a process is lost, or was."""
 
+import contextlib
 import json
 from array import array
 from dataclasses import replace
@@ -10,9 +11,11 @@ from benchmarks.fake_scheduler import LIMITS
 from common import messages as m
 from common.client_messages import SampleSoFar
 from common.config import EngineConfig, ProfilingOptions, ServerOptions
-from common.errors import ConfigError
+from common.errors import ConfigError, WireError
 from common.recording import Link, recorder_for, sending
 from common.sampling_params import SamplingParams
+from common.wire import pack
+from frontend import recording
 from frontend.engine import Engine
 from frontend.replay import main
 from frontend.tokenizer import Tokenizer
@@ -25,8 +28,8 @@ SOON_S = 1e-9
 @pytest.fixture
 def config(tmp_path):
     tiny.save_tokenizer(tmp_path)
-    recording = ProfilingOptions(record=str(tmp_path / "recording"))
-    return EngineConfig(model_dir=str(tmp_path), server=ServerOptions(restart=True), profiling=recording)
+    kept = ProfilingOptions(record=str(tmp_path / "recording"))
+    return EngineConfig(model_dir=str(tmp_path), server=ServerOptions(restart=True), profiling=kept)
 
 
 class Recorded:
@@ -98,3 +101,9 @@ def test_what_is_started_again_has_a_recording_of_its_own(config, capsys):
         recorder_for(config, "frontend")
     for folder in ("", "/2"):
         assert replayed(capsys, config.profiling.record + folder)["different"] == 0
+
+
+@pytest.mark.parametrize("fields", [(recording.DRAIN, 1), (recording.ABORT,), (recording.ABORT, 1, 2), (99,)], ids=str)
+def test_what_is_no_record_of_a_call_is_not_repeated(config, fields):
+    with contextlib.closing(Recorded(config)) as running, pytest.raises(WireError):
+        recording.repeat_call(running.core, pack(fields))
