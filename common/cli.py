@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
@@ -22,6 +22,8 @@ from common.other_engines import INSTEAD
 Field = dataclasses.Field[Any]
 
 _PREFIX = "option."  # of the namespace's names, so that a program's own arguments cannot collide with options
+_PREFIX_CACHE_SWITCHES = {"enable-prefix-caching": True, "disable-radix-cache": False}
+"""Other engines' switches for `prefix_cache`, with their values that turn it on."""
 MODEL_DESTINATION = _PREFIX + "model.model"
 """The namespace's name of `--model`, for programs that also take the model as an argument."""
 
@@ -98,14 +100,14 @@ def config_from(parsed: argparse.Namespace, **top_level: Any) -> EngineConfig:
 
 
 def config_from_options(**options: Any) -> EngineConfig:
-    """The configuration from keyword arguments named like the options (`max_model_len=4096`); raises ConfigError."""
-    by_name = {item.name: (group_name, item) for group_name, item in all_options()}
+    """The configuration from keyword arguments named like the options (`max_model_len=4096`); raises ConfigError.
+
+    None leaves an option as it is, as in vLLM.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
     values: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
-    for name, value in options.items():
-        if name not in by_name:
-            raise ConfigError(f"unknown option {name!r}{_hint(name, list(by_name))}")
-        group_name, item = by_name[name]
-        values[group_name][name] = _checked(item, value, name)
+    for (group, name), value in _by_field(given, "", "_").items():
+        values[group][name] = value
     return EngineConfig(**{name: group(**values[name]) for name, group in GROUPS.items()})
 
 
@@ -142,14 +144,30 @@ def read_config_file(path: Path) -> dict[tuple[str, str], Any]:
     Raises:
         ConfigError: not readable, not a mapping, an unknown key or a value of the wrong kind.
     """
+    return _by_field(_load_mapping(path), f"{path}: ", "-")
+
+
+def _by_field(given: Mapping[Any, Any], source: str, hyphen: str) -> dict[tuple[str, str], Any]:
+    """Options that are given under any of their names, keyed by (group, field), with their values checked.
+
+    Args:
+        given: by name, without the dashes in front.
+        source: what errors begin with.
+        hyphen: what stands between the words of names that errors propose.
+    """
     known = {_plain(flag): (group, item) for group, item in all_options() for flag in flags_of(item)}
-    options = {}
-    for key, value in _load_mapping(path).items():
+    options: dict[tuple[str, str], Any] = {}
+    for key, value in given.items():
         name = _plain(str(key))
-        if name not in known:
-            raise ConfigError(f"{path}: unknown option {key!r}{_hint(name, list(known))}")
-        group, item = known[name]
-        options[group, item.name] = _checked(item, value, f"{path}: {key}")
+        if name in _PREFIX_CACHE_SWITCHES:
+            is_on = _switch(value, f"{source}{key}") == _PREFIX_CACHE_SWITCHES[name]
+            options["cache", "prefix_cache"] = "hash" if is_on else "off"
+        elif name in known:
+            group, item = known[name]
+            options[group, item.name] = _checked(item, value, f"{source}{key}")
+        else:
+            hint = _hint(name.replace("-", hyphen), [flag.replace("-", hyphen) for flag in known])
+            raise ConfigError(f"{source}unknown option {key!r}{hint}")
     return options
 
 
@@ -175,14 +193,18 @@ def _checked(item: Field, value: Any, where: str) -> Any:
         values = value if isinstance(value, list | tuple) else [value]
         return tuple(_checked_text(item, str(entry), where) for entry in values)
     if item.type is bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}: wanted true or false, got {value!r}")
-        return value
+        return _switch(value, where)
     if isinstance(value, bool):  # YAML reads a bare `off` or `on` as a boolean
         value = "on" if value else "off"
     if not isinstance(value, str | int | float):
         raise ConfigError(f"{where}: wanted one value, got {value!r}")
     return _checked_text(item, str(value), where)
+
+
+def _switch(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: wanted true or false, got {value!r}")
+    return value
 
 
 def _checked_text(item: Field, text: str, where: str) -> Any:
@@ -289,7 +311,7 @@ def _with_dashes(argument: str) -> str:
 def _hint(name: str, known: list[str]) -> str:
     """What to do about a name that is no option's."""
     name = name.partition("=")[0]
-    if instead := INSTEAD.get(f"--{_plain(name)}"):
+    if instead := INSTEAD.get(f"--{_plain(name).partition('.')[0]}"):  # vLLM has `--some-config.part` too
         return f"; {instead}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

@@ -31,6 +31,8 @@ INSTEAD = {
     "--runner": _EMBEDS,
     "--pooler-config": _EMBEDS,
     "--guided-decoding-backend": _LLGUIDANCE,
+    "--structured-outputs-config": _LLGUIDANCE,
+    "--compilation-config": "leave it out: kernels and CUDA Graphs are made as they are needed",
     "--tokenizer-mode": "leave it out: tokenizers are those of transformers",
     "--download-dir": "the environment variable HF_HOME says where models from the hub are kept",
     "--hf-token": "the environment variable HF_TOKEN holds the key to the hub",
@@ -47,6 +49,7 @@ INSTEAD = {
     "--enable-metrics": _ALWAYS_ON,
     "--is-embedding": _EMBEDS,
     "--grammar-backend": _LLGUIDANCE,
+    "--attention-backend": "leave it out: the kernels are Trireme's own",
     "--speculative-algorithm": _NOT_YET,
     "--lora-paths": _NOT_YET,
 }

@@ -1,5 +1,7 @@
 """The command line: every option reachable, files and flags agree, every refusal one line."""
 
+import json
+
 import pytest
 
 from common.cli import OptionParser, all_options, config_from, config_from_options, flags_of, to_arguments
@@ -90,6 +92,10 @@ def test_prefix_cache_switches_of_other_engines(flag: str):
     [
         (["--prot", "1"], "unknown argument --prot; did you mean --port?"),
         (["--max-num-seq=1"], "unknown argument --max-num-seq=1; did you mean --max-num-seqs?"),
+        (
+            ["--compilation-config.mode", "3"],
+            "unknown argument --compilation-config.mode; leave it out: kernels and CUDA",
+        ),
         (["--swap_space=4"], "unknown argument --swap-space=4; --swap-space-bytes takes bytes (4GiB)"),
         (
             ["--allowed-origins", '["*"]'],
@@ -176,6 +182,49 @@ def test_a_configuration_survives_the_way_through_arguments():
     )
     assert parse(*to_arguments(config)) == config
     assert to_arguments(EngineConfig()) == []
+
+
+def test_all_names_of_an_option_are_its_names_in_python_and_in_files_too(tmp_path):
+    """`LLM(enable_prefix_caching=False)` and other engines' names were unknown there."""
+    samples = {str: "x", int: 64, float: 0.5, bool: True}
+    refused_alone = (
+        "tensor_parallel_size",
+        "run_ahead",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "client_endpoint",
+        "client_keys",
+        "allowed_origins",
+        "root_path",
+    )
+    for group, item in all_options():
+        if item.name in refused_alone:
+            continue
+        value = item.metadata["choices"][0] if item.metadata["choices"] else samples.get(item.type, "x")
+        for flag in flags_of(item):
+            name = flag.lstrip("-")
+            (tmp_path / "options.json").write_text(json.dumps({name: value}))
+            in_python = config_from_options(**{name.replace("-", "_"): value})
+            assert parse("--config", str(tmp_path / "options.json")) == in_python
+            found = getattr(getattr(in_python, group), item.name)
+            assert found == (("x",) if item.metadata["repeat"] else value), flag
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cache"),
+    [("enable_prefix_caching", True, "hash"), ("enable_prefix_caching", False, "off"),
+     ("disable_radix_cache", True, "off"), ("disable_radix_cache", False, "hash")],
+)  # fmt: skip
+def test_switches_of_the_prefix_cache_in_python_and_in_files(tmp_path, name, value, cache):
+    (tmp_path / "options.yaml").write_text(f"{name.replace('_', '-')}: {json.dumps(value)}")
+    assert config_from_options(**{name: value}).cache.prefix_cache == cache
+    assert parse("--config", str(tmp_path / "options.yaml")).cache.prefix_cache == cache
+    with pytest.raises(ConfigError, match=f"{name}: wanted true or false, got 'x'"):
+        config_from_options(**{name: "x"})
+
+
+def test_none_leaves_an_option_of_python_as_it_is():
+    assert config_from_options(max_model_len=None, dtype=None, swap_space=None) == EngineConfig()
 
 
 def test_keyword_options_are_held_to_the_same_rules():
