@@ -17,6 +17,7 @@ from typing import Any, NoReturn, get_origin
 
 from common.config import GROUPS, EngineConfig, parse_count
 from common.errors import ConfigError
+from common.other_engines import INSTEAD
 
 Field = dataclasses.Field[Any]
 
@@ -57,10 +58,10 @@ class OptionParser(VerbParser):
             self._action_groups = self._action_groups[:2]  # what --help walks through
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse, with a hint at the nearest option for one that does not exist; raises ConfigError."""
-        parsed, unknown = self.parse_known_args(arguments)
+        """Parse, with a hint at what to use for an option that does not exist; raises ConfigError."""
+        parsed, unknown = self.parse_known_args([_with_dashes(argument) for argument in arguments])
         if unknown:
-            raise ConfigError(f"unknown argument {unknown[0]}{_nearest(unknown[0], list(self._option_string_actions))}")
+            raise ConfigError(f"unknown argument {unknown[0]}{_hint(unknown[0], list(self._option_string_actions))}")
         return parsed
 
 
@@ -102,7 +103,7 @@ def config_from_options(**options: Any) -> EngineConfig:
     values: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
     for name, value in options.items():
         if name not in by_name:
-            raise ConfigError(f"unknown option {name!r}{_nearest(name, list(by_name))}")
+            raise ConfigError(f"unknown option {name!r}{_hint(name, list(by_name))}")
         group_name, item = by_name[name]
         values[group_name][name] = _checked(item, value, name)
     return EngineConfig(**{name: group(**values[name]) for name, group in GROUPS.items()})
@@ -146,7 +147,7 @@ def read_config_file(path: Path) -> dict[tuple[str, str], Any]:
     for key, value in _load_mapping(path).items():
         name = _plain(str(key))
         if name not in known:
-            raise ConfigError(f"{path}: unknown option {key!r}{_nearest(name, list(known))}")
+            raise ConfigError(f"{path}: unknown option {key!r}{_hint(name, list(known))}")
         group, item = known[name]
         options[group, item.name] = _checked(item, value, f"{path}: {key}")
     return options
@@ -244,7 +245,7 @@ def _count(text: str) -> int:
 
 
 def _count_or_auto(text: str) -> int:
-    return 0 if text == "auto" else _count(text)
+    return 0 if text in ("auto", "-1") else _count(text)
 
 
 def _integer(text: str) -> int:
@@ -279,8 +280,18 @@ def _plain(flag: str) -> str:
     return flag.lstrip("-").replace("_", "-")
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name.split("=", maxsplit=1)[0], known, n=1, cutoff=0.7)
+def _with_dashes(argument: str) -> str:
+    """`--max_model_len=8` is taken for `--max-model-len=8`, as in vLLM."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _hint(name: str, known: list[str]) -> str:
+    """What to do about a name that is no option's."""
+    name = name.partition("=")[0]
+    if instead := INSTEAD.get(f"--{_plain(name)}"):
+        return f"; {instead}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -103,7 +103,7 @@ class ModelOptions:
         "auto: as the model's folder says, otherwise last",
         choices=("auto", "last", "mean", "cls"),
     )
-    seed: int = option(0, "seed for dummy weights and for requests without a seed")
+    seed: int = option(0, "seed for dummy weights and for requests without a seed", "--seed", "--random-seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,9 @@ class CacheOptions:
     )
     cpu_kv_cache_bytes: int = option(1 << 30, "bytes of KV cache when the worker runs on the CPU", count=True)
     num_kv_blocks: int = option(
-        0, "number of KV blocks; 0: as many as fit into the memory", "--num-kv-blocks", count=True
-    )
+        0, "number of KV blocks; 0: as many as fit into the memory",
+        "--num-kv-blocks", "--num-gpu-blocks-override", count=True,
+    )  # fmt: skip
     swap_space_bytes: int = option(0, "bytes of host memory for the KV blocks of swapped requests", count=True)
     prefix_cache: str = option(
         "hash",
@@ -150,7 +151,9 @@ class SchedulerOptions:
         0, "prompt tokens that may wait; requests with more are refused; 0: no limit", count=True
     )
     run_ahead: int = option(2, "steps planned ahead of the results of earlier ones (0, 1 or 2)")
-    policy: str = option("fcfs", "order of waiting requests", choices=("fcfs", "priority", "fair"))
+    policy: str = option(
+        "fcfs", "order of waiting requests", "--policy", "--scheduling-policy", choices=("fcfs", "priority", "fair")
+    )
     preemption: str = option(
         "recompute", "what happens to the KV of a preempted request", choices=("recompute", "swap", "auto")
     )
@@ -167,7 +170,10 @@ class WorkerOptions:
     enforce_eager: bool = option(
         False, "run without CUDA Graphs (for debugging)", "--enforce-eager", "--disable-cuda-graph"
     )
-    deterministic: bool = option(False, "bit-identical results for a request, whatever else the engine does; slower")
+    deterministic: bool = option(
+        False, "bit-identical results for a request, whatever else the engine does; slower",
+        "--deterministic", "--enable-deterministic-inference",
+    )  # fmt: skip
     cpu_threads: int = option(0, "threads of the CPU worker; 0: one per core", count=True)
 
 
@@ -378,6 +384,11 @@ def _check_server(server: ServerOptions) -> None:
     for name, seconds in (("shutdown", server.shutdown_timeout), ("startup", server.startup_timeout)):
         if not 0 <= seconds <= TIMEOUT_LIMIT_S:  # a NaN is refused too
             raise ConfigError(f"--{name}-timeout is {seconds:g}; wanted 0 to {TIMEOUT_LIMIT_S} seconds (a day)")
+    for origin in server.allowed_origins:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s,\"']+", origin):
+            raise ConfigError(
+                f"--allowed-origins is {origin}; wanted * or origins such as https://app.example, each a word"
+            )
     if not re.fullmatch(r"(/[^/?#\s]+)*", server.root_path):
         raise ConfigError(f"--root-path is {server.root_path}; wanted a path such as /llm, without a slash at its end")
     if server.restart_limit < 1:

@@ -252,12 +252,12 @@ def _read_header(path: Path, view: memoryview) -> tuple[str, int, EngineConfig, 
     try:
         length = _LENGTH.unpack_from(view, len(MAGIC))[0]
         code, fields = unpack(view[start : start + length])
-        read = FieldReader("the header", fields)
-        process, version = read.text("process", 64), read.integer("protocol_version")
-        if code != _HEADER_CODE or version != PROTOCOL_VERSION:
-            raise RecordingError(f"{path} holds messages of protocol version {version}; this is {PROTOCOL_VERSION}")
-        started_ns, config = read.integer("started_ns", 0, 2**63), EngineConfig.from_json(read.text("configuration"))
-        read.done()
+        with FieldReader("the header", fields) as read:
+            process, version = read.text("process", 64), read.integer("protocol_version")
+            if code != _HEADER_CODE or version != PROTOCOL_VERSION:
+                raise RecordingError(f"{path} holds messages of protocol version {version}; this is {PROTOCOL_VERSION}")
+            started_ns = read.integer("started_ns", 0, 2**63)
+            config = EngineConfig.from_json(read.text("configuration"))
     except (struct.error, WireError, ConfigError) as error:
         raise RecordingError(f"{path}: the header cannot be read: {error}") from None
     return process, started_ns, config, start + length

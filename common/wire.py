@@ -125,7 +125,7 @@ def array_bytes(numbers: array) -> bytes:  # type: ignore[type-arg]
 
 
 class FieldReader:
-    """Reads a message's fields in order, each with its check; `done` refuses what is left over.
+    """Reads a message's fields in order, each with its check; the end of a `with` (or `done`) refuses what is left.
 
     Args:
         name: the message's name, for error texts.
@@ -140,6 +140,13 @@ class FieldReader:
         self._name = name
         self._fields = fields
         self._index = 0
+
+    def __enter__(self) -> "FieldReader":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.done()
 
     def _next(self, what: str) -> Any:
         if self._index >= len(self._fields):

@@ -47,11 +47,9 @@ class EncodeText:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EncodeText":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("EncodeText", fields)
-        job_id, add_special_tokens = read.integer("job_id"), read.flag("add_special_tokens")
-        message = cls(job_id, _text(read.blob("text", LIMIT)), add_special_tokens)
-        read.done()
-        return message
+        with FieldReader("EncodeText", fields) as read:
+            job_id, add_special_tokens = read.integer("job_id"), read.flag("add_special_tokens")
+            return cls(job_id, _text(read.blob("text", LIMIT)), add_special_tokens)
 
 
 @dataclass(frozen=True)
@@ -81,18 +79,16 @@ class EncodeChat:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EncodeChat":
         """Build from raw fields; raises WireError. What the maps hold is the template's to judge."""
-        read = FieldReader("EncodeChat", fields)
-        job_id = read.integer("job_id")
-        chat = ChatPrompt(
-            messages=read.entries("messages", _mapping),
-            tools=_optional_maps(read.anything("tools")),
-            add_generation_prompt=read.flag("add_generation_prompt"),
-            continue_final_message=read.flag("continue_final_message"),
-            template_kwargs=read.mapping("template_kwargs"),
-        )
-        message = cls(job_id, chat, read.flag("add_special_tokens"))
-        read.done()
-        return message
+        with FieldReader("EncodeChat", fields) as read:
+            job_id = read.integer("job_id")
+            chat = ChatPrompt(
+                messages=read.entries("messages", _mapping),
+                tools=_optional_maps(read.anything("tools")),
+                add_generation_prompt=read.flag("add_generation_prompt"),
+                continue_final_message=read.flag("continue_final_message"),
+                template_kwargs=read.mapping("template_kwargs"),
+            )
+            return cls(job_id, chat, read.flag("add_special_tokens"))
 
 
 @dataclass(frozen=True)
@@ -111,10 +107,8 @@ class DecodeIds:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "DecodeIds":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("DecodeIds", fields)
-        message = cls(read.integer("job_id"), read.numbers("token_ids", "i"), read.flag("skip_special_tokens"))
-        read.done()
-        return message
+        with FieldReader("DecodeIds", fields) as read:
+            return cls(read.integer("job_id"), read.numbers("token_ids", "i"), read.flag("skip_special_tokens"))
 
 
 @dataclass(frozen=True)
@@ -133,11 +127,9 @@ class ParseJson:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "ParseJson":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("ParseJson", fields)
-        job_id, id_fields = read.integer("job_id"), read.entries("id_fields", _name)
-        message = cls(job_id, read.blob("body", LIMIT), id_fields)
-        read.done()
-        return message
+        with FieldReader("ParseJson", fields) as read:
+            job_id, id_fields = read.integer("job_id"), read.entries("id_fields", _name)
+            return cls(job_id, read.blob("body", LIMIT), id_fields)
 
 
 @dataclass(frozen=True)
@@ -154,10 +146,8 @@ class TextReady:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "TextReady":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("TextReady", fields)
-        message = cls(read.integer("number"))
-        read.done()
-        return message
+        with FieldReader("TextReady", fields) as read:
+            return cls(read.integer("number"))
 
 
 @dataclass(frozen=True)
@@ -175,10 +165,8 @@ class TokenIds:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "TokenIds":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("TokenIds", fields)
-        message = cls(read.integer("job_id"), read.numbers("token_ids", "i", LIMIT))
-        read.done()
-        return message
+        with FieldReader("TokenIds", fields) as read:
+            return cls(read.integer("job_id"), read.numbers("token_ids", "i", LIMIT))
 
     def value(self) -> "array[int]":
         """What the job was for."""
@@ -200,10 +188,8 @@ class Text:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Text":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Text", fields)
-        message = cls(read.integer("job_id"), read.text("text", 4 * LIMIT))
-        read.done()
-        return message
+        with FieldReader("Text", fields) as read:
+            return cls(read.integer("job_id"), read.text("text", 4 * LIMIT))
 
     def value(self) -> str:
         """What the job was for."""
@@ -246,11 +232,9 @@ class Json:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Json":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Json", fields)
-        job_id, values = read.integer("job_id"), read.blob("values", LIMIT)
-        message = cls(job_id, values, read.entries("token_ids", _id_lists))
-        read.done()
-        return message
+        with FieldReader("Json", fields) as read:
+            job_id, values = read.integer("job_id"), read.blob("values", LIMIT)
+            return cls(job_id, values, read.entries("token_ids", _id_lists))
 
     def value(self) -> LargeBody:
         """What the job was for.
@@ -283,16 +267,14 @@ class TextRefused:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "TextRefused":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("TextRefused", fields)
-        message = cls(
-            job_id=read.integer("job_id"),
-            message=read.text("message"),
-            code=read.text("code", 64),
-            param=read.optional_text("param", 256),
-            status=read.integer("status", 400, 599),
-        )
-        read.done()
-        return message
+        with FieldReader("TextRefused", fields) as read:
+            return cls(
+                job_id=read.integer("job_id"),
+                message=read.text("message"),
+                code=read.text("code", 64),
+                param=read.optional_text("param", 256),
+                status=read.integer("status", 400, 599),
+            )
 
     def value(self) -> Any:
         """Raises what it says, as a RequestError."""
@@ -339,9 +321,8 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _id_lists(value: Any) -> "tuple[str, bool, tuple[array[int], ...]]":
-    read = FieldReader("Json.token_ids", value)
-    entry = (read.text("name"), read.flag("nested"), read.entries("lists", _ids))
-    read.done()
+    with FieldReader("Json.token_ids", value) as read:
+        entry = (read.text("name"), read.flag("nested"), read.entries("lists", _ids))
     if not (entry[1] or len(entry[2]) == 1):
         raise WireError(f"Json.token_ids: wanted one list, got {len(entry[2])}")
     return entry

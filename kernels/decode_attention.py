@@ -58,7 +58,7 @@ from kernels.decode_tile import (
     whole_sums,
 )
 from kernels.kv_format import cache_format, vector_bytes
-from kernels.launch import launch_options, let_next_start, takes_gluon, wait_for_inputs
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
     HeadShape,
@@ -67,6 +67,7 @@ from kernels.paged_kv import (
     check_paged_inputs,
     compile_options,
     gather_row,
+    gluon_attends,
     row_of_work,
     soft_capped,
     wanted,
@@ -140,10 +141,9 @@ def can_specialise(
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
+    card = {"capability_major": capability_major, "triton_version": triton_version}
     is_plain = sliding_window == 0 and soft_cap == 0
-    is_size = shape.head_dim in (64, 128) and 8 <= shape.block_size <= 128 and shape.group <= SPECIALISED_GROUP
-    dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
-    return is_plain and is_size and dtype in dtypes and takes_gluon(capability_major, triton_version)
+    return is_plain and gluon_attends(shape, dtype, SPECIALISED_GROUP, quantised=quantised, **card)
 
 
 def launch_plan(

@@ -128,40 +128,60 @@ def store_columns(
 
 
 @gluon.jit
+def _load_parts(
+    source, first_part, part_count, layout: gl.constexpr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Sums [PARTS, HEADS, HEAD_DIM], maxima and normalisers [PARTS, HEADS]; past the last part what adds nothing."""
+    partials_ptr, statistics_ptr, first_place, step, first_shift = source
+    pair_layout: gl.constexpr = gl.SliceLayout(2, layout)
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))
+    heads = gl.arange(0, HEADS, layout=gl.SliceLayout(0, pair_layout))
+    parts = first_part + gl.arange(0, PARTS, layout=gl.SliceLayout(1, pair_layout))
+    places = first_place + parts * step + gl.where(parts == 0, first_shift, 0)
+    is_part = (parts < part_count)[:, None] & (heads < GROUP)[None, :]
+    pairs = places[:, None] * QUERIES + heads[None, :]
+    columns = gl.expand_dims(gl.expand_dims(dims, 0), 0)
+    sums = gl.load(
+        partials_ptr + gl.expand_dims(pairs, 2) * HEAD_DIM + columns, mask=gl.expand_dims(is_part, 2), other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
+    statistic = statistics_ptr + places[:, None] * (2 * QUERIES) + heads[None, :]
+    maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
+    return sums, maximum, normaliser
+
+
+@gluon.jit
 def merge(
     output_ptr, partials_ptr, statistics_ptr, first_place, step, first_shift, part_count,
     GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, NUMBERS: gl.constexpr,
+    AHEAD: gl.constexpr = False,
 ):  # fmt: skip
-    """Merge the parts of one (row, K/V head), NUMBERS sums a thread at a time; HEADS: GROUP's power of two.
+    """Merge the parts of one (row, K/V head), NUMBERS sums a thread at a time; AHEAD: while as many are on their way.
 
     Part i is at `first_place` + i * `step`, the first at `first_shift` beyond that: in `partials` [place, 8, HEAD_DIM]
     the sums, in `statistics` [place, 2, 8] maxima (powers of two) and normalisers. A thread has some dims of one head
-    of all parts, so that nothing is exchanged between threads.
+    of all parts, so that nothing is exchanged between threads. HEADS: GROUP's power of two.
     """
     PARTS: gl.constexpr = 32 * NUMBERS // (HEADS * HEAD_DIM)
     LANES: gl.constexpr = 32 // HEADS
     layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // LANES], [1, HEADS, LANES], [1, 1, 1], [2, 1, 0])
     pair_layout: gl.constexpr = gl.SliceLayout(2, layout)
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
-    lane = gl.arange(0, PARTS, layout=gl.SliceLayout(1, pair_layout))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(0, pair_layout))
     maximum = gl.full([HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, pair_layout))
     normaliser = gl.zeros([HEADS], gl.float32, gl.SliceLayout(0, pair_layout))
     sums = gl.zeros([HEADS, HEAD_DIM], gl.float32, row_layout)
+    source = (partials_ptr, statistics_ptr, first_place, step, first_shift)
+    if AHEAD:
+        loaded = _load_parts(source, 0, part_count, layout, GROUP, HEADS, HEAD_DIM, PARTS)
     for first_part in range(0, part_count, PARTS):
-        parts = first_part + lane
-        places = first_place + parts * step + gl.where(parts == 0, first_shift, 0)
-        is_part = (parts < part_count)[:, None] & (heads < GROUP)[None, :]
-        pairs = places[:, None] * QUERIES + heads[None, :]
-        columns = gl.expand_dims(gl.expand_dims(dims, 0), 0)
-        part_sums = gl.load(
-            partials_ptr + gl.expand_dims(pairs, 2) * HEAD_DIM + columns, mask=gl.expand_dims(is_part, 2), other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        statistic = statistics_ptr + places[:, None] * (2 * QUERIES) + heads[None, :]
-        part_maximum = gl.load(statistic, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        part_normaliser = gl.load(statistic + QUERIES, mask=is_part, other=0.0, cache_modifier=".cg")
+        if not AHEAD:
+            loaded = _load_parts(source, first_part, part_count, layout, GROUP, HEADS, HEAD_DIM, PARTS)
+        part_sums, part_maximum, part_normaliser = loaded
+        if AHEAD and first_part + PARTS < part_count:
+            loaded = _load_parts(source, first_part + PARTS, part_count, layout, GROUP, HEADS, HEAD_DIM, PARTS)
         new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
         base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # edge: heads past the group
         weights = gl.exp2(part_maximum - base[None, :])

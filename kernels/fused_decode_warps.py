@@ -16,9 +16,6 @@ Measured on an H200 at commit a82871e by `python -m benchmarks.kernels.tune_atte
 layer of 16 query and 8 K/V heads of 128, bfloat16 (the kernel of several warps in brackets): 2 rows of 512 tokens 5.15
 (6.67), 8 of 200 5.48 (7.81), 16 of 256 7.2 (13.3); but one row of 512 4.8 to 5.3 (3.5 to 4.4).
 
-State: over 8-bit caches, and with the first tile in registers beforehand, right in the tests' emulator; no card has run
-that yet, so `takes_warps` does not choose it for 8-bit caches.
-
 Called by kernels/fused_decode_attention.py alone.
 """
 
@@ -33,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
     FP8,
-    INT8,
     QUERIES,
     allocate_tiles,
     block_barrier,
@@ -44,178 +40,15 @@ from kernels.decode_warp import (
     left_operands,
     merge,
     store_columns,
+    wait_for_kernel_ahead,
 )
 from kernels.kv_format import cache_format
 from kernels.new_token import NewTokens
+from kernels.new_token_warp import new_key, new_queries, new_value, query_factors
 from kernels.paged_kv import compile_options
 
 STAGE_COUNT = 2
-MERGED_NUMBERS = 128
-
-
-@gluon.jit
-def _factors(rope_ptr, gain_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
-    """What a head's elements, and their partners in the rotation, are multiplied by: cosines and signed sines, each
-    times the norm's weight. It does not need the product ahead."""
-    row_ptr = rope_ptr + position.to(gl.int64) * (2 * HALF)
-    cos = gl.load(row_ptr + dims % HALF)
-    sin = gl.load(row_ptr + HALF + dims % HALF)
-    sin = gl.where(dims < HALF, -sin, sin)
-    if HAS_NORM:
-        cos = cos * gl.load(gain_ptr + dims).to(gl.float32)
-        sin = sin * gl.load(gain_ptr + (dims + HALF) % (2 * HALF)).to(gl.float32)
-    return cos, sin
-
-
-@gluon.jit
-def _rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Heads, their elements along `axis`, normed and rotated in float32 by `_factors` of as many dimensions."""
-    x = x.to(gl.float32)
-    rotated = x * cos + partner.to(gl.float32) * sin
-    if HAS_NORM:
-        scale = gl.rsqrt(gl.sum(x * x, axis=axis) / HEAD_DIM + eps)
-        if axis == 1:
-            scale = gl.expand_dims(scale, 1)
-        rotated = rotated * scale
-    return rotated
-
-
-@gluon.jit
-def _divided(x, divisor, reciprocal):
-    """x / divisor, rounded correctly: a number of 24 bits over one of 11 or fewer is never that near to a tie."""
-    quotient = x * reciprocal
-    return gl.fma(gl.fma(-quotient, divisor, x), reciprocal, quotient)
-
-
-@gluon.jit
-def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """A float32 vector [D] as elements of an 8-bit type and their float16 scale, to the bit as kernels/kv_quant.py."""
-    TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
-    largest = gl.max(gl.abs(x), axis=0)
-    scale = _divided(largest, TOP, 1.0 / TOP)
-    scale = gl.minimum(gl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(gl.float16).to(gl.float32)
-    scale = gl.where(largest == 0.0, 0.0, scale)
-    divisor = gl.where(largest == 0.0, 1.0, scale)
-    level = _divided(x, divisor, 1.0 / divisor)
-    level = gl.minimum(gl.maximum(level, -TOP), TOP)
-    if FORMAT == INT8:
-        below_half: gl.constexpr = 0.5 - 2**-25  # a half would take what is just below it to the next level
-        level = gl.where(level < 0.0, level - below_half, level + below_half).to(gl.int32)  # halves away from zero
-    return level.to(dtype), scale
-
-
-@gluon.jit
-def _stored(cache_ptr, scales_ptr, x, place, dims, HEAD_DIM: gl.constexpr, FORMAT: gl.constexpr):
-    """Store a float32 vector [D] at a place of a contiguous cache; what reading it gives, in float32."""
-    place = place.to(gl.int64)
-    if FORMAT == 0:
-        stored = x.to(cache_ptr.dtype.element_ty)
-        read = stored.to(gl.float32)
-    else:
-        stored, scale = _quantised(x, cache_ptr.dtype.element_ty, FORMAT)
-        gl.store(scales_ptr + place, scale.to(gl.float16))
-        read = stored.to(gl.float32) * scale
-    gl.store(cache_ptr + place * HEAD_DIM + dims, stored)
-    return read
-
-
-@gluon.jit
-def _new_key(
-    qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head, position, place, eps,
-    scale_log2,
-    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
-    PDL: gl.constexpr,
-):  # fmt: skip
-    """Store the new key, and leave the statistics of the part that it is: its products with the queries, as stored."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
-    dims = gl.arange(0, HEAD_DIM, layout=line)
-    partners = (dims + HALF) % HEAD_DIM
-    key_cos, key_sin = _factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
-    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
-    key = gl.load(source + dims)
-    partner = gl.load(source + partners)
-    queries = ()  # all are asked for before the key is stored, which they would wait for
-    for index in gl.static_range(GROUP):
-        source = qkv_ptr + (head * GROUP + index) * HEAD_DIM
-        queries += ((gl.load(source + dims), gl.load(source + partners)),)
-    key = _rotated(key, partner, key_cos, key_sin, eps, 0, HEAD_DIM, HAS_NORM)
-    key = _stored(key_ptr, key_scales_ptr, key, place, dims, HEAD_DIM, FORMAT)
-    for index in gl.static_range(GROUP):
-        query, partner = queries[index]
-        query = _rotated(query, partner, cos, sin, eps, 0, HEAD_DIM, HAS_NORM).to(qkv_ptr.dtype.element_ty)
-        score = gl.sum(query.to(gl.float32) * key, axis=0) * scale_log2
-        gl.store(statistic_ptr + index, score)
-        gl.store(statistic_ptr + QUERIES + index, 1.0)
-
-
-@gluon.jit
-def _new_value(
-    source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, is_alone,
-    FORMAT: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Store the new value, and leave it as stored as the sums of its part; alone, it is the output."""
-    line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
-    dims = gl.arange(0, HEAD_DIM, layout=line)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    value = gl.load(source + dims).to(gl.float32)
-    value = _stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
-    for index in gl.static_range(GROUP):
-        if is_alone:
-            gl.store(output_ptr + index * HEAD_DIM + dims, value.to(output_ptr.dtype.element_ty))
-        else:
-            gl.store(sums_ptr + index * HEAD_DIM + dims, value)
-
-
-@gluon.jit
-def _load_queries(qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube: gl.constexpr,
-                  GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr,
-                  PDL: gl.constexpr):  # fmt: skip
-    """Wait for the product; its queries [HEADS, head_dim], normed and rotated, zeros past the group."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    rows: gl.constexpr = gl.SliceLayout(1, cube)
-    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, rows))
-    heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, rows))
-    cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    source = qkv_ptr + (head * GROUP + heads)[:, None] * HEAD_DIM
-    is_head = (heads < GROUP)[:, None]
-    query = gl.load(source + dims[None, :], mask=is_head, other=0.0)
-    partner = gl.load(source + ((dims + HALF) % HEAD_DIM)[None, :], mask=is_head, other=0.0)
-    query = _rotated(query, partner, cos[None, :], sin[None, :], eps, 1, HEAD_DIM, HAS_NORM)
-    return query.to(qkv_ptr.dtype.element_ty)
-
-
-@gluon.jit
-def _query_operands(
-    qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, mma: gl.constexpr, FORMAT: gl.constexpr,
-    GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """Right operands of the keys' product, each query 8 / HEADS times: over a plain cache twice the same, over an 8-bit
-    one even and odd dims; over fp8 times 2^100."""
-    cube: gl.constexpr = gl.BlockedLayout(
-        [1, QUERIES // HEADS, HEAD_DIM * HEADS // 32], [HEADS, 1, 32 // HEADS], [1, 1, 1], [2, 1, 0]
-    )
-    query = _load_queries(
-        qkv_ptr, query_gain_ptr, rope_ptr, position, head, eps, cube, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL
-    )
-    if FORMAT == FP8:
-        query = (query.to(gl.float32) * FP8_SHIFT).to(query.dtype)
-    zeros = gl.zeros([HEADS, QUERIES // HEADS, HEAD_DIM], query.dtype, cube)
-    query, _ = gl.broadcast(gl.expand_dims(query, 1), zeros)
-    if FORMAT == 0:
-        first = _right_operand(gl.reshape(query, [QUERIES, HEAD_DIM]), mma)
-        second = first
-    else:
-        even, odd = gl.split(gl.reshape(query, [QUERIES, HEAD_DIM // 2, 2]))
-        first = _right_operand(even, mma)
-        second = _right_operand(odd, mma)
-    return first, second
+MERGED_NUMBERS = 64
 
 
 @gluon.jit
@@ -230,9 +63,18 @@ def _in_shared(matrix):
 
 
 @gluon.jit
-def _right_operand(rows, mma: gl.constexpr):
-    """Rows [8, D] as a product's right operand [D, 8]."""
-    return _in_shared(rows).permute((1, 0)).load(gl.DotOperandLayout(1, mma, 2))
+def _right_operands(rows, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """Queries [8, HEAD_DIM] as right operands of the keys' product: even and odd dims, over a plain cache twice all."""
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    if FORMAT > 0:
+        even, odd = gl.split(gl.reshape(rows, [QUERIES, rows.shape[1] // 2, 2]))
+        first_shared, second_shared = _in_shared(even), _in_shared(odd)  # both, before one is waited for
+        first = first_shared.permute((1, 0)).load(layout)
+        second = second_shared.permute((1, 0)).load(layout)
+    else:
+        first = _in_shared(rows).permute((1, 0)).load(layout)
+        second = first
+    return first, second
 
 
 @gluon.jit
@@ -269,10 +111,10 @@ def _attended(
 ):  # fmt: skip
     """(maximum, normaliser, even_sums, odd_sums) with a tile in: a running softmax. It holds at least one token."""
     first_keys, second_keys, first_values, second_values = operands
-    scores = gl.zeros([places.shape[0], QUERIES], gl.float32, mma)
-    scores = mma_v2(first_keys, query[0], scores)
-    if FORMAT > 0:
-        scores = mma_v2(second_keys, query[1], scores) * scales[0][:, None]
+    zeros = gl.zeros([places.shape[0], QUERIES], gl.float32, mma)
+    scores = mma_v2(first_keys, query[0], zeros)
+    if FORMAT > 0:  # two products that do not wait for one another
+        scores = (scores + mma_v2(second_keys, query[1], zeros)) * scales[0][:, None]
     scores = gl.where((places < token_count)[:, None], scores, float("-inf"))
     new_maximum = gl.maximum(maximum, gl.max(scores, axis=0) * factor)
     weights = gl.exp2(scores * factor - new_maximum[None, :])
@@ -361,13 +203,13 @@ def fused_decode_warps_kernel(
                 block = gl.load(table_ptr + (length - 1) // BLOCK_SIZE)
                 place = (block * KV_HEADS + head) * BLOCK_SIZE + (length - 1) % BLOCK_SIZE
                 if split == part:
-                    _new_key(
+                    new_key(
                         qkv_ptr, key_ptr, key_scales_ptr, rope_ptr, query_gain_ptr, key_gain_ptr, statistic_ptr, head,
                         length - 1, place, eps, scale_log2, FORMAT, KV_HEADS, GROUP, HEAD_DIM, HAS_NORM, PDL,
                     )  # fmt: skip
                 else:
                     source = qkv_ptr + (KV_HEADS * (GROUP + 1) + head) * HEAD_DIM
-                    _new_value(
+                    new_value(
                         source, value_ptr, value_scales_ptr, sums_ptr, output_ptr, place, parts == 1,
                         FORMAT, GROUP, HEAD_DIM, PDL,
                     )  # fmt: skip
@@ -381,9 +223,11 @@ def fused_decode_warps_kernel(
                 first = split * share
                 last = gl.minimum(first + share, tiles)
                 places = gl.arange(0, TILE, layout=token_layout)
-                scales = ()  # of the first tiles, for the keys and for the values
+                boxes = ()
+                scales = ()  # for the keys and for the values
                 for ahead in gl.static_range(STAGES):
                     box_rows = box_rows_of(table_ptr, first + ahead, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
+                    boxes += (box_rows,)
                     if first + ahead < last:
                         copy_tile(
                             key_desc, value_desc, box_rows, key_boxes, value_boxes, full, ahead, TILE, BOX_ROWS, HALVES
@@ -391,27 +235,29 @@ def fused_decode_warps_kernel(
                     token_count = cached - (first + ahead) * TILE
                     scales += (_load_scales(key_scales_ptr, value_scales_ptr, box_rows, token_count, places, BOX_ROWS,
                                             FORMAT),)  # fmt: skip
-                if HAS_NEXT:
-                    box_rows = box_rows_of(table_ptr, first, head, cached, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
-                    _prefetch(next_key_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
-                    _prefetch(next_value_ptr, box_rows, BOX_ROWS, HEAD_DIM, FORMAT)
+                for ahead in gl.static_range(STAGES):
+                    if HAS_NEXT and first + ahead < last:
+                        _prefetch(next_key_ptr, boxes[ahead], BOX_ROWS, HEAD_DIM, FORMAT)
+                        _prefetch(next_value_ptr, boxes[ahead], BOX_ROWS, HEAD_DIM, FORMAT)
                 operands = _operands(keys, values, full, 0, 0, cached - first * TILE, mma, FORMAT)
                 if FORMAT > 0:  # what is only kept in registers is converted late, when nothing is left to wait for
                     kept = ()
                     for index in gl.static_range(4):
                         kept += (_in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
-                query = _query_operands(
-                    qkv_ptr, query_gain_ptr, rope_ptr, length - 1, head, eps, mma,
-                    FORMAT, GROUP, HEADS, HEAD_DIM, HAS_NORM, PDL,
-                )  # fmt: skip
-                factor = scale_log2
-                if FORMAT == FP8:
-                    factor = scale_log2 * FP8_UNSHIFT
+                cos, sin = query_factors(rope_ptr, query_gain_ptr, length - 1, HEADS, HEAD_DIM, HAS_NORM)
+                if PDL:
+                    wait_for_kernel_ahead()
                 if FORMAT > 0:
                     operands = ()
                     for index in gl.static_range(4):
                         operands += (kept[index].load(gl.DotOperandLayout(0, mma, 2)),)
+                query = new_queries(qkv_ptr, cos, sin, head, eps, GROUP, HEADS, HEAD_DIM, HAS_NORM)
+                factor = scale_log2
+                if FORMAT == FP8:
+                    query = (query.to(gl.float32) * FP8_SHIFT).to(DTYPE)
+                    factor = scale_log2 * FP8_UNSHIFT
+                query = _right_operands(query, mma, FORMAT)
                 # 4. The cached tokens of this part. The first tile is in registers by now; few parts have others.
                 maximum = gl.full([QUERIES], float("-inf"), gl.float32, column_layout)
                 normaliser = gl.zeros([QUERIES], gl.float32, column_layout)
@@ -454,10 +300,10 @@ def fused_decode_warps_kernel(
                 if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts:
                     gl.store(counters_ptr + pair, 0)
                     merge(output_ptr, partials_ptr, statistics_ptr, pair * SPLITS, 1, 0, parts,
-                          GROUP, HEADS, HEAD_DIM, NUMBERS)  # fmt: skip
+                          GROUP, HEADS, HEAD_DIM, NUMBERS, AHEAD=True)  # fmt: skip
     else:
         if PDL:
-            gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+            wait_for_kernel_ahead()
         if split == 0:
             line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
             dims = gl.arange(0, HEAD_DIM, layout=line)

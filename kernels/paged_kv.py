@@ -37,6 +37,7 @@ import triton.language as tl
 
 from kernels.kv_format import TOPS, dequantise
 from kernels.kv_quant import check_scales
+from kernels.launch import takes_gluon
 
 LOG2_E = 1.4426950408889634
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -57,6 +58,19 @@ class HeadShape:
     def group(self) -> int:
         """Query heads that share one K/V head."""
         return self.query_heads // self.kv_heads
+
+
+def gluon_attends(
+    shape: HeadShape, dtype: torch.dtype, most_group: int, head_dims: tuple[int, ...] = (64, 128), *,
+    quantised: bool, capability_major: int, triton_version: str,
+) -> bool:  # fmt: skip
+    """Whether attention by the kernels in Gluon is possible: what these have in common, and two limits of each.
+
+    `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
+    """
+    is_size = shape.head_dim in head_dims and 8 <= shape.block_size <= 128 and shape.group <= most_group
+    dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
+    return is_size and dtype in dtypes and takes_gluon(capability_major, triton_version)
 
 
 def wanted(condition: bool, name: str, want: object, got: object) -> None:

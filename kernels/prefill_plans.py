@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from kernels.launch import HOPPER_SHARED_BYTES, takes_gluon
-from kernels.paged_kv import HeadShape, wanted
+from kernels.launch import HOPPER_SHARED_BYTES
+from kernels.paged_kv import HeadShape, gluon_attends, wanted
 
 MAX_ROWS = 1024
 MAX_GROUP = 128
@@ -87,11 +87,10 @@ def can_specialise(
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements. Over these, heads of 64 are compiled but have
     not been confirmed on a card: they take the plain kernel.
     """
+    card = {"capability_major": capability_major, "triton_version": triton_version}
     is_plain = sliding_window == 0 and soft_cap == 0
     head_dims = (128,) if quantised else (64, 128)
-    is_size = shape.head_dim in head_dims and 8 <= shape.block_size <= 128 and shape.group <= MAX_GROUP
-    dtypes = (torch.bfloat16,) if quantised else (torch.bfloat16, torch.float16)
-    return is_plain and is_size and dtype in dtypes and takes_gluon(capability_major, triton_version)
+    return is_plain and gluon_attends(shape, dtype, MAX_GROUP, head_dims, quantised=quantised, **card)
 
 
 def launch_plan(

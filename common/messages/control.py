@@ -26,10 +26,8 @@ class Heartbeat:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Heartbeat":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Heartbeat", fields)
-        message = cls(read.text("process", 64), read.text("state", 64), read.integer("progress", 0, 2**53))
-        read.done()
-        return message
+        with FieldReader("Heartbeat", fields) as read:
+            return cls(read.text("process", 64), read.text("state", 64), read.integer("progress", 0, 2**53))
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,8 @@ class Ready:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Ready":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Ready", fields)
-        message = cls(read.text("process", 64), read.text("detail", 4096))
-        read.done()
-        return message
+        with FieldReader("Ready", fields) as read:
+            return cls(read.text("process", 64), read.text("detail", 4096))
 
 
 @dataclass(frozen=True)
@@ -68,10 +64,8 @@ class Failed:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Failed":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Failed", fields)
-        message = cls(read.text("process", 64), read.text("message", 1 << 16))
-        read.done()
-        return message
+        with FieldReader("Failed", fields) as read:
+            return cls(read.text("process", 64), read.text("message", 1 << 16))
 
 
 @dataclass(frozen=True)
@@ -88,10 +82,8 @@ class Stop:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Stop":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Stop", fields)
-        message = cls(read.integer("grace_ms"))
-        read.done()
-        return message
+        with FieldReader("Stop", fields) as read:
+            return cls(read.integer("grace_ms"))
 
 
 @dataclass(frozen=True)
@@ -109,10 +101,8 @@ class PeerFailed:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "PeerFailed":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("PeerFailed", fields)
-        message = cls(read.text("process", 64), read.text("message", 1 << 16))
-        read.done()
-        return message
+        with FieldReader("PeerFailed", fields) as read:
+            return cls(read.text("process", 64), read.text("message", 1 << 16))
 
 
 @dataclass(frozen=True)
@@ -135,10 +125,8 @@ class Profile:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Profile":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("Profile", fields)
-        message = cls(read.text("process", 64), read.integer("step_count"))
-        read.done()
-        return message
+        with FieldReader("Profile", fields) as read:
+            return cls(read.text("process", 64), read.integer("step_count"))
 
 
 @dataclass(frozen=True)
@@ -166,7 +154,5 @@ class NewSession:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "NewSession":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("NewSession", fields)
-        message = cls(read.text("process", 64), read.text("message", 1 << 16), read.integer("session", 1))
-        read.done()
-        return message
+        with FieldReader("NewSession", fields) as read:
+            return cls(read.text("process", 64), read.text("message", 1 << 16), read.integer("session", 1))

@@ -56,24 +56,20 @@ class TokenLogprobs:
     @classmethod
     def from_list(cls, fields: Any) -> "TokenLogprobs":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("TokenLogprobs", fields)
-        entry = cls(
-            row_index=read.integer("row_index"),
-            logprob=read.number("logprob"),
-            rank=read.integer("rank"),
-            top_token_ids=read.numbers("top_token_ids", "i", 1024),
-            top_logprobs=read.numbers("top_logprobs", "f", 1024),
-        )
-        read.done()
-        return entry
+        with FieldReader("TokenLogprobs", fields) as read:
+            return cls(
+                row_index=read.integer("row_index"),
+                logprob=read.number("logprob"),
+                rank=read.integer("rank"),
+                top_token_ids=read.numbers("top_token_ids", "i", 1024),
+                top_logprobs=read.numbers("top_logprobs", "f", 1024),
+            )
 
 
 def logprobs_by_row(value: Any) -> tuple[int, tuple[TokenLogprobs, ...]]:
     """A pair of row index (or slot) and the entries that belong to it; raises WireError."""
-    read = FieldReader("prompt_logprobs", value)
-    entry = (read.integer("row_index"), read.entries("entries", TokenLogprobs.from_list, 1 << 20))
-    read.done()
-    return entry
+    with FieldReader("prompt_logprobs", value) as read:
+        return (read.integer("row_index"), read.entries("entries", TokenLogprobs.from_list, 1 << 20))
 
 
 def logprobs_to_lists(entries: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]) -> list[Any]:
@@ -83,10 +79,8 @@ def logprobs_to_lists(entries: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]
 
 def embedding_by_row(value: Any) -> "tuple[int, array[float]]":
     """A pair of row index (or slot) and an embedding; raises WireError."""
-    read = FieldReader("embeddings", value)
-    entry = (read.integer("row_index"), read.numbers("embedding", "f", EMBEDDING_LIMIT))
-    read.done()
-    return entry
+    with FieldReader("embeddings", value) as read:
+        return (read.integer("row_index"), read.numbers("embedding", "f", EMBEDDING_LIMIT))
 
 
 def embeddings_to_lists(entries: "tuple[tuple[int, array[float]], ...]") -> list[Any]:

@@ -87,22 +87,21 @@ class AddRequest:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "AddRequest":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("AddRequest", fields)
-        message = cls(
-            request_id=read.integer("request_id"),
-            prompt_token_ids=read.numbers("prompt_token_ids", "i"),
-            params=_params(read.mapping("params")),
-            end_token_ids=read.entries("end_token_ids", token_id),
-            bad_token_ids=read.entries("bad_token_ids", token_ids),
-            priority=read.integer("priority", -INT32_MAX),
-            client_key=read.text("client_key", 256),
-            cache_salt=read.text("cache_salt", 1024),
-            deadline_s=read.optional_number("deadline_s"),
-            arrived_at_s=read.number("arrived_at_s"),
-            outputs=read.entries("outputs", _output),
-            pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
-        )
-        read.done()
+        with FieldReader("AddRequest", fields) as read:
+            message = cls(
+                request_id=read.integer("request_id"),
+                prompt_token_ids=read.numbers("prompt_token_ids", "i"),
+                params=_params(read.mapping("params")),
+                end_token_ids=read.entries("end_token_ids", token_id),
+                bad_token_ids=read.entries("bad_token_ids", token_ids),
+                priority=read.integer("priority", -INT32_MAX),
+                client_key=read.text("client_key", 256),
+                cache_salt=read.text("cache_salt", 1024),
+                deadline_s=read.optional_number("deadline_s"),
+                arrived_at_s=read.number("arrived_at_s"),
+                outputs=read.entries("outputs", _output),
+                pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
+            )
         if message.pooling and (message.params.n, message.params.max_tokens) != (1, 1):
             raise WireError("AddRequest: an embedding goes with one sample of one token")
         message._check_outputs()
@@ -131,10 +130,8 @@ class AbortRequests:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "AbortRequests":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("AbortRequests", fields)
-        message = cls(read.numbers("request_ids", "i"))
-        read.done()
-        return message
+        with FieldReader("AbortRequests", fields) as read:
+            return cls(read.numbers("request_ids", "i"))
 
 
 @dataclass(frozen=True)
@@ -152,9 +149,8 @@ class AbortSamples:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "AbortSamples":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("AbortSamples", fields)
-        message = cls(read.numbers("request_ids", "i"), read.numbers("sample_indices", "B"))
-        read.done()
+        with FieldReader("AbortSamples", fields) as read:
+            message = cls(read.numbers("request_ids", "i"), read.numbers("sample_indices", "B"))
         if len(message.request_ids) != len(message.sample_indices):
             raise WireError(
                 f"AbortSamples: {len(message.sample_indices)} samples of {len(message.request_ids)} requests"
@@ -175,8 +171,8 @@ class FlushCache:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "FlushCache":
         """Build from raw fields; raises WireError."""
-        FieldReader("FlushCache", fields).done()
-        return cls()
+        with FieldReader("FlushCache", fields):
+            return cls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,16 +195,14 @@ class EngineReady:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EngineReady":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("EngineReady", fields)
-        message = cls(
-            max_model_len=read.integer("max_model_len", 1),
-            max_num_seqs=read.integer("max_num_seqs", 1),
-            block_size=read.integer("block_size", 1),
-            block_count=read.integer("block_count", 1),
-            vocab_size=read.integer("vocab_size", 1),
-        )
-        read.done()
-        return message
+        with FieldReader("EngineReady", fields) as read:
+            return cls(
+                max_model_len=read.integer("max_model_len", 1),
+                max_num_seqs=read.integer("max_num_seqs", 1),
+                block_size=read.integer("block_size", 1),
+                block_count=read.integer("block_count", 1),
+                vocab_size=read.integer("vocab_size", 1),
+            )
 
 
 @dataclass(frozen=True)
@@ -226,14 +220,12 @@ class SampleFinish:
     @classmethod
     def from_list(cls, fields: Any) -> "SampleFinish":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("SampleFinish", fields)
-        entry = cls(
-            read.integer("row_index"),
-            FINISH_REASONS[read.integer("reason", 0, len(FINISH_REASONS) - 1)],
-            read.text("detail"),
-        )
-        read.done()
-        return entry
+        with FieldReader("SampleFinish", fields) as read:
+            return cls(
+                read.integer("row_index"),
+                FINISH_REASONS[read.integer("reason", 0, len(FINISH_REASONS) - 1)],
+                read.text("detail"),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,21 +285,20 @@ class TokensOut:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "TokensOut":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("TokensOut", fields)
-        message = cls(
-            request_ids=read.numbers("request_ids", "i"),
-            token_ids=read.numbers("token_ids", "i"),
-            sample_indices=read.numbers("sample_indices", "B"),
-            token_counts=read.numbers("token_counts", "B"),
-            cached_counts=read.numbers("cached_counts", "i"),
-            prefill_us=read.numbers("prefill_us", "i"),
-            preemption_counts=read.numbers("preemption_counts", "B"),
-            finishes=read.entries("finishes", SampleFinish.from_list),
-            logprobs=read.entries("logprobs", TokenLogprobs.from_list),
-            prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
-            embeddings=read.entries("embeddings", embedding_by_row),
-        )
-        read.done()
+        with FieldReader("TokensOut", fields) as read:
+            message = cls(
+                request_ids=read.numbers("request_ids", "i"),
+                token_ids=read.numbers("token_ids", "i"),
+                sample_indices=read.numbers("sample_indices", "B"),
+                token_counts=read.numbers("token_counts", "B"),
+                cached_counts=read.numbers("cached_counts", "i"),
+                prefill_us=read.numbers("prefill_us", "i"),
+                preemption_counts=read.numbers("preemption_counts", "B"),
+                finishes=read.entries("finishes", SampleFinish.from_list),
+                logprobs=read.entries("logprobs", TokenLogprobs.from_list),
+                prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
+                embeddings=read.entries("embeddings", embedding_by_row),
+            )
         rows = len(message.request_ids)
         aligned = (
             message.sample_indices, message.token_counts, message.cached_counts, message.prefill_us,
@@ -342,17 +333,15 @@ class RequestFailed:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "RequestFailed":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("RequestFailed", fields)
-        message = cls(
-            request_id=read.integer("request_id"),
-            error_code=read.text("error_code", 64),
-            message=read.text("message", 4096),
-            status=read.integer("status", 400, 599),
-            param=read.optional_text("param", 64),
-            retry_after_ms=read.optional_integer("retry_after_ms"),
-        )
-        read.done()
-        return message
+        with FieldReader("RequestFailed", fields) as read:
+            return cls(
+                request_id=read.integer("request_id"),
+                error_code=read.text("error_code", 64),
+                message=read.text("message", 4096),
+                status=read.integer("status", 400, 599),
+                param=read.optional_text("param", 64),
+                retry_after_ms=read.optional_integer("retry_after_ms"),
+            )
 
 
 @dataclass(frozen=True)
@@ -374,10 +363,8 @@ class QueueNews:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "QueueNews":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("QueueNews", fields)
-        message = cls(read.numbers("waiting_ids", "i"), read.numbers("started_ids", "i"))
-        read.done()
-        return message
+        with FieldReader("QueueNews", fields) as read:
+            return cls(read.numbers("waiting_ids", "i"), read.numbers("started_ids", "i"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,11 +430,10 @@ class EngineStats:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "EngineStats":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("EngineStats", fields)
-        numbers = read.entries("gauges", _counter, 64)
-        parts_us = read.numbers("parts_us", "i", 64)
-        step_sizes = read.numbers("step_sizes", "i", 64)
-        read.done()
+        with FieldReader("EngineStats", fields) as read:
+            numbers = read.entries("gauges", _counter, 64)
+            parts_us = read.numbers("parts_us", "i", 64)
+            step_sizes = read.numbers("step_sizes", "i", 64)
         if len(numbers) != len(cls.GAUGES):
             raise WireError(f"EngineStats.gauges: wanted {len(cls.GAUGES)} numbers, got {len(numbers)}")
         return cls(**dict(zip(cls.GAUGES, numbers, strict=True)), parts_us=parts_us, step_sizes=step_sizes)

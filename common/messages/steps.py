@@ -88,29 +88,27 @@ class SlotSampling:
     @classmethod
     def from_list(cls, fields: Any) -> "SlotSampling":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("SlotSampling", fields)
-        entry = cls(
-            temperature=read.number("temperature"),
-            top_k=read.integer("top_k"),
-            top_p=read.number("top_p"),
-            min_p=read.number("min_p"),
-            presence_penalty=read.number("presence_penalty"),
-            frequency_penalty=read.number("frequency_penalty"),
-            repetition_penalty=read.number("repetition_penalty"),
-            seed=read.integer("seed", 0, UINT64_MAX),
-            min_output_count=read.integer("min_output_count"),
-            logprobs=read.integer("logprobs", -1, 1024),
-            prompt_logprobs=read.integer("prompt_logprobs", -1, 1024),
-            end_token_ids=read.entries("end_token_ids", token_id),
-            bias_token_ids=read.numbers("bias_token_ids", "i"),
-            bias_values=read.numbers("bias_values", "f"),
-            allowed_token_ids=read.numbers("allowed_token_ids", "i"),
-            bad_token_ids=read.entries("bad_token_ids", token_ids),
-            masked=read.flag("masked"),
-            pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
-        )
-        read.done()
-        return entry
+        with FieldReader("SlotSampling", fields) as read:
+            return cls(
+                temperature=read.number("temperature"),
+                top_k=read.integer("top_k"),
+                top_p=read.number("top_p"),
+                min_p=read.number("min_p"),
+                presence_penalty=read.number("presence_penalty"),
+                frequency_penalty=read.number("frequency_penalty"),
+                repetition_penalty=read.number("repetition_penalty"),
+                seed=read.integer("seed", 0, UINT64_MAX),
+                min_output_count=read.integer("min_output_count"),
+                logprobs=read.integer("logprobs", -1, 1024),
+                prompt_logprobs=read.integer("prompt_logprobs", -1, 1024),
+                end_token_ids=read.entries("end_token_ids", token_id),
+                bias_token_ids=read.numbers("bias_token_ids", "i"),
+                bias_values=read.numbers("bias_values", "f"),
+                allowed_token_ids=read.numbers("allowed_token_ids", "i"),
+                bad_token_ids=read.entries("bad_token_ids", token_ids),
+                masked=read.flag("masked"),
+                pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +146,15 @@ class SlotInit:
     @classmethod
     def from_list(cls, fields: Any) -> "SlotInit":
         """Build from a nested array; raises WireError."""
-        read = FieldReader("SlotInit", fields)
-        entry = cls(
-            slot=read.integer("slot", 0, 0xFFFF),
-            token_ids=read.numbers("token_ids", "i"),
-            prompt_count=read.integer("prompt_count", 1),
-            computed_count=read.integer("computed_count"),
-            block_ids=read.numbers("block_ids", "i"),
-            sampling=read.nested("sampling", SlotSampling.from_list),
-        )
-        read.done()
+        with FieldReader("SlotInit", fields) as read:
+            entry = cls(
+                slot=read.integer("slot", 0, 0xFFFF),
+                token_ids=read.numbers("token_ids", "i"),
+                prompt_count=read.integer("prompt_count", 1),
+                computed_count=read.integer("computed_count"),
+                block_ids=read.numbers("block_ids", "i"),
+                sampling=read.nested("sampling", SlotSampling.from_list),
+            )
         if not entry.computed_count < len(entry.token_ids) or entry.prompt_count > len(entry.token_ids):
             raise WireError(
                 f"SlotInit: {len(entry.token_ids)} tokens with prompt_count {entry.prompt_count} "
@@ -250,25 +247,24 @@ class StepPlan:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "StepPlan":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("StepPlan", fields)
-        message = cls(
-            step_id=read.integer("step_id", 1, 2**53),
-            decode_slots=read.numbers("decode_slots", "H"),
-            decode_block_counts=read.numbers("decode_block_counts", "B"),
-            chunk_slots=read.numbers("chunk_slots", "H"),
-            chunk_token_counts=read.numbers("chunk_token_counts", "i"),
-            chunk_samples=read.numbers("chunk_samples", "B"),
-            chunk_block_counts=read.numbers("chunk_block_counts", "i"),
-            block_ids=read.numbers("block_ids", "i"),
-            new_slots=read.entries("new_slots", SlotInit.from_list),
-            cleared_slots=read.numbers("cleared_slots", "H"),
-            copy_block_ids=read.numbers("copy_block_ids", "i"),
-            swap_out_block_ids=read.numbers("swap_out_block_ids", "i"),
-            swap_in_block_ids=read.numbers("swap_in_block_ids", "i"),
-            mask_slots=read.numbers("mask_slots", "H"),
-            masks=read.entries("masks", token_mask),
-        )
-        read.done()
+        with FieldReader("StepPlan", fields) as read:
+            message = cls(
+                step_id=read.integer("step_id", 1, 2**53),
+                decode_slots=read.numbers("decode_slots", "H"),
+                decode_block_counts=read.numbers("decode_block_counts", "B"),
+                chunk_slots=read.numbers("chunk_slots", "H"),
+                chunk_token_counts=read.numbers("chunk_token_counts", "i"),
+                chunk_samples=read.numbers("chunk_samples", "B"),
+                chunk_block_counts=read.numbers("chunk_block_counts", "i"),
+                block_ids=read.numbers("block_ids", "i"),
+                new_slots=read.entries("new_slots", SlotInit.from_list),
+                cleared_slots=read.numbers("cleared_slots", "H"),
+                copy_block_ids=read.numbers("copy_block_ids", "i"),
+                swap_out_block_ids=read.numbers("swap_out_block_ids", "i"),
+                swap_in_block_ids=read.numbers("swap_in_block_ids", "i"),
+                mask_slots=read.numbers("mask_slots", "H"),
+                masks=read.entries("masks", token_mask),
+            )
         message._check_counts()
         return message
 
@@ -329,24 +325,24 @@ class WorkerReady:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "WorkerReady":
         """Build from raw fields; raises WireError, also for another protocol version."""
-        read = FieldReader("WorkerReady", fields)
-        version = read.integer("protocol_version")
-        if version != PROTOCOL_VERSION:
-            raise WireError(f"WorkerReady: the worker speaks protocol version {version}, this is {PROTOCOL_VERSION}")
-        message = cls(
-            protocol_version=version,
-            rank=read.integer("rank"),
-            max_model_len=read.integer("max_model_len", 1),
-            block_size=read.integer("block_size", 1),
-            block_count=read.integer("block_count", 1),
-            host_block_count=read.integer("host_block_count"),
-            block_bytes=read.integer("block_bytes", 1, 2**53),
-            vocab_size=read.integer("vocab_size", 1),
-            device_name=read.text("device_name", 256),
-            link_bytes_per_s=read.integer("link_bytes_per_s", 0, 2**53),
-        )
-        read.done()
-        return message
+        with FieldReader("WorkerReady", fields) as read:
+            version = read.integer("protocol_version")
+            if version != PROTOCOL_VERSION:
+                raise WireError(
+                    f"WorkerReady: the worker speaks protocol version {version}, this is {PROTOCOL_VERSION}"
+                )
+            return cls(
+                protocol_version=version,
+                rank=read.integer("rank"),
+                max_model_len=read.integer("max_model_len", 1),
+                block_size=read.integer("block_size", 1),
+                block_count=read.integer("block_count", 1),
+                host_block_count=read.integer("host_block_count"),
+                block_bytes=read.integer("block_bytes", 1, 2**53),
+                vocab_size=read.integer("vocab_size", 1),
+                device_name=read.text("device_name", 256),
+                link_bytes_per_s=read.integer("link_bytes_per_s", 0, 2**53),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,17 +388,16 @@ class StepResult:
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "StepResult":
         """Build from raw fields; raises WireError."""
-        read = FieldReader("StepResult", fields)
-        message = cls(
-            step_id=read.integer("step_id", 1, 2**53),
-            token_ids=read.numbers("token_ids", "i"),
-            token_counts=read.numbers("token_counts", "B"),
-            logprobs=read.entries("logprobs", TokenLogprobs.from_list),
-            prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
-            parts_us=read.numbers("parts_us", "i", 64),
-            embeddings=read.entries("embeddings", embedding_by_row),
-        )
-        read.done()
+        with FieldReader("StepResult", fields) as read:
+            message = cls(
+                step_id=read.integer("step_id", 1, 2**53),
+                token_ids=read.numbers("token_ids", "i"),
+                token_counts=read.numbers("token_counts", "B"),
+                logprobs=read.entries("logprobs", TokenLogprobs.from_list),
+                prompt_logprobs=read.entries("prompt_logprobs", logprobs_by_row),
+                parts_us=read.numbers("parts_us", "i", 64),
+                embeddings=read.entries("embeddings", embedding_by_row),
+            )
         if len(message.parts_us) not in (0, len(WORKER_PARTS)):
             raise WireError(
                 f"StepResult.parts_us: wanted 0 or {len(WORKER_PARTS)} numbers, got {len(message.parts_us)}"

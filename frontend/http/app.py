@@ -19,7 +19,7 @@ from frontend.http.endpoints import ENDPOINTS
 from frontend.http.errors import error_response
 from frontend.http.history import History
 from frontend.http.metrics import Metrics
-from frontend.http.middleware import ApiKey, BodyLimit, PlainPath, RequestId, UnknownLength
+from frontend.http.middleware import ApiKey, BodyLimit, ForeignPages, PlainPath, RequestId, UnknownLength
 from frontend.http.openapi import document
 
 _PATHS = [endpoint.path for endpoint in ENDPOINTS]
@@ -36,6 +36,7 @@ def build_app(engine: Engine, options: ServerOptions) -> Starlette:
     middleware = [Middleware(PlainPath), Middleware(UnknownLength), Middleware(RequestId)]
     if options.allowed_origins:
         middleware.append(Middleware(_cors(options.allowed_origins)))
+    middleware.append(Middleware(ForeignPages, allowed=options.allowed_origins))
     if options.api_key:
         middleware.append(Middleware(ApiKey, keys=options.api_key))
     middleware.append(Middleware(BodyLimit))

@@ -1,4 +1,4 @@
-"""What every request passes through, as plain ASGI: its id, the API key, the limit on its body.
+"""What every request passes through, as plain ASGI: its id, its origin, the API key, the limit on its body.
 
 Plain ASGI, because a middleware that wraps responses costs tens of microseconds for each event of a stream.
 """
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 BODY_LIMIT_BYTES = 32 << 20
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/dashboard"})
 """Paths that need no API key: what load balancers and orchestrators ask, and a page that holds no figures itself."""
+_UNASKED_TYPES = frozenset({b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data"})
+"""Content types of bodies that a browser sends to another origin without asking it first."""
 _GOOD_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -89,6 +91,27 @@ class ApiKey:
             key = _header(scope, b"x-api-key")
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]  # all of them, in equal time
         return any(matches)
+
+
+class ForeignPages:
+    """Answers 403 to what a page of another origin has a browser send without asking the engine first (CORS).
+
+    Browsers ask before they send JSON, but not before they send text: any page could have had all requests aborted. The
+    page cannot read the answer, and does not need it.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...]) -> None:
+        self._app = app
+        self._allowed = {origin.encode() for origin in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on if no browser sends it, or one that has asked."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            origin = _header(scope, b"origin")
+            kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
+            if origin and kind in _UNASKED_TYPES and not self._allowed & {origin, b"*"}:
+                return await error_response(_foreign(origin), scope)(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:
@@ -164,6 +187,14 @@ class UnknownLength:
 def _compressed(encoding: bytes) -> RequestError:
     text = f"content-encoding {encoding.decode('latin-1'):.40}: wanted the body as it is, not compressed"
     return RequestError(text, code="content_encoding", status=415)
+
+
+def _foreign(origin: bytes) -> RequestError:
+    text = (
+        f"pages of {origin.decode('latin-1'):.100} may not call this engine: start it with --allowed-origins, or send "
+        "the body as application/json from a page of its own origin"
+    )
+    return RequestError(text, code="origin_not_allowed", status=403)
 
 
 def _path(scope: Scope) -> str:

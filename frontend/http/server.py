@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import Iterator
 
@@ -62,7 +63,7 @@ class HttpServer:
                 backlog=ACCEPTED_AT_ONCE,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 root_path=options.root_path,
-                forwarded_allow_ips="*" if options.uds else None,  # whoever opens the socket's file is a proxy of ours
+                forwarded_allow_ips=_trusted_proxies(options),
                 ssl_keyfile=options.ssl_keyfile or None,
                 ssl_certfile=options.ssl_certfile or None,
             )
@@ -89,6 +90,11 @@ class HttpServer:
         await asyncio.wait({self._task}, timeout=grace_s)
         self._server.force_exit = True
         await self._task
+
+
+def _trusted_proxies(options: ServerOptions) -> str:
+    """Addresses whose `X-Forwarded-For` is believed; whoever opens the file of a Unix socket is a proxy of ours."""
+    return "*" if options.uds else os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1,::1")
 
 
 class _Server(uvicorn.Server):

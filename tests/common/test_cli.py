@@ -26,6 +26,8 @@ def test_every_option_can_be_given_under_each_of_its_names():
             "ssl_certfile",
             "client_endpoint",
             "client_keys",
+            "allowed_origins",
+            "root_path",
         ):
             continue  # values that only go with others
         for flag in flags_of(item):
@@ -42,7 +44,8 @@ def test_there_are_fewer_than_sixty_options():
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("8k", 8000), ("8Ki", 8192), ("4096", 4096), ("1.5k", 1500), ("auto", 0), ("2GiB", 1 << 31)]
+    ("text", "number"),
+    [("8k", 8000), ("8Ki", 8192), ("4096", 4096), ("1.5k", 1500), ("auto", 0), ("-1", 0), ("2GiB", 1 << 31)],
 )
 def test_counts_in_human_notation(text: str, number: int):
     assert parse("--max-model-len", text).model.max_model_len == number
@@ -68,6 +71,15 @@ def test_booleans_have_a_negative():
     assert parse("--no-http").server.http is False
 
 
+def test_underscores_stand_for_dashes_as_in_vllm():
+    config = parse("--max_model_len", "64", "--served_model_name=my_model", "--no_http")
+    assert (config.model.max_model_len, config.model.served_model_name, config.server.http) == (
+        64,
+        ("my_model",),
+        False,
+    )
+
+
 @pytest.mark.parametrize("flag", ["--no-enable-prefix-caching", "--disable-radix-cache"])
 def test_prefix_cache_switches_of_other_engines(flag: str):
     assert parse(flag).cache.prefix_cache == "off"
@@ -78,6 +90,13 @@ def test_prefix_cache_switches_of_other_engines(flag: str):
     [
         (["--prot", "1"], "unknown argument --prot; did you mean --port?"),
         (["--max-num-seq=1"], "unknown argument --max-num-seq=1; did you mean --max-num-seqs?"),
+        (["--swap_space=4"], "unknown argument --swap-space=4; --swap-space-bytes takes bytes (4GiB)"),
+        (
+            ["--allowed-origins", '["*"]'],
+            '--allowed-origins is ["*"]; wanted * or origins such as https://app.example',
+        ),
+        (["--allowed-origins", "https://a.example/"], "--allowed-origins is https://a.example/; wanted *"),
+        (["--allowed-origins", "a.example"], "--allowed-origins is a.example; wanted *"),
         (["--port", "x"], "argument --port: wanted a whole number, got 'x'"),
         (["--port", "70000"], "--port is 70000; wanted 0 to 65535"),
         (["--max-model-len", "8q"], "wanted a whole number such as 4096, 8k or 2GiB, got '8q'"),

@@ -45,6 +45,7 @@ def check(found):
         assert kernel["shared_bytes"] <= CARD["shared_memory_per_block_optin"], kernel
         assert kernel["stack_bytes"] <= MOST_STACK_BYTES, kernel
         assert kernel["registers"] * kernel["threads"] <= 65_536, kernel
+        assert kernel["unwritten_reads"] == 0, kernel
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,8 @@ def test_attention_over_8_bit_caches_compiles(compiler):
         assert "failed" not in found, found
         check(found["kernels"])
     (kernel,) = ask(compiler, KERNELS["decode"])["kernels"]
-    assert (kernel["registers"], kernel["threads"]) == (128, 256), "two programs of eight warps on a multiprocessor"
+    room = resident_programs(kernel, CARD["shared_memory_per_block_optin"])
+    assert kernel["threads"] == 64 and room >= 4, "four programs of two warps on a multiprocessor"
     (large,) = ask(compiler, KERNELS["decode"], tile_tokens=256, num_stages=5)["kernels"]
     assert large["shared_bytes"] > CARD["shared_memory_per_block_optin"]
     assert "failed" in ask(compiler, KERNELS["decode"], tile_tokens=100), "no power of two"
@@ -89,6 +91,7 @@ def test_decode_attention_by_single_warps_compiles(cache, programs, compiler):
 def test_few_rows_by_single_warps_compile(cache, compiler):
     found = ask(compiler, Workload("few_rows", (512,), cache), single_warps=True)
     assert "failed" not in found, found
+    check(found["kernels"])
     (kernel,) = (kernel for kernel in found["kernels"] if "warps" in kernel["name"])
     assert (kernel["threads"], kernel["stack_bytes"]) == (32, 0), kernel
 

@@ -163,6 +163,25 @@ def test_large_bodies_are_refused_by_length_and_by_count(api):
     assert response.status_code == 413
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [None, "text/plain", "TEXT/PLAIN; charset=utf-8", "application/x-www-form-urlencoded", "multipart/form-data; x=y"],
+)
+@pytest.mark.parametrize("path", ["/abort_request", "/flush_cache", "/v1/completions", "/v1/chat/completions", "/ping"])
+def test_pages_of_other_origins_have_no_browser_send_what_it_sends_unasked(api, make_api, path, kind):
+    """A page that somebody here looked at could end all requests: browsers ask before they send JSON only."""
+    headers = {"origin": "https://evil.example"} | ({"content-type": kind} if kind else {})
+    body = b'{"abort_all": true, "prompt": "x", "messages": [], "max_tokens": 1}'
+    refused = api.post(path, body, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert not api.scheduler.added
+    for allowed in ("https://evil.example", "*"):
+        assert make_api(allowed_origins=(allowed,)).ready().post(path, body, headers=headers).status_code in (200, 400)
+    asked = api.post(path, body, headers=headers | {"content-type": "application/json; charset=utf-8"})
+    without = api.post(path, body, headers={"content-type": kind} if kind else {})
+    assert asked.status_code == without.status_code != 403
+
+
 def test_cors_only_where_asked_for(api, make_api):
     headers = {"origin": "https://app.example"}
     assert "access-control-allow-origin" not in api.get("/version", headers=headers).headers

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks only for what `/metrics` exports, with labels that it has, and its panels fit together."""
+"""Dashboard and alerts ask only for what `/metrics` exports, with labels that it has; panels fit together."""
 
 import itertools
 import json
@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.messages import EngineStats
 
-DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "trireme.json"
+DOCS = Path(__file__).parents[3] / "docs"
+DASHBOARD = DOCS / "grafana" / "trireme.json"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
 
 
@@ -48,6 +50,20 @@ def test_every_metric_is_exported_with_the_labels_asked_for(api, dashboard):
         for label in labels:
             assert any(label in names[metric] for metric in metrics), f"no label {label}: {query}"
         assert query.count("(") == query.count(")") and query.count("{") == query.count("}")
+
+
+def test_every_alert_asks_for_metrics_with_the_labels_that_they_have(api):
+    names = exported(api)
+    [group] = yaml.safe_load((DOCS / "prometheus" / "alerts.yml").read_text())["groups"]
+    assert len(group["rules"]) > 5
+    for rule in group["rules"]:
+        metrics = re.findall(r"trireme:(\w+)", rule["expr"])
+        assert set(metrics) <= set(names), rule["alert"]
+        assert metrics or rule["expr"].startswith("up{")
+        labels = {*re.findall(r"[{,](\w+)!?[=~]", rule["expr"]), *re.findall(r"by \(([\w, ]+)\)", rule["expr"])}
+        asked = {label for listed in labels for label in listed.split(", ")} - {"instance", "job"}
+        assert all(any(label in names[metric] for metric in metrics) for label in asked), rule["alert"]
+        assert rule["labels"]["severity"] in ("critical", "warning") and rule["annotations"]["summary"]
 
 
 def test_the_legends_name_labels_that_the_query_keeps(dashboard):

@@ -312,10 +312,14 @@ def test_more_requests_than_that_may_follow_the_answers(make_api):
     serve(make_api(port=0).ready(), talk)
 
 
+@pytest.mark.parametrize("trusted", ["", "127.0.0.0/8", "10.0.0.1"])
 @pytest.mark.parametrize("socket", ["port", "file"])
 @pytest.mark.parametrize("sent", [b"", b"x-forwarded-for: 203.0.113.7\r\nx-forwarded-proto: https\r\n"])
-def test_behind_a_proxy_a_client_is_who_the_proxy_says(make_api, tmp_path, socket, sent):
+def test_behind_a_proxy_a_client_is_who_the_proxy_says(make_api, monkeypatch, tmp_path, socket, sent, trusted):
     """Through a Unix socket all clients were one, and shared its turn of `--policy fair`."""
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
     api = make_api().ready()
     body = json.dumps(BODY | {"stream": True}).encode()
 
@@ -332,4 +336,5 @@ def test_behind_a_proxy_a_client_is_who_the_proxy_says(make_api, tmp_path, socke
     reply = serve(api, talk, **({"uds": str(tmp_path / "s")} if socket == "file" else {}))
     assert b"200 OK" in reply and b"\r\nx-accel-buffering: no\r\n" in reply
     [added] = api.scheduler.added
-    assert added.client_key == ("203.0.113.7" if sent else "127.0.0.1" if socket == "port" else "")
+    believed = sent and (socket == "file" or trusted != "10.0.0.1")
+    assert added.client_key == ("203.0.113.7" if believed else "127.0.0.1" if socket == "port" else "")
