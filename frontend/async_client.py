@@ -296,8 +296,8 @@ class AsyncClient:
         if not self._closed:
             self._disconnect()
             self._connection.is_up = False
-            self._connect()
             self._watch()
+            self._connect()
 
     def _watch(self) -> None:
         """See to it that requests do not wait for ever for an engine that is lost."""

@@ -94,7 +94,7 @@ def test_streams_of_both_clients_go_on_again_and_again(start, again):
 
     with Client(frontend.endpoint) as client:
         finals = asyncio.run(connected([client.submit(prompt, LONG) for prompt in PROMPTS]))
-        wanted = [client.generate(prompt, LONG) for prompt in (*PROMPTS, *PROMPTS, "whole")]
+        wanted = client.generate_batch([*PROMPTS, *PROMPTS, "whole"], LONG)
         assert [(final.samples, final.completion_tokens, final.prompt_tokens) for final in finals] == [
             (final.samples, final.completion_tokens, final.prompt_tokens) for final in wanted
         ]
@@ -184,7 +184,7 @@ def test_an_engine_that_does_not_come_back(run_frontend, restart):
     frontend.scheduler.gate.clear()
 
     async def main() -> None:
-        timeout_s = 0.3 if restart else 60
+        timeout_s = 0.1 if restart else 60
         async with AsyncClient(frontend.endpoint, timeout_s=timeout_s) as client:
             with Client(frontend.endpoint, timeout_s=timeout_s) as blocking:
                 lost, mine = await client.submit("a", LONG), blocking.submit("a", LONG)
@@ -203,6 +203,19 @@ def test_nothing_goes_on_in_an_engine_that_starts_nothing_again(run_frontend):
         raw.send(wire.Hello(2, "new"), wire.Resume(wire.Generate(request_id="g", prompt="x")))
         assert raw.receive().engine == ""
         assert raw.receive().code == "invalid_parameter"
+
+
+def test_a_connection_that_is_cut_costs_a_pause(start):
+    """The frontend is the same: what it has of the old connection is aborted."""
+    frontend = start(step_interval_s=0.001)
+    with Client(frontend.endpoint) as client:
+        stream = client.submit("the sea", LONG)
+        deltas = [next(stream)]
+        frontend.frontend._ended.get_loop().call_soon_threadsafe(frontend.frontend._clients._monitor._cut)
+        deltas += stream
+        assert joined(deltas) == of_final(stream.final) == of_final(client.generate("the sea", LONG))
+        assert len(frontend.scheduler.added) == 3
+        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 0)
 
 
 def test_what_waits_in_the_socket_of_a_lost_connection_runs_for_nobody(start, again):
