@@ -1,8 +1,8 @@
 """Quantising K and V inside a kernel: the device's side of `kv_format.py`, which has the formulas and the reference.
 
-`quantised(x, FORMAT)` turns vectors into what is stored. Reading needs no function: stored elements are exact in
-bfloat16, float16 and float32, so a tile is converted to the query's type as it is, and the scales, one a key, multiply
-what the product gives (K) or what goes into it (V):
+`quantising_scale`, `quantised_levels` and `as_elements` turn vectors into what is stored. Reading needs no function:
+stored elements are exact in bfloat16, float16 and float32, so a tile is converted to the query's type as it is, and the
+scales, one a key, multiply what the product gives (K) or what goes into it (V):
 
     scores[i, p]  = (q_i . k_p) * k_scale[p]          out_i = sum_p (weight[i, p] * v_scale[p]) * v_p
 
@@ -31,8 +31,8 @@ def quantising_scale(largest, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def quantised_elements(x, divisor, FORMAT: tl.constexpr):
-    """Float32 vectors [N, D] over their divisors [N] as elements of the format's type."""
+def quantised_levels(x, divisor, FORMAT: tl.constexpr):
+    """Float32 vectors [N, D] over their divisors [N], within the format's range; int8 in whole numbers."""
     TOP: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
     level = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
     level = tl.minimum(tl.maximum(level, -TOP), TOP)
@@ -40,25 +40,38 @@ def quantised_elements(x, divisor, FORMAT: tl.constexpr):
         whole = level.to(tl.int32)  # towards zero
         rest = level - whole.to(tl.float32)
         whole += (rest >= 0.5).to(tl.int32) - (rest <= -0.5).to(tl.int32)  # halves away from zero
-        stored = whole.to(tl.int8)
+        level = whole.to(tl.float32)
+    return level
+
+
+@triton.jit
+def as_elements(levels, FORMAT: tl.constexpr):
+    """Levels as elements of the format's type; FP8 rounds to the nearest, ties to even."""
+    return levels.to(tl.int32).to(tl.int8) if FORMAT == 1 else levels.to(tl.float8e4nv)
+
+
+@triton.jit
+def read_levels(levels, FORMAT: tl.constexpr):
+    """What reading `as_elements` of levels gives, float32.
+
+    FP8 is rounded here by arithmetic: Triton 3.6's ptxas takes what is converted back in the program that also stores
+    it, in a word of four, out of a register that nothing has written.
+    """
+    if FORMAT == 1:
+        read = levels
     else:
-        stored = level.to(tl.float8e4nv)
-    return stored
+        power = (levels.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        shift = tl.maximum(power * 0.125, 0.001953125) * 12582912.0  # float32 beside it has e4m3's spacing
+        read = (levels + shift) - shift
+    return read
 
 
 @triton.jit
-def quantised(x, FORMAT: tl.constexpr):
-    """Float32 vectors [N, D] -> (elements [N, D] of the format's type, float16 scales [N]). Padding must hold zeros."""
-    scale, divisor = quantising_scale(tl.max(tl.abs(x), axis=1), FORMAT)
-    return quantised_elements(x, divisor, FORMAT), scale
-
-
-@triton.jit
-def read_back(stored, scale):
-    """Quantised vectors [N, D] under their scales [N] in bfloat16; `kv_format.read_back` to the bit."""
+def read_back(levels, scale, FORMAT: tl.constexpr):
+    """Levels [N, D] as stored, under their scales [N], in bfloat16; `kv_format.read_back` to the bit."""
     wide = scale.to(tl.float32)[:, None]
     high = wide.to(tl.bfloat16).to(tl.float32)
-    levels = stored.to(tl.float32)
+    levels = read_levels(levels, FORMAT)
     rest = (levels * (wide - high)).to(tl.bfloat16).to(tl.float32)
     return (levels * high + rest).to(tl.bfloat16)
 
@@ -75,11 +88,12 @@ def store_vector(cache, scales, x, place, column, inside, HEAD_DIM: tl.constexpr
         tl.store(target, stored, mask=inside)
         read = stored.to(tl.float32)
     else:
-        stored, scale = quantised(x, FORMAT)
-        tl.store(target, stored, mask=inside)
+        scale, divisor = quantising_scale(tl.max(tl.abs(x), axis=1), FORMAT)
+        levels = quantised_levels(x, divisor, FORMAT)
+        tl.store(target, as_elements(levels, FORMAT), mask=inside)
         first = tl.max(inside.to(tl.int32), axis=1) > 0
         tl.store(scales + place + tl.arange(0, 1), scale, mask=first)
-        read = stored.to(tl.float32) * scale.to(tl.float32)[:, None]
+        read = read_levels(levels, FORMAT) * scale.to(tl.float32)[:, None]
     return read
 
 

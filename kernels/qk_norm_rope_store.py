@@ -42,7 +42,7 @@ import triton.language as tl
 from kernels import kv_format
 from kernels.checks import FLOATS, check_head_inputs, check_tensor
 from kernels.kv_format import cache_format, quantise, vector_bytes
-from kernels.kv_quant import check_scales, quantised_elements, quantising_scale, read_back
+from kernels.kv_quant import as_elements, check_scales, quantised_levels, quantising_scale, read_back
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 
 CACHE_DTYPES = (*FLOATS, torch.int8, torch.float8_e4m3fn)
@@ -218,17 +218,20 @@ def _store_cached(
         if HEAD_DIM > 2 * SPLIT:
             largest = tl.maximum(largest, tl.max(tl.abs(left), axis=1))
         scale, divisor = quantising_scale(largest, FORMAT)
+        first = quantised_levels(first, divisor, FORMAT)
+        second = quantised_levels(second, divisor, FORMAT)
+        elements = left
         if HEAD_DIM > 2 * SPLIT:
-            left = quantised_elements(left, divisor, FORMAT)
-        x = (quantised_elements(first, divisor, FORMAT), quantised_elements(second, divisor, FORMAT), left)
+            left = quantised_levels(left, divisor, FORMAT)
+            elements = as_elements(left, FORMAT)
+        x = (as_elements(first, FORMAT), as_elements(second, FORMAT), elements)
         block_stride, scale_head_stride, position_stride = scale_strides
         scale_place = scales + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * position_stride
         tl.store(scale_place + head * scale_head_stride, scale, mask=stored)
         if WRITE_BACK:
-            first, second, left = x
             if HEAD_DIM > 2 * SPLIT:
-                left = read_back(left, scale)
-            written = (read_back(first, scale), read_back(second, scale), left)
+                left = read_back(left, scale, FORMAT)
+            written = (read_back(first, scale, FORMAT), read_back(second, scale, FORMAT), left)
             _store_split(row, written, stored, half, rest, HEAD_DIM, SPLIT)
     _store_split(place + head * head_stride, x, stored, half, rest, HEAD_DIM, SPLIT)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.kv_format import TOPS, dequantise, quantise, round_half_away, vector_bytes
-from kernels.kv_quant import check_scales, quantised
+from kernels.kv_quant import as_elements, check_scales, quantised_levels, quantising_scale, read_levels
 from tests.kernels.closeness import DEVICE
 
 TYPES = [torch.int8, torch.float8_e4m3fn]
@@ -20,19 +20,24 @@ ROWS, DIM = 16, 64
 
 
 @triton.jit
-def _quantise_kernel(source, stored, scales, FORMAT: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
+def _quantise_kernel(source, stored, scales, read, FORMAT: tl.constexpr, N: tl.constexpr, D: tl.constexpr):
     row, column = tl.arange(0, N), tl.arange(0, D)
     place = row[:, None] * D + column[None, :]
-    elements, scale = quantised(tl.load(source + place), FORMAT)
-    tl.store(stored + place, elements)
+    x = tl.load(source + place)
+    scale, divisor = quantising_scale(tl.max(tl.abs(x), axis=1), FORMAT)
+    levels = quantised_levels(x, divisor, FORMAT)
+    tl.store(stored + place, as_elements(levels, FORMAT))
+    tl.store(read + place, read_levels(levels, FORMAT))
     tl.store(scales + row, scale)
 
 
-def by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def by_kernel(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     stored = torch.zeros(vectors.shape, dtype=dtype, device=vectors.device)
     scales = torch.zeros(vectors.shape[0], dtype=torch.float16, device=vectors.device)
-    _quantise_kernel[(1,)](vectors, stored, scales, FORMAT=1 if dtype == torch.int8 else 2, N=len(vectors), D=DIM)
-    return stored, scales
+    read = torch.full_like(vectors, float("nan"))
+    format_ = 1 if dtype == torch.int8 else 2
+    _quantise_kernel[(1,)](vectors, stored, scales, read, FORMAT=format_, N=len(vectors), D=DIM)
+    return stored, scales, read
 
 
 def hard_vectors() -> torch.Tensor:
@@ -103,10 +108,27 @@ def test_elements_beyond_the_largest_scale_are_cut_off(dtype, limit):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_kernels_helper_stores_the_same_bits(dtype):
     vectors = hard_vectors().to(DEVICE)
-    stored, scales = by_kernel(vectors, dtype)
+    stored, scales, read = by_kernel(vectors, dtype)
     wanted, wanted_scales = quantise(vectors, dtype)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(stored.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(read, wanted.float()), "what it says that reading gives"
+
+
+def test_every_level_is_read_as_it_was_rounded():
+    """FP8 by arithmetic: every number that it has, and what lies around and between them."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    between = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2])  # ties too
+    near = [torch.nextafter(between, torch.full_like(between, limit)) for limit in (-1e9, 1e9)]
+    vectors = torch.cat([between, *near]).clamp(-448, 448)
+    vectors = torch.nn.functional.pad(vectors, (0, -len(vectors) % (DIM - 1))).view(-1, DIM - 1)
+    vectors = torch.nn.functional.pad(vectors, (0, 1), value=448.0)  # so that the scale is 1
+    vectors = torch.nn.functional.pad(vectors, (0, 0, 0, -len(vectors) % ROWS), value=448.0).to(DEVICE)
+    for rows in vectors.split(ROWS):
+        stored, scales, read = by_kernel(rows, torch.float8_e4m3fn)
+        assert (scales == 1).all()
+        assert torch.equal(read, rows.to(torch.float8_e4m3fn).float()) and torch.equal(read, stored.float())
 
 
 def test_bytes_of_a_vector():

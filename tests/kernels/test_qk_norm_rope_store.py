@@ -126,11 +126,15 @@ def test_quantised_caches_match_the_reference(tokens, query_heads, kv_heads, hea
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("cache_dtype", QUANTISED)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("tokens", "query_heads", "kv_heads", "head_dim", "rotary_dim"), SHAPES[2:4])
+@pytest.mark.parametrize(
+    ("tokens", "query_heads", "kv_heads", "head_dim", "rotary_dim"),
+    [*SHAPES[2:4], pytest.param(600, 16, 8, 128, 128, marks=pytest.mark.gpu)],  # the last: a program has all the heads
+)
 def test_what_was_stored_is_written_back(tokens, query_heads, kv_heads, head_dim, rotary_dim, dtype, cache_dtype):
     """To the bit, for the tokens that were stored; queries and other tokens, of NaN here, stay as they were."""
     table = rope_table(rotary_dim)
-    case = quantised_case(make_case(tokens, query_heads, kv_heads, head_dim, dtype), cache_dtype)
+    blocks = tokens // 4 + 9
+    case = quantised_case(make_case(tokens, query_heads, kv_heads, head_dim, dtype, blocks=blocks), cache_dtype)
     stored = case["slot_mapping"] >= 0
     case["qkv"][~stored] = float("nan")
     case["qkv"][0, -head_dim:] = 0  # a vector of zeros has the scale 0
