@@ -349,9 +349,9 @@ def test_an_engine_that_says_it_is_dead_raises_what_one_that_is_gone_raises():
 
 def test_bytes_of_the_schedulers_that_are_no_message_end_every_request(frontend):
     frontend.scheduler.garbage = b"\xc1"
-    with Client(frontend.endpoint) as client:
-        with pytest.raises(EngineDeadError, match="a message of the scheduler cannot be read"):
-            client.generate("a", SamplingParams(max_tokens=9))
+    wanted = pytest.raises(EngineDeadError, match="a message of the scheduler cannot be read")
+    with Client(frontend.endpoint) as client, wanted:
+        client.generate("a", SamplingParams(max_tokens=9))
     frontend.join(30)
     assert frontend.exit_code == 1
     assert "cannot be read" in frontend.link.detail
