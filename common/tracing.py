@@ -1,9 +1,8 @@
 """Traces of a process's Python code, as JSON for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A trace has every call of the thread that started it, with its time. With viztracer installed (`pip install
-trireme[profile]`) a call costs a tenth of a microsecond more than usual, and other threads are traced too; without it,
-`CallTracer` does the same at about a microsecond per call. Used by the scheduler and the frontend; the worker uses
-torch's profiler.
+A trace has every call of the thread that started it, with its time. With viztracer installed a call
+costs a tenth of a microsecond more than usual, and other threads are traced too; without it, `CallTracer` does the same
+at about a microsecond per call. Used by the scheduler and the frontend; the worker uses torch's profiler.
 """
 
 import contextlib

@@ -29,7 +29,7 @@ def look_at_packages(config: EngineConfig) -> Findings:
     _compare(found, requirements, config)
     if config.profiling.folder and installed_version("viztracer") is None:
         found.warn("profiling", "viztracer is not installed: traces of scheduler and frontend cost ten times as much; "
-                   "pip install 'trireme[profile]'")  # fmt: skip
+                   "pip install viztracer")  # fmt: skip
     return found
 
 
