@@ -22,9 +22,8 @@ With PDL it starts while the kernel ahead, which stores the new tokens, still ru
 block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
 
 Measured on an H200, 16 query and 8 K/V heads of 128, by `python -m benchmarks.kernels.tune_attention --only decode`, in
-microseconds for bfloat16, int8, fp8 (the plain kernel's in brackets): 256 x 1024 254, 142, 145 (257, 223, 211); 32 x
-1024 37.8, 26.3, 25.2 (36.6, 32.4, 30.8); 64 x 256 21.0, 17.8, 16.9 (24.6, 25.5, 23.8). docs/log.md says where the rest
-goes.
+microseconds for bfloat16, int8, fp8: 256 x 1024 254, 142, 145; 32 x 1024 37.8, 26.3, 25.2; 64 x 256 21.0, 17.8, 16.9.
+docs/log.md has those of the plain kernel beside them, and says where the rest goes.
 """
 
 from __future__ import annotations
