@@ -4,8 +4,8 @@
 runs. Four rules make that safe, and every kernel here keeps them:
 
 1. `let_next_start` may come first: it only permits the next kernel to be placed on the card.
-2. All writes come after `wait_for_inputs`. It returns when the kernel before has completed, and since that one waited
-   too, everything before it has completed as well.
+2. All writes come after `wait_for_inputs`. It returns when the kernel before has completed, and since a program of that
+   one waited too, everything before it has completed as well.
 3. Before `wait_for_inputs` a program reads what no kernel ever writes: weights, norm weights, rope tables.
 4. It may also read what had been written before the step's embedding started: that alone waits first and only then lets
    others start. These are the step's inputs, block tables, and the cached tokens of earlier steps, also where they came
