@@ -49,10 +49,6 @@ from kernels.paged_kv import compile_options
 
 STAGE_COUNT = 2
 MERGED_NUMBERS = 64
-MAX_REGISTERS = 168
-"""Of a thread. The product ahead of 4 to 16 rows has one program a multiprocessor, of 128 threads with 255 registers:
-six of these programs wait beside it, and with more registers four, too few for all parts of 8 x 200 or 16 x 256 tokens.
-What does not fit is kept on the stack while parts are merged."""
 
 
 @gluon.jit
@@ -304,7 +300,7 @@ def fused_decode_warps_kernel(
                 if gl.atomic_add(counters_ptr + pair, 1, sem="acq_rel", scope="gpu") == parts:
                     gl.store(counters_ptr + pair, 0)
                     merge(output_ptr, partials_ptr, statistics_ptr, pair * SPLITS, 1, 0, parts,
-                          GROUP, HEADS, HEAD_DIM, NUMBERS, 32 * NUMBERS < SPLITS * HEADS * HEAD_DIM)  # fmt: skip
+                          GROUP, HEADS, HEAD_DIM, NUMBERS, AHEAD=True)  # fmt: skip
     else:
         if PDL:
             wait_for_kernel_ahead()
@@ -333,5 +329,5 @@ def launch(
         FORMAT=cache_format(k_cache.dtype), KV_HEADS=kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLITS=splits, TILE=tile, STAGES=STAGE_COUNT,
         HAS_NORM=new.q_weight is not None, HAS_NEXT=next_caches is not None and pdl, NUMBERS=MERGED_NUMBERS,
-        PDL=pdl, num_warps=1, **compile_options(MAX_REGISTERS, pdl),
+        PDL=pdl, num_warps=1, **compile_options(None, pdl),
     )  # fmt: skip

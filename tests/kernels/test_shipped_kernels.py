@@ -92,9 +92,7 @@ def test_few_rows_by_single_warps_compile(cache, compiler):
     assert "failed" not in found, found
     check(found["kernels"])
     (kernel,) = (kernel for kernel in found["kernels"] if "warps" in kernel["name"])
-    assert kernel["threads"] == 32 and kernel["stack_bytes"] <= 96, kernel
-    room = resident_programs(kernel, CARD["shared_memory_per_block_optin"])
-    assert room >= 6 and kernel["registers"] * 32 * 6 <= 32_768, "six beside a product of 128 threads of 255 registers"
+    assert (kernel["threads"], kernel["stack_bytes"]) == (32, 0), kernel
 
 
 def test_kernels_that_store_float8_compile(run_script):
