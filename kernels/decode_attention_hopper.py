@@ -6,9 +6,9 @@ while one is worked on. The products are transposed, so that the queries of a gr
 
     S [tile, 8] = K Q^T            O [head_dim, 8] = V^T P [tile, 8]
 
-As rows they would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
-machine code for sm_90 over all warps of a program (the plain kernel's in brackets): about 690 with a bfloat16 cache
-(1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
+As rows they would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's machine code
+for sm_90 over all warps of a program, of both kernels as they were when this one was written (the plain kernel's in
+brackets): about 690 with a bfloat16 cache (1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
 
 8-bit tiles are taken to registers as pairs (kernels/decode_tile.py has the conversions, and why pairs): values as even
 and odd dims, which are rows of two products; fp8 keys as even and odd dims, which two products add up; int8 keys go to
