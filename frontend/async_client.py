@@ -296,8 +296,14 @@ class AsyncClient:
         """With a new socket: nothing that waits in the old one is for whoever comes."""
         if not self._closed:
             self._disconnect()
-            self._watch()
-            self._connect()
+            try:
+                self._connect()
+            except zmq.ZMQError as error:
+                self._closed = True
+                self._state.end_all(self._connection.cannot_be_made(error))
+                self._settled.set()  # who waits is told
+            else:
+                self._watch()
 
     def _watch(self) -> None:
         """See to it that requests do not wait for ever for an engine that is lost."""

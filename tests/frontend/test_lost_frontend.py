@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import struct
 import time
 from array import array
@@ -196,6 +197,37 @@ def test_an_engine_that_does_not_come_back(run_frontend, restart):
                     await lost.result()
                 with pytest.raises(EngineDeadError, match="is lost"):
                     mine.result()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_can_have_no_new_socket_is_closed(start, monkeypatch):
+    """No file descriptors are left. Its requests end, and closing it is no error."""
+    frontend = start()
+    frontend.scheduler.gate.clear()
+
+    def no_socket(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async def main() -> None:
+        async with AsyncClient(frontend.endpoint) as client:
+            with Client(frontend.endpoint) as blocking:
+                lost = [await client.submit("a", LONG), await client.submit("b", LONG)]
+                mine = [blocking.submit("a", LONG), blocking.submit("b", LONG)]
+                for module in ("client", "async_client"):
+                    monkeypatch.setattr(f"frontend.{module}.connect_client", no_socket)
+                await asyncio.get_running_loop().run_in_executor(None, frontend.lose)
+                for _ in range(2):
+                    with pytest.raises(EngineDeadError, match="is lost, and no new socket can be made: Too many open"):
+                        await lost.pop().result()
+                with pytest.raises(EngineDeadError, match="no new socket can be made"):
+                    mine.pop().result()
+                with pytest.raises(EngineDeadError):
+                    mine.pop().result()
+                with pytest.raises(EngineDeadError, match="this client is closed"):
+                    await client.ping()
+                with pytest.raises(EngineDeadError, match="this client is closed"):
+                    blocking.ping()
 
     asyncio.run(main())
 
