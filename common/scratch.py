@@ -1,10 +1,11 @@
 """Temporary folders for work in progress: what a killed process left behind is removed by the next one.
 
 Used where models are fetched and converted, beside the folder that is being made, since a rename must not cross file
-systems; and by the verb `check`.
+systems; and by the verb `check`. Both also ask `unwritable` before they begin.
 """
 
 import contextlib
+import errno
 import glob
 import os
 import shutil
@@ -30,6 +31,14 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)
+
+
+def unwritable(folder: Path) -> str:
+    """Why nothing can be made in a folder, which need not exist yet; empty if it can."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        return os.strerror(errno.ENOTDIR)
+    return "" if os.access(nearest, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
 
 
 def _make(parent: Path, prefix: str) -> tuple[Path, int]:

@@ -7,9 +7,10 @@
 
 Needs pyzmq and msgpack only. A client belongs to one thread at a time, and refuses a second one (RuntimeError);
 connections are cheap, so give each thread its own. Errors: `RequestError` for what the engine refuses or ends with an
-error, `EngineDeadError` if there is no engine at the endpoint or the connection is lost, `AccessError` if the keys are
-wrong, `TimeoutError` if an answer does not come in time. After a loss the client reconnects by itself; requests that
-were live go on if it is the same engine that is back (`launch.py --restart`), and otherwise end; new ones work.
+error, `EngineDeadError` if it has lost a process, if there is none at the endpoint or if the connection is lost,
+`AccessError` if the keys are wrong, `TimeoutError` if an answer does not come in time. After a loss the client
+reconnects by itself; requests that were live go on if it is the same engine that is back (`launch.py --restart`), and
+otherwise end; new ones work.
 """
 
 import contextlib

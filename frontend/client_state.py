@@ -288,12 +288,14 @@ def raise_error(reply: Reply) -> None:
     Raises:
         RequestError: the engine refused or ended the request.
         AccessError: the client's key was revoked.
-        EngineDeadError: the connection is gone.
+        EngineDeadError: the connection is gone, or the engine says that it has lost a process.
     """
     if isinstance(reply, TriremeError):
         raise reply
     if isinstance(reply, wire.ErrorReply) and reply.code == "key_revoked":
         raise AccessError(reply.message)
+    if isinstance(reply, wire.ErrorReply) and reply.code == "engine_dead":
+        raise EngineDeadError(reply.message)
     if isinstance(reply, wire.ErrorReply):
         raise RequestError(
             reply.message,

@@ -8,9 +8,7 @@ each, the verdict last. Exit code 0 if nothing speaks against a start, 1 otherwi
 """
 
 import dataclasses
-import errno
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from common.model_cache import is_hub_id
 from common.processes import Child, DeathPipe, raise_file_limit
 from common.recording import SUFFIX, check_new
 from common.run_dir import RunDir, base_dir
-from common.scratch import scratch_folder
+from common.scratch import scratch_folder, unwritable
 from launcher import serve
 from launcher.model_folders import check_model_folder, folder_at_hand
 from launcher.supervisor import engine_rooms
@@ -170,8 +168,6 @@ def _look_at_recording(found: Findings, config: EngineConfig) -> None:
     with found.refusals("recording"):
         for process in engine_rooms(config):
             check_new(folder / (process + SUFFIX))
-        nearest = next(path for path in (folder, *folder.parents) if path.exists())
-        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-            reason = os.strerror(errno.EACCES if nearest.is_dir() else errno.ENOTDIR)
+        if reason := unwritable(folder):
             raise ConfigError(f"--record: cannot write {folder}: {reason}")
         found.ok("recording", f"{folder} holds none yet and can be written")

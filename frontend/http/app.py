@@ -89,4 +89,7 @@ def _meant(path: str, root: str) -> str:
     if len(path) > _LONGEST_COMPARED:
         return ""
     near = [f"/v1{tail}"] if f"/v1{tail}" in _PATHS else difflib.get_close_matches(path, _PATHS, n=1, cutoff=0.8)
-    return f"; did you mean {root}{near[0]}?" if near else f"; {root}/docs describes what there is"
+    hint = f"; did you mean {root}{near[0]}?" if near else f"; {root}/docs describes what there is"
+    if root and path.startswith(f"{root}/"):
+        hint += f" (if that is what was asked for: a proxy has to take {root} off, as --root-path says)"
+    return hint

