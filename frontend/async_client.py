@@ -280,6 +280,7 @@ class AsyncClient:
         self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
         self._reader = ZmqReader(self._socket, self._on_message)
         self._monitor_reader = ZmqReader(self._monitor, self._on_connection)
+        self._is_lost = False
 
     def _disconnect(self) -> None:
         if self._give_up is not None:
@@ -295,9 +296,14 @@ class AsyncClient:
         """With a new socket: nothing that waits in the old one is for whoever comes."""
         if not self._closed:
             self._disconnect()
-            self._connection.is_up = False
-            self._watch()
-            self._connect()
+            try:
+                self._connect()
+            except zmq.ZMQError as error:
+                self._closed = True
+                self._state.end_all(self._connection.cannot_be_made(error))
+                self._settled.set()  # who waits is told
+            else:
+                self._watch()
 
     def _watch(self) -> None:
         """See to it that requests do not wait for ever for an engine that is lost."""
@@ -317,9 +323,12 @@ class AsyncClient:
             self._settle()
 
     def _on_connection(self, event: list[bytes]) -> None:
+        if self._is_lost:
+            return  # it may have connected again by itself; what would be sent there would be lost with it
         if self._connection.note(event):
             while self._reader.drain():  # the engine's last words came before the end
                 pass
+            self._is_lost = True
             self._state.lose(self._connection.lost())
             asyncio.get_running_loop().call_soon(self._reconnect)
         elif self._connection.is_up and self._state.engine is not None:  # again

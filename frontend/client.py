@@ -301,6 +301,17 @@ class Client:
         self._socket.close(linger=0)
         self._context.term()
 
+    def _reconnect(self) -> None:
+        """With a new socket: nothing that waits in the old one is for whoever comes."""
+        self._disconnect()
+        try:
+            self._connect()
+        except zmq.ZMQError as error:
+            self._closed = True
+            dead = self._connection.cannot_be_made(error)
+            self._state.end_all(dead)
+            raise dead from None
+
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
         with self._in_use:
@@ -324,8 +335,7 @@ class Client:
             if self._connection.note(self._monitor.recv_multipart()):
                 self._drain()  # the engine's last words came before the end
                 self._state.lose(self._connection.lost())
-                self._disconnect()  # a new socket: nothing that waits in this one is for whoever comes
-                self._connect()
+                self._reconnect()
                 self._give_up_at_s = time.monotonic() + self.timeout_s
             elif self._connection.is_up and self._state.engine is not None:  # again
                 self._socket.send(self._hello.message(HELLO_ID).to_wire(), zmq.NOBLOCK)

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypedDict, TypeVar
 from common import client_messages as wire
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
+from common.sockets import CLIENT_MESSAGE_LIMIT_BYTES
 
 BATCH_SAMPLES = 2048
 """Samples of one batch that are sent at a time: more than any engine runs at once, fewer than its queue holds."""
@@ -118,12 +119,17 @@ def encoded(message: wire.FromClient) -> bytes:
     """A message as bytes.
 
     Raises:
-        RequestError: it contains what msgpack cannot encode: a set, a lone surrogate, an integer beyond 64 bits.
+        RequestError: it contains what msgpack cannot encode: a set, a lone surrogate, an integer beyond 64 bits. Or it
+            is too large: the engine would end the connection, and with it whatever else runs on it.
     """
     try:
-        return message.to_wire()
+        data = message.to_wire()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"this request cannot be sent: {error}") from None
+    if len(data) > CLIENT_MESSAGE_LIMIT_BYTES:
+        text = f"this request has {len(data):,} bytes; wanted at most {CLIENT_MESSAGE_LIMIT_BYTES:,}"
+        raise RequestError(text, code="body_too_large", status=413)
+    return data
 
 
 # -- calls: one message, one reply -------------------------------------------------------------------------------------

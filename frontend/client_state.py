@@ -260,6 +260,10 @@ class Connection:
         """The error for requests that were live when the connection ended, and cannot be asked for again."""
         return EngineDeadError(f"the connection to the engine at {self._endpoint} is lost")
 
+    def cannot_be_made(self, error: Exception) -> EngineDeadError:
+        """The error for every request when a lost connection can have no successor; the client is closed then."""
+        return EngineDeadError(f"{self.lost()}, and no new socket can be made: {error}")
+
     def unreachable(self, timeout_s: float) -> EngineDeadError:
         """The error for a request that finds no connection."""
         return EngineDeadError(f"no engine can be reached at {self._endpoint} within {timeout_s:g} s")

@@ -413,8 +413,9 @@ def decode_attention(
 
     `plan` is `launch_plan` of the bucket; `partials` and `counters` are its workspace, shared by calls that follow one
     another on a stream. `decode_row_count`, an int32 device scalar [1], says how many leading rows are decode rows;
-    None: all. `pdl` launches while the previous kernel still runs and waits for it inside. Neither allocates nor
-    synchronises. Raises ValueError naming the argument, what was wanted and what came.
+    None: all. `pdl` launches while the previous kernel still runs and waits for it inside; what the Hopper kernel reads
+    before that, its module says. Neither allocates nor synchronises. Raises ValueError naming the argument, what was
+    wanted and what came.
     """
     shape = check_paged_inputs(
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales

@@ -6,9 +6,9 @@ while one is worked on. The products are transposed, so that the queries of a gr
 
     S [tile, 8] = K Q^T            O [head_dim, 8] = V^T P [tile, 8]
 
-As rows they would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's
-machine code for sm_90 over all warps of a program (the plain kernel's in brackets): about 690 with a bfloat16 cache
-(1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
+As rows they would be padded to sixteen. Instructions for 64 tokens of 128 dims, counted in Triton 3.6's machine code
+for sm_90 over all warps of a program, of both kernels as they were when this one was written (the plain kernel's in
+brackets): about 690 with a bfloat16 cache (1,690), 1,130 with int8 (2,340), 1,590 with fp8 (2,530).
 
 8-bit tiles are taken to registers as pairs (kernels/decode_tile.py has the conversions, and why pairs): values as even
 and odd dims, which are rows of two products; fp8 keys as even and odd dims, which two products add up; int8 keys go to
@@ -22,9 +22,8 @@ With PDL it starts while the kernel ahead, which stores the new tokens, still ru
 block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
 
 Measured on an H200, 16 query and 8 K/V heads of 128, by `python -m benchmarks.kernels.tune_attention --only decode`, in
-microseconds for bfloat16, int8, fp8 (the plain kernel's in brackets): 256 x 1024 254, 142, 145 (257, 223, 211); 32 x
-1024 37.8, 26.3, 25.2 (36.6, 32.4, 30.8); 64 x 256 21.0, 17.8, 16.9 (24.6, 25.5, 23.8). docs/log.md says where the rest
-goes.
+microseconds for bfloat16, int8, fp8: 256 x 1024 254, 142, 145; 32 x 1024 37.8, 26.3, 25.2; 64 x 256 21.0, 17.8, 16.9.
+docs/log.md has those of the plain kernel beside them, and says where the rest goes.
 """
 
 from __future__ import annotations

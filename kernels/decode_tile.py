@@ -15,7 +15,7 @@ For the latter queries and weights are multiplied by 2^100 beforehand and the su
 inside bfloat16's and float32's range. Elsewhere (other dtypes, the interpreter) pairs are taken apart with ordinary
 conversions.
 
-Called by kernels/decode_attention.py, kernels/decode_attention_hopper.py and kernels/fused_decode_attention.py.
+Called by the decode kernels: kernels/decode_attention.py, kernels/fused_decode_attention.py, and what these launch.
 """
 
 import torch

@@ -1,12 +1,15 @@
 """Launching kernels: on a GPU or in Triton's interpreter, and on Hopper before the previous kernel has ended.
 
 *Programmatic dependent launch* (PDL; Hopper and later) lets a kernel's programs start while the kernel before it still
-runs. Three rules make that safe, and every kernel here keeps them:
+runs. Four rules make that safe, and every kernel here keeps them:
 
-1. `let_next_start` comes first: it only permits the next kernel to be placed on the card.
-2. Before `wait_for_inputs` a program reads nothing but what no kernel ever writes: weights, norm weights, rope tables.
-3. All other reads, and every write, come after `wait_for_inputs`. It returns when the kernel before has completed, and
-   since that one waited too, everything before it has completed as well.
+1. `let_next_start` may come first: it only permits the next kernel to be placed on the card.
+2. All writes come after `wait_for_inputs`. It returns when the kernel before has completed, and since a program of that
+   one waited too, everything before it has completed as well.
+3. Before `wait_for_inputs` a program reads what no kernel ever writes: weights, norm weights, rope tables.
+4. It may also read what had been written before the step's embedding started: that alone waits first and only then lets
+   others start. These are the step's inputs, block tables, and the cached tokens of earlier steps, also where they came
+   by a copy or from the host: a block that a row writes to in a step is in no other row's table (`StepPlan`).
 
 On another card or in the interpreter, the same code is launched in order, without PDL. While it waits, a program can
 also bring into the level-2 cache what a later kernel will read first (`prefetch`): memory is then busy in the gaps

@@ -3,7 +3,7 @@
 The same arithmetic as kernels/qk_norm_rope_store.py, for one K/V head and the query heads of its group. The norm's
 gains, cosines and sines are loaded apart from the heads: a kernel can do it before it waits for the product.
 
-Called by kernels/fused_decode_attention.py and kernels/fused_decode_parts.py.
+Called by kernels/fused_decode_attention.py and kernels/fused_decode_parts.py; whoever launches them makes `NewTokens`.
 """
 
 from dataclasses import dataclass

@@ -80,10 +80,20 @@ class Grammar:
         Raises:
             GrammarError: the grammar does not allow the token, or has become too complex.
         """
+        self._take(token_id)
+        return not self._matcher.is_stopped() and self._look_ahead()
+
+    def lead_on(self, output: Sequence[int]) -> bool:
+        """Take an output that is there already; as `advance` for its last token, without the masks on the way, which
+        are most of the work."""
+        for token_id in output:
+            self._take(token_id)
+        return not output or (not self._matcher.is_stopped() and self._look_ahead())
+
+    def _take(self, token_id: int) -> None:
         self._count += 1
         if not self._matcher.consume_token(token_id):
             raise GrammarError(self._matcher.get_error() or f"token {token_id} does not follow the grammar")
-        return not self._matcher.is_stopped() and self._look_ahead()
 
     def _look_ahead(self) -> bool:
         """Set the mask; False if it is empty."""
@@ -147,9 +157,8 @@ class Grammars:
         grammar = Grammar(
             matcher, self._tokenizer.eos_tokens, message.end_token_ids, params.min_tokens, params.allowed_token_ids
         )
-        for token_id in output:
-            if not grammar.advance(token_id):
-                raise GrammarError("the output is complete already")
+        if not grammar.lead_on(output):
+            raise GrammarError("the output is complete already")
         return grammar
 
     def _try_compile(self, wanted: StructuredOutputs) -> "LLMatcher | GrammarError":

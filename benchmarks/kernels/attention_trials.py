@@ -27,6 +27,7 @@ from benchmarks.kernels import harness
 from benchmarks.kernels.attention_variants import LIBRARY, Options, Workload
 from benchmarks.kernels.bench_prefill_attention import is_specialised, torch_call
 from benchmarks.kernels.decode_chain import QWEN3_06B, SMOKE, DecodeChain, few_rows, takes_warps
+from benchmarks.kernels.decode_chain import is_specialised as is_decode_specialised
 from benchmarks.kernels.paged_inputs import (
     PagedInputs,
     cache_dtype_of,
@@ -197,10 +198,13 @@ class DecodeTrial(_PagedTrial):
     def call(self, options: Options, inputs: PagedInputs) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """As the engine launches it, the number of decode rows read from the device."""
         from kernels.decode_attention import decode_attention, launch_plan
+        from kernels.paged_kv import HeadShape
         from worker_proc.cuda.fused_forward import row_class
 
         sizes = (row_class(self.shape.batch), *self.heads, multiprocessor_count())
-        plan = plan_with(launch_plan, sizes, {"quantised": self.quantised}, options)
+        heads = HeadShape(*self.heads, self.workload.block_size)
+        usual = {"specialised": is_decode_specialised(heads, self.quantised), "quantised": self.quantised}
+        plan = plan_with(launch_plan, sizes, usual, options)
         output = torch.full_like(inputs.query, float("nan"))
         partials, counters = self.workspace(plan.workspace_floats, plan.counter_count)
         rows = torch.tensor([self.shape.batch], dtype=torch.int32, device=output.device)

@@ -95,7 +95,7 @@ def aspects(workload: Workload, *, hopper: bool) -> Aspects:
     if workload.operation == "decode":
         quantised = workload.cache != "auto"
         single_warps = {"kernel": _single_warps(quantised)} if hopper else {}
-        return single_warps | _decode_aspects(quantised)
+        return single_warps | _decode_aspects(quantised, hopper)
     if workload.operation == "few_rows":
         return {"kernel": [*_few_rows_choices(), *_few_rows_warps() * hopper]}
     return {"kernel": [*_hopper_choices(workload) * hopper, *_plain_choices(hopper)]}
@@ -110,11 +110,12 @@ def _tile(tokens: int, warps: int, registers: int | None, programs: int, stages:
 
 
 def _single_warps(quantised: bool) -> list[Options]:
-    """The Hopper decode kernel: tile, programs a multiprocessor and stages, which together fill its shared memory."""
-    sizes = [(32, 8, 3), (32, 6, 4), (64, 4, 3), (16, 12, 4)] if quantised else [(32, 4, 3), (32, 3, 4), (16, 6, 4)]
+    """The Hopper decode kernel: tile, programs a multiprocessor and stages, which together fill its shared memory. And
+    the plain kernel, by the plan that it has where there is no other."""
+    sizes = [(32, 8, 3), (32, 6, 4), (64, 4, 3)] if quantised else [(32, 3, 4), (16, 6, 4)]
     names = ("tile_tokens", "programs_per_multiprocessor", "num_stages")
     kernel = {"specialised": True}
-    return [kernel | dict(zip(names, size, strict=True)) for size in sizes]
+    return [*(kernel | dict(zip(names, size, strict=True)) for size in sizes), {"specialised": False}]
 
 
 def _few_rows_choices() -> list[Options]:
@@ -129,7 +130,8 @@ def _few_rows_warps() -> list[Options]:
     return [{"single_warps": True, "tile": tokens} for tokens in (32, 64, 16)]
 
 
-def _decode_aspects(quantised: bool) -> Aspects:
+def _decode_aspects(quantised: bool, hopper: bool) -> Aspects:
+    kernel = {"specialised": False} if hopper else {}
     plain = [
         _tile(64, 4, 168, 3), _tile(64, 4, 128, 4, 2), _tile(64, 8, 128, 2), _tile(64, 4, None, 1, 5),
         _tile(128, 8, None, 1), _tile(32, 4, None, 2, 5), _tile(32, 4, 168, 3, 4), _tile(32, 4, 128, 4),
@@ -140,10 +142,10 @@ def _decode_aspects(quantised: bool) -> Aspects:
         _tile(64, 4, None, 2), _tile(64, 4, 168, 3), _tile(64, 4, 128, 4), _tile(64, 8, 128, 2), _tile(32, 4, 128, 4),
     ]  # fmt: skip
     return {
-        "tile": pairs if quantised else plain,
+        "tile": [kernel | tile for tile in (pairs if quantised else plain)],
         "stages": [{"num_stages": count} for count in (2, 4)],
         "programs": [{"programs_per_multiprocessor": 1}],
-        "beginnings": [{"start_tiles": 2}],
+        "beginnings": [{"start_tiles": 1 if hopper else 2}],
     }
 
 

@@ -6,23 +6,34 @@ python -m benchmarks.kernels.bench_decode_attention --output benchmarks/results/
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.kernels import harness
+from benchmarks.kernels.decode_chain import is_specialised
 from benchmarks.kernels.paged_inputs import cache_dtype_of, device_and_dtype, make_inputs, multiprocessor_count
 from benchmarks.kernels.shapes import DECODE_SHAPES, SMOKE_DECODE_SHAPES, AttentionShape
 from kernels import interpreter
 
+if TYPE_CHECKING:
+    from kernels.decode_attention import DecodePlan
 
-def kernel_calls(shape: AttentionShape) -> list[Callable[[], None]]:
+
+def plan_of(shape: AttentionShape) -> DecodePlan:
+    """The plan that the worker would make for the shape as a bucket."""
+    from kernels.decode_attention import launch_plan
+    from kernels.paged_kv import HeadShape
+
+    quantised, sizes = shape.cache != "auto", (shape.query_heads, shape.kv_heads, shape.head_dim)
+    specialised = is_specialised(HeadShape(*sizes, shape.block_size), quantised)
+    return launch_plan(shape.batch, *sizes, multiprocessor_count(), quantised=quantised, specialised=specialised)
+
+
+def kernel_calls(shape: AttentionShape, plan: DecodePlan) -> list[Callable[[], None]]:
     """Calls of the kernel on as many input sets as it takes to leave the L2 cache."""
-    from kernels.decode_attention import decode_attention, launch_plan
+    from kernels.decode_attention import decode_attention
 
-    plan = launch_plan(
-        shape.batch, shape.query_heads, shape.kv_heads, shape.head_dim, multiprocessor_count(),
-        quantised=shape.cache != "auto",
-    )  # fmt: skip
     device, _ = device_and_dtype()
     partials = torch.empty(plan.workspace_floats, device=device)
     counters = torch.zeros(plan.counter_count, dtype=torch.int32, device=device)
@@ -49,8 +60,10 @@ def main() -> None:
     report = harness.Report("decode")
     for shape in SMOKE_DECODE_SHAPES if arguments.smoke else DECODE_SHAPES:
         if arguments.only in shape.name:
-            runs_us = harness.time_runs_us(kernel_calls(shape))
-            report.add(shape.name, runs_us, bytes_moved=bytes_of(shape), options={"block_size": shape.block_size})
+            plan = plan_of(shape)
+            options = {"block_size": shape.block_size, "kernel": "hopper" if plan.specialised else "plain"}
+            runs_us = harness.time_runs_us(kernel_calls(shape, plan))
+            report.add(shape.name, runs_us, bytes_moved=bytes_of(shape), options=options)
     report.write(arguments.output)
 
 

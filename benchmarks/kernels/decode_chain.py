@@ -155,7 +155,7 @@ class DecodeChain:
 
 
 def two_launches(chain: DecodeChain, index: int) -> None:
-    """Norm, rotation and store; then attention."""
+    """Norm, rotation and store; then attention, launched early where the engine does that."""
     from kernels.decode_attention import decode_attention
     from kernels.qk_norm_rope_store import qk_norm_rope_store
 
@@ -165,10 +165,11 @@ def two_launches(chain: DecodeChain, index: int) -> None:
         chain.qkv, chain.query, keys, values, chain.slot_mapping, chain.positions, new.rope_table, new.q_weight,
         new.k_weight, new.eps, key_scales, value_scales,
     )  # fmt: skip
+    plan = _line_plan(chain)
     decode_attention(
         chain.attended, chain.query, keys, values, chain.tables, chain.slots, chain.context_lengths, chain.partials,
-        chain.counters, _line_plan(chain), scale=chain.scale, decode_row_count=chain.row_count,
-        key_scales=key_scales, value_scales=value_scales,
+        chain.counters, plan, scale=chain.scale, decode_row_count=chain.row_count,
+        key_scales=key_scales, value_scales=value_scales, pdl=plan.specialised,
     )  # fmt: skip
 
 
@@ -176,9 +177,20 @@ def takes_warps(rows: int, heads: HeadShape, quantised: bool) -> bool:
     """Whether the engine computes so few rows by single warps here."""
     from kernels import fused_decode_attention
 
-    device, dtype = device_and_dtype()
-    major = torch.cuda.get_device_capability()[0] if device == "cuda" else 0
+    dtype, major = device_and_dtype()[1], _capability_major()
     return fused_decode_attention.takes_warps(rows, heads, dtype, quantised=quantised, capability_major=major)
+
+
+def is_specialised(heads: HeadShape, quantised: bool) -> bool:
+    """Whether the engine takes the Hopper kernel of decode attention here."""
+    from kernels import decode_attention
+
+    dtype, major = device_and_dtype()[1], _capability_major()
+    return decode_attention.can_specialise(heads, dtype, quantised=quantised, capability_major=major)
+
+
+def _capability_major() -> int:
+    return torch.cuda.get_device_capability()[0] if device_and_dtype()[0] == "cuda" else 0
 
 
 def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None) -> None:
@@ -202,7 +214,9 @@ def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None
 
 def _line_plan(chain: DecodeChain):
     from kernels.decode_attention import launch_plan
+    from kernels.paged_kv import HeadShape
 
     rows = next(size for size in (64, 256, 1024) if size >= chain.rows)
-    heads = (chain.shape.query_heads, chain.shape.kv_heads, chain.shape.head_dim)
-    return launch_plan(rows, *heads, chain.multiprocessors, quantised=chain.cache != "auto")
+    heads, quantised = (chain.shape.query_heads, chain.shape.kv_heads, chain.shape.head_dim), chain.cache != "auto"
+    specialised = is_specialised(HeadShape(*heads, BLOCK_SIZE), quantised)
+    return launch_plan(rows, *heads, chain.multiprocessors, quantised=quantised, specialised=specialised)

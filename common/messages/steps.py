@@ -171,8 +171,9 @@ class StepPlan:
     blocks, then the forward pass over the rows, decode rows first. A slot stands in at most one row. A decode row
     computes the one token at the end of what the slot knows, and samples. A chunk row computes the next
     `chunk_token_counts[i]` known tokens and samples only if `chunk_samples[i]` is 1, that is, if they are the last
-    known ones. A plan without rows only swaps blocks out, when nobody can run before that; it has a result like any
-    other.
+    known ones. A block that a row writes to is in no other slot's table: what a row reads besides its own new tokens
+    was complete before the forward pass. A plan without rows only swaps blocks out, when nobody can run before that; it
+    has a result like any other.
 
     Attributes:
         step_id: counts up from 1; results come back in the same order.

@@ -6,7 +6,13 @@ import sys
 import pytest
 import torch
 
-from benchmarks.kernels import attention_trials, attention_worker, tune_attention
+from benchmarks.kernels import (
+    attention_trials,
+    attention_worker,
+    bench_decode_attention,
+    decode_chain,
+    tune_attention,
+)
 from benchmarks.kernels.attention_variants import (
     Workload,
     aspects,
@@ -17,8 +23,10 @@ from benchmarks.kernels.attention_variants import (
     workloads,
 )
 from benchmarks.kernels.pretended_gpu import Card
+from benchmarks.kernels.shapes import AttentionShape
 from benchmarks.kernels.tune_attention import Sweep, report, why_not
 from benchmarks.kernels.worker_processes import WorkerProcess, ask_all
+from kernels.paged_kv import HeadShape
 
 HEADS = {"query_heads": 2, "kv_heads": 1, "head_dim": 64}
 DECODE, FEW_ROWS, PREFILL = smoke_workloads()
@@ -129,13 +137,37 @@ def test_every_choice_is_of_the_plan_and_differs_from_it():
     for workload in workloads():
         launch_plan, sizes = makers[workload.operation]
         usual = {} if workload.operation == "few_rows" else {"quantised": workload.cache != "auto"}
-        if workload.operation == "prefill":
+        if workload.operation != "few_rows":
             usual["specialised"] = True
         plans = [attention_trials.plan_with(launch_plan, sizes, usual, {})]
         for options in singles(aspects(workload, hopper=True)):
             plans.append(attention_trials.plan_with(launch_plan, sizes, usual, options))
         different = len(set(plans))
         assert different >= len(plans) - (workload.operation == "few_rows"), f"{workload.name} tries a plan twice"
+
+
+def test_decoding_is_timed_by_the_kernel_that_the_engine_takes(monkeypatch):
+    """In every benchmark that launches it, for any type of cache."""
+    from kernels import decode_attention, qk_norm_rope_store
+
+    asked, plans = [], []
+
+    def take(*arguments, pdl=False, **_):
+        plans.extend((each, pdl) for each in arguments if isinstance(each, decode_attention.DecodePlan))
+
+    monkeypatch.setattr(decode_attention, "can_specialise", lambda *a, **o: asked.append((*a, o["quantised"])) or True)
+    monkeypatch.setattr(decode_attention, "decode_attention", take)
+    monkeypatch.setattr(qk_norm_rope_store, "qk_norm_rope_store", lambda *_: None)
+    for cache in ("auto", "int8"):
+        workload = Workload("decode", (20, 5), cache, **HEADS)
+        attention_trials.make_trial(workload).rehearse({})
+        shape = AttentionShape(2, 1, 20, cache=cache, **HEADS)
+        bench_decode_attention.kernel_calls(shape, bench_decode_attention.plan_of(shape))[0]()
+        decode_chain.two_launches(decode_chain.DecodeChain([20, 5], cache, decode_chain.SMOKE), 0)
+    assert [plan.specialised for plan, _ in plans] == [True] * 6
+    assert [pdl for _, pdl in plans] == [False, False, True] * 2, "early behind the kernel that stores, as in a step"
+    dtype = attention_trials.device_and_dtype()[1]
+    assert asked == [(HeadShape(2, 1, 64, 16), dtype, quantised) for quantised in (False, True) for _ in range(3)]
 
 
 def test_a_kernel_that_has_no_room_is_not_timed():

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import struct
 import time
 from array import array
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import zmq
 
 from benchmarks.fake_scheduler import EMBEDDING
 from common import client_messages as wire
@@ -198,6 +201,37 @@ def test_an_engine_that_does_not_come_back(run_frontend, restart):
     asyncio.run(main())
 
 
+def test_a_client_that_can_have_no_new_socket_is_closed(start, monkeypatch):
+    """No file descriptors are left. Its requests end, and closing it is no error."""
+    frontend = start()
+    frontend.scheduler.gate.clear()
+
+    def no_socket(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async def main() -> None:
+        async with AsyncClient(frontend.endpoint) as client:
+            with Client(frontend.endpoint) as blocking:
+                lost = [await client.submit("a", LONG), await client.submit("b", LONG)]
+                mine = [blocking.submit("a", LONG), blocking.submit("b", LONG)]
+                for module in ("client", "async_client"):
+                    monkeypatch.setattr(f"frontend.{module}.connect_client", no_socket)
+                await asyncio.get_running_loop().run_in_executor(None, frontend.lose)
+                for _ in range(2):
+                    with pytest.raises(EngineDeadError, match="is lost, and no new socket can be made: Too many open"):
+                        await lost.pop().result()
+                with pytest.raises(EngineDeadError, match="no new socket can be made"):
+                    mine.pop().result()
+                with pytest.raises(EngineDeadError):
+                    mine.pop().result()
+                with pytest.raises(EngineDeadError, match="this client is closed"):
+                    await client.ping()
+                with pytest.raises(EngineDeadError, match="this client is closed"):
+                    blocking.ping()
+
+    asyncio.run(main())
+
+
 def test_nothing_goes_on_in_an_engine_that_starts_nothing_again(run_frontend):
     with contextlib.closing(Raw(run_frontend().endpoint)) as raw:
         raw.send(wire.Hello(2, "new"), wire.Resume(wire.Generate(request_id="g", prompt="x")))
@@ -231,6 +265,31 @@ def test_what_waits_in_the_socket_of_a_lost_connection_runs_for_nobody(start, ag
                 second = starting(step_interval_s=0.02)
                 assert (await client.generate("a", SHORT)).samples == blocking.generate("a", SHORT).samples
                 second.scheduler.wait_until(lambda: second.scheduler.live_count == 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_nothing_is_sent_through_a_socket_that_was_lost(start, again, is_idle):
+    """While the client's loop is busy, it may connect to the next frontend by itself. It is closed all the same."""
+    first, connected = start(step_interval_s=0.05), [struct.pack("=Hi", zmq.EVENT_HANDSHAKE_SUCCEEDED, 0), b""]
+
+    async def main() -> None:
+        async with AsyncClient(first.endpoint) as client:
+            stream = None if is_idle else await client.submit("the sea", SHORT)
+            deltas = [] if stream is None else [await anext(stream)]
+            again(first)(step_interval_s=0.001)  # in this loop's thread
+            old = client._socket
+            while client._connection.is_up:
+                assert client._monitor.poll(20_000)
+                client._monitor_reader.drain()
+            client._on_connection(connected)
+            assert not client._settled.is_set() and not client._connection.is_up
+            expected = of_final(await client.generate("the sea", SHORT))
+            assert client._socket is not old
+            if stream is not None:
+                deltas += [delta async for delta in stream]
+                assert joined(deltas) == of_final(stream.final) == expected
 
     asyncio.run(main())
 

@@ -268,3 +268,17 @@ def test_a_second_thread_is_refused_while_the_first_one_waits(frontend, monkeypa
         go_on.set()
         thread.join()
         assert len(pings) == 1 and client.status().state == "serving", "one thread after the other may use it"
+
+
+def test_a_request_that_no_message_may_hold_costs_itself_alone(frontend):
+    """The engine would have ended the connection, and all requests of the client with it."""
+    large = [{"role": "user", "content": "x" * (1 << 20)}] * 65
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        running = client.submit("a", SamplingParams(max_tokens=3))
+        for submit in (client.submit, client.submit_embedding):
+            with pytest.raises(RequestError, match=r"has 68,[0-9,]+ bytes; wanted at most 67,108,864") as caught:
+                submit(large)
+            assert (caught.value.code, caught.value.status) == ("body_too_large", 413)
+        frontend.scheduler.gate.set()
+        assert running.result().completion_tokens == 3

@@ -8,7 +8,9 @@ let pass by luck is an error here:
 - a wait for a copy that nobody asked for, or with the wrong phase, is named instead of hanging;
 - a barrier that is told another number of bytes than are copied is named;
 - an asynchronous product reads shared memory when its wait comes, not before, and cannot be used until then;
-- loads and stores outside their tensor are errors.
+- loads and stores outside their tensor are errors;
+- with a `KernelAhead`, what that writes is not there before a program has waited for it, nor may the program write;
+  and some program has to wait.
 
 The warps of `warp_specialize` are threads of which one runs at a time, until it waits. Inline assembly is executed,
 instruction by instruction, for the instructions listed in tests/kernels/gluon_assembly.py.
@@ -157,21 +159,76 @@ def _range(*limits: torch.Tensor | int) -> list[torch.Tensor]:
     return [torch.tensor(index) for index in range(*map(int, limits))]
 
 
-class EmulatedKernel:
-    """A Gluon kernel that runs on the CPU when it is launched."""
+class KernelAhead:
+    """The kernel ahead of an early launch: what it writes is undone before each program, and done when that waits.
 
-    def __init__(self, kernel: JITFunction) -> None:
-        self.kernel = kernel
+    Args:
+        written: the tensors, or views of them, that it writes; they hold what they hold afterwards.
+    """
+
+    def __init__(self, *written: torch.Tensor) -> None:
+        parts = [part.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[part.itemsize]) for part in written]
+        self._parts = [(part, part.clone()) for part in parts]
+        self.is_done = True
+
+    def undo(self) -> None:
+        """Other numbers in place of what it writes: NaN, but in int8."""
+        self.is_done = False
+        for part, after in self._parts:
+            part.copy_(torch.where(after == -1, 63, -1))
+
+    def do(self) -> None:
+        """It has ended."""
+        self.is_done = True
+        for part, after in self._parts:
+            part.copy_(after)
+
+    def inline_asm(self, text: str, *arguments, **options):
+        """As the assembly's, with the wait."""
+        if "griddepcontrol.wait" in text:
+            self.do()
+        return inline_asm(text, *arguments, **options)
+
+    def late(self, write: Callable) -> Callable:
+        """The same, refused before the wait."""
+
+        def checked(*arguments, **options):
+            assert self.is_done, "a program writes before it has waited for the kernel ahead"
+            return write(*arguments, **options)
+
+        return checked
+
+
+class EmulatedKernel:
+    """A Gluon kernel that runs on the CPU when it is launched; `ahead`: early, behind another kernel."""
+
+    def __init__(self, kernel: JITFunction, ahead: KernelAhead | None = None) -> None:
+        self.kernel, self.ahead = kernel, ahead
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments, num_warps, maxnreg=None, launch_pdl=None, **constants):
             flat = [_argument(value) for value in arguments]
             constants = {name: _plain(value) for name, value in constants.items()}
             with patch.object(torch.Tensor, "to", _to):
-                for program in itertools.product(*map(range, grid)):
-                    _Program(program, grid, num_warps).emulated(self.kernel)(*flat, **constants)
+                waited = [
+                    self._run(_Program(program, grid, num_warps), flat, constants)
+                    for program in itertools.product(*map(range, grid))
+                ]
+            assert any(waited), "who waits for this kernel does not wait for the one ahead of it"
+            if self.ahead is not None:
+                self.ahead.do()
 
         return launch
+
+    def _run(self, program: _Program, arguments: list, constants: dict) -> bool:
+        """Run a program; whether it has waited for the kernel ahead, if there is one."""
+        if self.ahead is not None:
+            self.ahead.undo()
+            language = program.language
+            language.inline_asm_elementwise = self.ahead.inline_asm
+            language.store, language.atomic_add = self.ahead.late(_store), self.ahead.late(_atomic_add)
+        program.emulated(self.kernel)(*arguments, **constants)
+        return self.ahead is None or self.ahead.is_done
 
 
 def _argument(value: object) -> object:

@@ -7,7 +7,7 @@ from kernels import decode_attention, decode_attention_hopper
 from kernels.decode_attention import can_specialise, launch_plan
 from kernels.paged_kv import HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
-from tests.kernels.gluon_emulator import EmulatedKernel
+from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
 from tests.kernels.paged_batches import make_batch, quantise_caches, skip_unless_here
 from tests.kernels.test_decode_attention import check, ones, run
 
@@ -108,6 +108,23 @@ def test_tiles_asked_for_early_or_late(device, cache, monkeypatch):
     batch = batch_of(EDGES, device, cache)
     options = plan(programs_per_multiprocessor=2)
     assert torch.equal(run(batch, pdl=True, **options), run(batch, **options))
+
+
+def test_what_is_asked_for_early_is_there_already(cache, monkeypatch):
+    """The queries are not, nor the new tokens, in whatever tile they are."""
+    batch = batch_of(EDGES, "cpu", cache)
+    kernel = decode_attention_hopper._hopper_decode_kernel
+    monkeypatch.setattr(decode_attention_hopper, "_hopper_decode_kernel", EmulatedKernel(kernel))
+    expected = run(batch, **plan(programs_per_multiprocessor=2))
+    stored = (batch.key_cache, batch.value_cache, batch.key_scales, batch.value_scales)
+    new, size = [], batch.key_cache.shape[2]
+    for slot, last in zip(batch.row_slots.tolist(), (batch.context_lengths - 1).tolist(), strict=True):
+        block, place = int(batch.block_tables[slot, last // size]), last % size
+        new += [part[block, :, place] for part in stored if part is not None]
+    ahead = KernelAhead(batch.query, *new)
+    monkeypatch.setattr(decode_attention_hopper, "_hopper_decode_kernel", EmulatedKernel(kernel, ahead))
+    monkeypatch.setattr(decode_attention, "launch_options", lambda output: {"PDL": True, "launch_pdl": True})
+    assert torch.equal(run(batch, pdl=True, **plan(programs_per_multiprocessor=2)), expected)
 
 
 @pytest.mark.gpu

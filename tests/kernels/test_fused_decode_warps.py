@@ -10,7 +10,7 @@ from kernels import fused_decode_attention, fused_decode_warps
 from kernels.fused_decode_attention import FusedDecodePlan, can_take_warps, launch_plan, takes_warps
 from kernels.paged_kv import HeadShape
 from tests.kernels import test_fused_decode_attention as fused
-from tests.kernels.gluon_emulator import EmulatedKernel
+from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
 from tests.kernels.paged_batches import skip_unless_here
 
 
@@ -73,6 +73,17 @@ def test_long_rows_give_a_part_several_tiles(cache_dtype, monkeypatch):
 
 def test_many_parts_are_merged_in_several_rounds(cache_dtype):
     check([1000], head_dim=128, max_blocks=64, cache_dtype=cache_dtype)
+
+
+def test_what_is_read_early_is_there_already(cache_dtype, monkeypatch):
+    """The product ahead is not, whose rows are the new tokens; nothing is written before it is."""
+    kernel = fused_decode_warps.fused_decode_warps_kernel
+    if not isinstance(kernel, EmulatedKernel):
+        pytest.skip("in the emulator")
+    case = fused.Case([2, 17, 33, 66, 129, 0, 1], torch.bfloat16, cache_dtype=cache_dtype)
+    monkeypatch.setattr(kernel, "ahead", KernelAhead(case.qkv))
+    monkeypatch.setattr(fused_decode_attention, "launch_options", lambda tensor: {"PDL": True, "launch_pdl": True})
+    fused.check(case, fused.KERNELS[1])
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The emulator's own checks: what a card would let pass by luck, or hang at, is an error with a name."""
 
+import math
+
 import pytest
 import torch
 from triton.experimental import gluon
@@ -7,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.kernels.gluon_emulator import EmulatedKernel
+from kernels.decode_warp import wait_for_kernel_ahead
+from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
@@ -66,6 +69,41 @@ def test_a_copy_from_outside_the_tensor_is_an_error():
         copied(row_count=12)
     with pytest.raises(AssertionError, match=r"a box of \[8, 64\] at \[-8, 0\] of \[16, 64\]"):
         copied(first_row=-8)
+
+
+@gluon.jit
+def _added(x_ptr, output_ptr, READS_EARLY: gl.constexpr, WAITS: gl.constexpr, WRITES: gl.constexpr):
+    """One to x, behind a kernel that makes x; the first program does nothing."""
+    place = gl.program_id(0)
+    if place > 0:
+        if READS_EARLY:
+            x = gl.load(x_ptr + place)
+        if WAITS:
+            wait_for_kernel_ahead()
+        if not READS_EARLY:
+            x = gl.load(x_ptr + place)
+        if WRITES:
+            gl.store(output_ptr + place, x + 1.0)
+
+
+def added(reads_early: bool = False, waits: bool = True, writes: bool = True) -> list[float]:
+    x, output = torch.arange(3.0), torch.zeros(3)
+    constants = {"READS_EARLY": reads_early, "WAITS": waits, "WRITES": writes}
+    EmulatedKernel(_added, KernelAhead(x))[(3,)](x, output, **constants, num_warps=1)
+    assert torch.equal(x, torch.arange(3.0)), "the kernel ahead has ended by then"
+    return output.tolist()
+
+
+def test_what_the_kernel_ahead_writes_is_there_with_the_wait():
+    assert added() == [0.0, 2.0, 3.0]
+    assert all(map(math.isnan, added(reads_early=True)[1:]))
+
+
+def test_launches_that_do_not_wait_are_named():
+    with pytest.raises(AssertionError, match="a program writes before it has waited for the kernel ahead"):
+        added(waits=False)
+    with pytest.raises(AssertionError, match="who waits for this kernel does not wait for the one ahead of it"):
+        added(waits=False, writes=False)
 
 
 @gluon.jit

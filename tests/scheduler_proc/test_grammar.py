@@ -10,7 +10,7 @@ import pytest
 from common.child import READING_VOCABULARY
 from common.messages import AbortRequests, AddRequest
 from common.sampling_params import SamplingParams
-from scheduler_proc.grammar import COMPILED_LIMIT, Compilation, GrammarError, Grammars
+from scheduler_proc.grammar import COMPILED_LIMIT, Compilation, Grammar, GrammarError, Grammars
 from tests.support import tiny
 
 END_ID = 1
@@ -53,6 +53,28 @@ def test_a_token_that_the_grammar_forbids_is_an_error(grammars):
     grammar = grammars.start(request(regex="ab*"))
     with pytest.raises(GrammarError):
         grammar.advance(END_ID)
+
+
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_a_grammar_is_led_on_to_where_an_output_stands(count, grammars, monkeypatch):
+    """As token by token, but with one mask at the end: a scheduler may have to do it for hundreds of long outputs."""
+    wanted = request(regex="(ab)*")
+    stepped, output = grammars.start(wanted), []
+    for _ in range(count):
+        output.append(next(token_id for token_id in ids_of(stepped.mask) if token_id != END_ID))
+        assert stepped.advance(output[-1])
+    masks, look_ahead = [], Grammar._look_ahead
+    monkeypatch.setattr(Grammar, "_look_ahead", lambda grammar: masks.append(1) or look_ahead(grammar))
+    led = grammars.start(wanted, array("i", output))
+    assert led.mask == stepped.mask and len(masks) == 1 + bool(count)
+    monkeypatch.undo()
+    a, b = (next(id_ for id_ in ids_of(grammar.mask) if id_ != END_ID)
+            for grammar in (grammars.start(request(regex=text)) for text in ("a", "b")))  # fmt: skip
+    for impossible in ([b], [a, a], [*output, [b, a][count % 2]]):
+        with pytest.raises(GrammarError):
+            grammars.start(wanted, impossible)
+    with pytest.raises(GrammarError, match="complete already"):
+        grammars.start(request(regex="ab"), [a, b])
 
 
 def test_samples_do_not_share_their_place(grammars):

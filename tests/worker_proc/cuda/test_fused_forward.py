@@ -5,16 +5,20 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from kernels import fused_decode_attention as fused
 from kernels import prefill_plans, skinny_linear, tuning
+from kernels.decode_attention import DecodePlan
+from kernels.prefill_plans import PrefillPlan
 from kernels.step_layout import StepInputs
 from kernels.tuning import LIBRARY, LinearPlan
 from tests.support.poison import poison
-from worker_proc.cuda.buckets import CHUNK, DECODE, Bucket, bucket_of, compiled_buckets
+from worker_proc.cuda import fused_forward
+from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket, bucket_of, compiled_buckets
 from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward
 from worker_proc.kv_cache import KVCache, cache_specs
 from worker_proc.loader import load_model
@@ -49,20 +53,47 @@ def test_few_rows_are_left_to_single_warps_where_these_are_faster(rows, block_si
 
 
 def attention_variants(bucket: Bucket, max_rows: int, is_hopper: bool) -> set:
-    """What the attention of a bucket's step is compiled for, early launch included."""
+    """What the attention of a bucket's step is compiled for: plans, and whether each is launched early."""
+    layer = SimpleNamespace(self_attn=SimpleNamespace(scale=0.1, sliding_window=None))
     pass_ = SimpleNamespace(
         config=SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128), _multiprocessors=132,
+        model=SimpleNamespace(model=SimpleNamespace(layers=[layer])), _has_hopper_kernel=lambda *_: is_hopper,
         logits=torch.empty(max_rows, 0), hidden=torch.empty(0, dtype=torch.bfloat16),
-        _has_hopper_kernel=lambda *_: is_hopper,
+        _partials=None, _decode_counters=None, _prefill_counters=None,
     )  # fmt: skip
-    found = set()
-    if bucket.kind != CHUNK:
-        plan = FusedForward._decode_plan(pass_, bucket.rows, specialised=is_hopper)
-        found.add((plan, is_hopper and bucket.kind == DECODE))
+    pass_._decode_plan = partial(FusedForward._decode_plan, pass_)
+    plan = None
     if bucket.kind != DECODE:
         plan = FusedForward._prefill_plan(pass_, bucket, block_size=16, sliding_window=0, quantised=False)
-        found.add((replace(plan, program_count=0), bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS))
+    nothing = SimpleNamespace(row_slots=None, context_lengths=None, query_starts=None, block_tables=None)
+    cache = SimpleNamespace(
+        key_caches=[None], value_caches=[None], key_scales=[None], value_scales=[None], block_size=16
+    )
+    found = set()
+
+    def launch(*arguments, pdl: bool, **_: object) -> None:
+        [used] = [each for each in arguments if isinstance(each, DecodePlan | PrefillPlan)]
+        found.add((replace(used, program_count=0) if isinstance(used, PrefillPlan) else used, pdl))
+
+    modules = fused_forward.decode, fused_forward.prefill
+    with patch.object(modules[0], "decode_attention", launch), patch.object(modules[1], "prefill_attention", launch):
+        FusedForward._attend(pass_, 0, None, None, bucket, nothing, cache, nothing, torch.zeros(2), plan, None)
     return found
+
+
+@pytest.mark.parametrize(
+    ("bucket", "is_hopper", "early"),
+    [
+        (Bucket(DECODE, 64, 64), True, [True]),
+        (Bucket(DECODE, 64, 64), False, [False]),
+        (Bucket(MIXED, 16, 64), True, [False, False]),
+        (Bucket(CHUNK, 1, EARLY_TOKENS), True, [True]),
+        (Bucket(CHUNK, 1, EARLY_TOKENS + 256), False, [False]),
+    ],
+    ids=str,
+)
+def test_attention_is_launched_early_where_it_has_something_to_do(bucket, is_hopper, early):
+    assert [pdl for _, pdl in attention_variants(bucket, 256, is_hopper)] == early
 
 
 @pytest.mark.parametrize("is_hopper", [True, False])
