@@ -71,35 +71,27 @@ class Grammar:
         if not self._look_ahead():
             raise GrammarError("it allows no token at the start of the output")
 
-    def advance(self, token_id: int) -> bool:
-        """Take the token that was sampled and set the mask for the next one.
+    def advance(self, *token_ids: int) -> bool:
+        """Take the token that was sampled, or an output that is there already, and set the mask for the next one.
+
+        Masks are most of the work, so an output is taken at once.
 
         Returns:
             False if the output is complete: nothing, or nothing but its end, can follow.
 
         Raises:
-            GrammarError: the grammar does not allow the token, or has become too complex.
+            GrammarError: the grammar does not allow the tokens, or has become too complex.
         """
-        self._take(token_id)
+        self._count += len(token_ids)
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise GrammarError(_reason(self._matcher))
         return not self._matcher.is_stopped() and self._look_ahead()
-
-    def lead_on(self, output: Sequence[int]) -> bool:
-        """Take an output that is there already; as `advance` for its last token, without the masks on the way, which
-        are most of the work."""
-        for token_id in output:
-            self._take(token_id)
-        return not output or (not self._matcher.is_stopped() and self._look_ahead())
-
-    def _take(self, token_id: int) -> None:
-        self._count += 1
-        if not self._matcher.consume_token(token_id):
-            raise GrammarError(self._matcher.get_error() or f"token {token_id} does not follow the grammar")
 
     def _look_ahead(self) -> bool:
         """Set the mask; False if it is empty."""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GrammarError(self._matcher.get_error())
+            raise GrammarError(_reason(self._matcher))
         accepting = self._matcher.is_accepting()
         if not accepting and self._allowed is None:
             self.mask = mask  # the usual case: an open grammar allows no end token, and never nothing
@@ -157,7 +149,7 @@ class Grammars:
         grammar = Grammar(
             matcher, self._tokenizer.eos_tokens, message.end_token_ids, params.min_tokens, params.allowed_token_ids
         )
-        if not grammar.lead_on(output):
+        if output and not grammar.advance(*output):
             raise GrammarError("the output is complete already")
         return grammar
 
@@ -173,7 +165,12 @@ class Grammars:
             raise GrammarError("there is no memory for it") from None
         except BaseException as error:  # the library raises whatever it likes, and panics
             return GrammarError(str(error)[:2000])
-        return GrammarError(matcher.get_error()[:2000]) if matcher.is_error() else matcher
+        return GrammarError(_reason(matcher)) if matcher.is_error() else matcher
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """What is wrong, without the state of llguidance's parser: that is long, and has times in it."""
+    return matcher.get_error().partition("\n<state>")[0][:2000] or "the tokens do not follow it"
 
 
 def load_tokenizer(file: Path, vocab_size: int) -> "LLTokenizer":
