@@ -20,9 +20,6 @@ SPECIALISED_TOKENS = 1024
 SPECIALISED_ROW_TOKENS = 64
 LARGE_TOKENS = 4096
 
-READS_FRESH = True
-"""Whether the Hopper kernel over an 8-bit cache is given the step's own keys and values, which it need not convert."""
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -120,7 +117,8 @@ def launch_plan(
     few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether the Hopper
     kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit caches, which
     take 8 to 18 % longer without; over a plain one it makes less than 2 % either way (attention_plans.jsonl, commit
-    a82871e). `fresh`: see `READS_FRESH`.
+    a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values, which it need not convert;
+    over 8-bit caches it is.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -149,7 +147,7 @@ def launch_plan(
         max_registers=chosen.max_registers,
         one_loop=chosen.one_loop if one_loop is None else one_loop,
         overlap=quantised if overlap is None else overlap,
-        fresh=READS_FRESH and specialised and quantised if fresh is None else fresh,
+        fresh=specialised and quantised if fresh is None else fresh,
     )
 
 

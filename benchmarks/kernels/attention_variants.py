@@ -150,11 +150,9 @@ def _decode_aspects(quantised: bool, hopper: bool) -> Aspects:
 
 
 def _hopper_choices(workload: Workload) -> list[Options]:
-    from kernels.prefill_plans import READS_FRESH
-
     choices: list[Options] = [{"specialised": True, "overlap": workload.cache == "auto"}]
     if workload.cache != "auto":
-        choices.append({"specialised": True, "fresh": not READS_FRESH})
+        choices.append({"specialised": True, "fresh": False})
     return choices
 
 

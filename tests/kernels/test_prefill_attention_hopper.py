@@ -7,7 +7,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 import kernels.prefill_attention
-from kernels import prefill_attention_hopper, prefill_plans
+from kernels import prefill_attention_hopper
 from kernels.kv_format import dequantise, read_back
 from kernels.paged_kv import HeadShape
 from kernels.prefill_attention_hopper_convert import FP8_TO_BF16, INT8_TO_BF16
@@ -249,8 +249,7 @@ def test_wrong_fresh_tensors_are_named(values, message):
         run(batch, plan_options=SMALL_TILES, fresh=batch.fresh())
 
 
-def test_fresh_plans_are_of_the_hopper_kernel_over_8_bits(monkeypatch):
-    monkeypatch.setattr(prefill_plans, "READS_FRESH", True)
+def test_fresh_plans_are_of_the_hopper_kernel_over_8_bits():
     sizes = (4096, 1, 16, 8, 128, 132)
     assert launch_plan(*sizes, specialised=True, quantised=True).fresh
     assert not launch_plan(*sizes, quantised=True).fresh and not launch_plan(*sizes, specialised=True).fresh

@@ -73,7 +73,6 @@ def fresh_plans(monkeypatch, device):
     Without a GPU it runs in the emulator, and the store is its reference: the interpreter takes seconds for it.
     """
     calls, attend = [], prefill_attention.prefill_attention
-    monkeypatch.setattr(prefill_plans, "READS_FRESH", True)
     monkeypatch.setattr(prefill_plans, "is_specialised_size", lambda *_: True)
     monkeypatch.setattr(
         prefill_attention, "prefill_attention", lambda *a, **o: calls.append(o["fresh"] is not None) or attend(*a, **o)
