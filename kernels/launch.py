@@ -32,11 +32,16 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def capability_major(device: torch.device) -> int:
+    """The first number of an NVIDIA GPU's compute capability, 9 for Hopper; 0 for other devices and the interpreter."""
+    if device.type != "cuda" or interpreted() or torch.version.hip is not None:
+        return 0
+    return _capability_major(device.index or 0)
+
+
 def is_hopper_or_later(device: torch.device) -> bool:
     """Whether kernels run on an NVIDIA GPU with early launch, and with instructions for pairs of bfloat16 numbers."""
-    if device.type != "cuda" or interpreted() or torch.version.hip is not None:
-        return False
-    return _capability_major(device.index or 0) >= 9
+    return capability_major(device) >= 9
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.kernels import harness
-from benchmarks.kernels.paged_inputs import PagedInputs, device_and_dtype, make_inputs, multiprocessor_count
+from benchmarks.kernels.paged_inputs import PagedInputs, card_major, device_and_dtype, make_inputs, multiprocessor_count
 from benchmarks.kernels.shapes import PREFILL_SHAPES, SMOKE_PREFILL_SHAPES, AttentionShape
 from kernels import interpreter
 
@@ -30,9 +30,9 @@ def is_specialised(shape: AttentionShape) -> bool:
 
     token_count = shape.batch * shape.query_tokens
     heads = HeadShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.block_size)
-    capability_major = torch.cuda.get_device_capability()[0] if harness.has_cuda() else 0
     quantised = shape.cache != "auto"
-    is_possible = can_specialise(heads, device_and_dtype()[1], quantised=quantised, capability_major=capability_major)
+    dtype, major = device_and_dtype()[1], card_major()
+    is_possible = can_specialise(heads, dtype, quantised=quantised, capability_major=major)
     bucket = bucket_of(0, shape.batch, token_count, max_rows=256, max_tokens=max(token_count, 8192))
     return is_possible and is_specialised_size(bucket.tokens, bucket.rows)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.kernels.paged_inputs import multiprocessor_count
+from benchmarks.kernels.paged_inputs import card_major, multiprocessor_count
 from benchmarks.kernels.runner import device_and_dtype
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def takes_warps(rows: int, heads: HeadShape, quantised: bool) -> bool:
     """Whether the engine computes so few rows by single warps here."""
     from kernels import fused_decode_attention
 
-    dtype, major = device_and_dtype()[1], _capability_major()
+    dtype, major = device_and_dtype()[1], card_major()
     return fused_decode_attention.takes_warps(rows, heads, dtype, quantised=quantised, capability_major=major)
 
 
@@ -185,12 +185,8 @@ def is_specialised(heads: HeadShape, quantised: bool) -> bool:
     """Whether the engine takes the Hopper kernel of decode attention here."""
     from kernels import decode_attention
 
-    dtype, major = device_and_dtype()[1], _capability_major()
+    dtype, major = device_and_dtype()[1], card_major()
     return decode_attention.can_specialise(heads, dtype, quantised=quantised, capability_major=major)
-
-
-def _capability_major() -> int:
-    return torch.cuda.get_device_capability()[0] if device_and_dtype()[0] == "cuda" else 0
 
 
 def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None) -> None:
@@ -215,8 +211,8 @@ def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None
 def _line_plan(chain: DecodeChain):
     from kernels.decode_attention import launch_plan
     from kernels.paged_kv import HeadShape
+    from worker_proc.cuda.fused_forward import row_class
 
-    rows = next(size for size in (64, 256, 1024) if size >= chain.rows)
     heads, quantised = (chain.shape.query_heads, chain.shape.kv_heads, chain.shape.head_dim), chain.cache != "auto"
-    specialised = is_specialised(HeadShape(*heads, BLOCK_SIZE), quantised)
-    return launch_plan(rows, *heads, chain.multiprocessors, quantised=quantised, specialised=specialised)
+    options = {"quantised": quantised, "specialised": is_specialised(HeadShape(*heads, BLOCK_SIZE), quantised)}
+    return launch_plan(row_class(chain.rows), *heads, chain.multiprocessors, **options)

@@ -173,6 +173,13 @@ def _poisoned_cache(
     return cache, scales.masked_fill_(nobody, float("nan")).half()
 
 
+def card_major() -> int:
+    """The first number of the compute capability of the card that is measured, 9 for Hopper; 0 for the interpreter."""
+    from kernels.launch import capability_major
+
+    return capability_major(torch.device(device_and_dtype()[0]))
+
+
 def multiprocessor_count() -> int:
     """Of the card at hand; 2 in the interpreter."""
     return torch.cuda.get_device_properties(0).multi_processor_count if has_cuda() else 2

@@ -1,6 +1,10 @@
-"""Kernels on cards before Hopper: compiled, though not run, for one that is not there."""
+"""Kernels on cards that are not Hopper: compiled, though not run, for one that is not there."""
 
 import json
+
+import torch
+
+from kernels import launch
 
 SCRIPT = """
 import json
@@ -34,3 +38,14 @@ def test_early_launch_and_large_tiles_are_left_to_cards_that_have_them(run_scrip
     """A chunk's attention asks for early launch, which the assembler refuses before Hopper; 99 KB for a program."""
     found = json.loads(run_script(["-c", SCRIPT]))
     assert found == {"names": ["_fixed_order_linear_kernel", "_prefill_kernel"], "count": 6, "fit": True}
+
+
+def test_an_amd_card_is_not_taken_for_hopper(monkeypatch):
+    """The MI300's numbers are 9.4."""
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "_capability_major", lambda index: 9)
+    assert launch.capability_major(torch.device("cuda")) == 9
+    assert launch.capability_major(torch.device("cpu")) == 0
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert launch.capability_major(torch.device("cuda")) == 0
+    assert not launch.is_hopper_or_later(torch.device("cuda"))

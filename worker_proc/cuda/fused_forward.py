@@ -23,7 +23,7 @@ from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
 from kernels.embedding import embedding
-from kernels.launch import shared_memory_bytes
+from kernels.launch import capability_major, shared_memory_bytes
 from kernels.new_token import NewTokens
 from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -64,11 +64,6 @@ def unsupported_reason(model: LlamaForCausalLM) -> str | None:
 def multiprocessor_count(device: torch.device) -> int:
     """Of a GPU; a few for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def capability_major(device: torch.device) -> int:
-    """The first number of a GPU's compute capability, 9 for Hopper; 0 for the interpreter."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 class FusedForward:
@@ -353,7 +348,7 @@ class FusedForward:
         sizes = (self.config.kv_head_count, self.config.head_dim)
         return fused.launch_plan(rows, *sizes, single_warps=single_warps)
 
-    def _decode_plan(self, rows: int, quantised: bool = False, specialised: bool = False) -> decode.DecodePlan:
+    def _decode_plan(self, rows: int, quantised: bool, specialised: bool) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         return decode.launch_plan(row_class(rows), *sizes, quantised=quantised, specialised=specialised)
