@@ -50,9 +50,9 @@ from kernels.decode_warp import (
     left_operands,
     merge,
     store_columns,
-    wait_for_kernel_ahead,
 )
 from kernels.kv_format import cache_format
+from kernels.launch_gluon import let_next_start, wait_for_inputs
 from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _hopper_decode_kernel(
         KV_HEADS, BLOCK_SIZE, TILE, STAGES, BOX_ROWS, HALVES,
     )  # fmt: skip
     if PDL:
-        wait_for_kernel_ahead()
+        wait_for_inputs(PDL)
         late_tile = gl.maximum(early_end, first_tile)
         if (late_tile < tile_end) & (late_tile < first_tile + STAGES):
             box_rows = box_rows_of(table_ptr, late_tile, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
@@ -360,11 +360,8 @@ def _hopper_decode_kernel(
         start, first_tile, tile_end = next_start, next_tile, next_end
 
     # 8. Rows without tokens get zeros.
-    if PDL:
-        wait_for_kernel_ahead()  # also a program without work: who waits for this kernel waits for those before it
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_inputs(PDL)  # also a program without work: who waits for this kernel waits for those before it
+    let_next_start(PDL)
     dims: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     for empty in range(program, row_count, programs):
         if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):

@@ -21,12 +21,6 @@ block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 
 
 
 @gluon.jit
-def wait_for_kernel_ahead():
-    """In a launch with PDL: until all earlier kernels have completed and their writes can be read."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def box_rows_of(
     table_ptr, tile, head, length,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BOX_ROWS: gl.constexpr,

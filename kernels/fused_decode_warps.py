@@ -40,9 +40,9 @@ from kernels.decode_warp import (
     left_operands,
     merge,
     store_columns,
-    wait_for_kernel_ahead,
 )
 from kernels.kv_format import cache_format
+from kernels.launch_gluon import let_next_start, wait_for_inputs
 from kernels.new_token import NewTokens
 from kernels.new_token_warp import new_key, new_queries, new_value, query_factors
 from kernels.paged_kv import compile_options
@@ -168,10 +168,7 @@ def fused_decode_warps_kernel(
     HAS_NEXT: gl.constexpr, NUMBERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # 1. Locate: one part of one K/V head of one row. Nothing read here is written by the kernels just ahead.
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    let_next_start(PDL)
     split = gl.program_id(0)
     head = gl.program_id(1)
     row = gl.program_id(2)
@@ -246,8 +243,7 @@ def fused_decode_warps_kernel(
                         kept += (_in_shared(operands[index]),)
                 # 3. The group's queries, as soon as the kernel ahead has made them.
                 cos, sin = query_factors(rope_ptr, query_gain_ptr, length - 1, HEADS, HEAD_DIM, HAS_NORM)
-                if PDL:
-                    wait_for_kernel_ahead()
+                wait_for_inputs(PDL)
                 if FORMAT > 0:
                     operands = ()
                     for index in gl.static_range(4):
@@ -302,8 +298,7 @@ def fused_decode_warps_kernel(
                     merge(output_ptr, partials_ptr, statistics_ptr, pair * SPLITS, 1, 0, parts,
                           GROUP, HEADS, HEAD_DIM, NUMBERS, AHEAD=True)  # fmt: skip
     else:
-        if PDL:
-            wait_for_kernel_ahead()
+        wait_for_inputs(PDL)
         if split == 0:
             line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
             dims = gl.arange(0, HEAD_DIM, layout=line)

@@ -12,7 +12,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.decode_warp import INT8, QUERIES, wait_for_kernel_ahead
+from kernels.decode_warp import INT8, QUERIES
+from kernels.launch_gluon import wait_for_inputs
 
 
 @gluon.jit
@@ -103,8 +104,7 @@ def new_key(
     partners = (dims + HALF) % HEAD_DIM
     key_cos, key_sin = _factors(rope_ptr, key_gain_ptr, position, dims, HALF, HAS_NORM)
     cos, sin = _factors(rope_ptr, query_gain_ptr, position, dims, HALF, HAS_NORM)
-    if PDL:
-        wait_for_kernel_ahead()
+    wait_for_inputs(PDL)
     source = qkv_ptr + (KV_HEADS * GROUP + head) * HEAD_DIM
     key = gl.load(source + dims)
     partner = gl.load(source + partners)
@@ -130,8 +130,7 @@ def new_value(
     """Store the new value, and leave it as stored as the sums of its part; alone, it is the output."""
     line: gl.constexpr = gl.BlockedLayout([HEAD_DIM // 32], [32], [1], [0])
     dims = gl.arange(0, HEAD_DIM, layout=line)
-    if PDL:
-        wait_for_kernel_ahead()
+    wait_for_inputs(PDL)
     value = gl.load(source + dims).to(gl.float32)
     value = _stored(value_ptr, value_scales_ptr, value, place, dims, HEAD_DIM, FORMAT)
     for index in gl.static_range(GROUP):

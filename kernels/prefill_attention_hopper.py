@@ -47,6 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.kv_format import CACHE_PLAIN, cache_format
+from kernels.launch_gluon import let_next_start, wait_for_inputs
 from kernels.paged_kv import HeadShape, compile_options
 from kernels.prefill_attention_hopper_convert import convert
 from kernels.prefill_attention_hopper_copy import (
@@ -252,11 +253,8 @@ def _hopper_kernel(
     CONVERT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr,
     FRESH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     dtype: gl.constexpr = output_ptr.dtype.element_ty
     HALVES: gl.constexpr = HEAD_DIM // 64
     PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.launch import HOPPER_SHARED_BYTES
+from kernels.launch_gluon import let_next_start, wait_for_inputs
 from kernels.tuning import LinearPlan
 
 PANEL = 64  # columns of a copied box: 128 bytes, what the tensor cores' swizzle spans
@@ -57,10 +58,7 @@ def _resident_kernel(
     X_STAGES: gl.constexpr, W_STAGES: gl.constexpr, SILU_MUL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # 1. Locate: BLOCK_N outputs of BLOCK_M rows, over STEPS times PANELS panels of K.
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
+    let_next_start(PDL)
     dtype: gl.constexpr = weight_desc.dtype
     HALVES: gl.constexpr = 2 if SILU_MUL else 1
     X_BYTES: gl.constexpr = PANELS * BLOCK_M * 128
@@ -86,8 +84,7 @@ def _resident_kernel(
     for stage in gl.static_range(W_STAGES):
         _ask_weights(weight_desc, first_n, first_panel + stage * W_PANELS, N, weight_full.index(stage), weight_boxes,
                      stage, True, W_BYTES, HALVES)  # fmt: skip
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_inputs(PDL)
     for stage in gl.static_range(X_STAGES):
         _ask(
             x_desc, first_m, first_panel + stage * PANELS, row_full.index(stage), row_boxes.index(stage), True, X_BYTES

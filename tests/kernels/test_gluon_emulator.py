@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.decode_warp import wait_for_kernel_ahead
+from kernels.launch_gluon import wait_for_inputs
 from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -79,7 +79,7 @@ def _added(x_ptr, output_ptr, READS_EARLY: gl.constexpr, WAITS: gl.constexpr, WR
         if READS_EARLY:
             x = gl.load(x_ptr + place)
         if WAITS:
-            wait_for_kernel_ahead()
+            wait_for_inputs(True)
         if not READS_EARLY:
             x = gl.load(x_ptr + place)
         if WRITES:
