@@ -21,6 +21,7 @@ from common.errors import EngineDeadError, RequestError, StartupError
 from common.messages import AddRequest
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client
+from frontend.request import Request
 from tests.frontend.test_client_server import Raw
 
 LONG = SamplingParams(max_tokens=200, seed=3)
@@ -179,6 +180,47 @@ def test_new_requests_beyond_a_full_queue_do_not_wait(start, again):
         second.start_scheduler()
         assert [stream.result().completion_tokens for stream in old] == [2] * 3
         assert embedding.result().embedding == EMBEDDING
+
+
+def test_aborted_requests_that_wait_leave_no_room_for_more_and_more(start, again):
+    """Each goes on waiting for the engine, though nobody wants it any more."""
+    first = start()
+    second = again(first)(is_known=False, queue_limit=2, max_num_seqs=3)
+    with contextlib.closing(Raw(first.endpoint)) as raw:
+        raw.send(wire.Hello(2, "raw"))
+        assert raw.receive().state == "starting"
+        for number in range(7):
+            generate = wire.Generate(request_id=str(number), prompt="the sea")
+            raw.send(wire.Resume(generate), wire.Abort(generate.request_id))
+        replies = {}
+        while len(replies) < 7:
+            reply = raw.receive()
+            replies[reply.request_id] = reply
+        assert [isinstance(replies[str(number)], wire.Final) for number in range(7)] == [True] * 5 + [False] * 2
+        assert {replies[refused].code for refused in "56"} == {"starting"}
+        second.start_scheduler()
+
+
+def test_the_loop_has_a_turn_between_requests_whose_output_is_taken_up(start, monkeypatch):
+    """Many come at once, and each may take its time."""
+    frontend, turns = start(), []
+    loop, take_up = frontend.frontend._ended.get_loop(), Request.take_up
+
+    def noted(request, samples):
+        turns.append("output")
+        loop.call_soon(turns.append, "turn")
+        take_up(request, samples)
+
+    monkeypatch.setattr(Request, "take_up", noted)
+    with contextlib.closing(Raw(frontend.endpoint)) as raw:
+        params, known = {"max_tokens": 30}, (SampleSoFar(0, array("i", [5])),)
+        raw.send(*(wire.Resume(wire.Generate(request_id=name, prompt="x", params=params), known) for name in "abc"))
+        ended = []
+        while len(ended) < 3:
+            if isinstance(reply := raw.receive(), wire.Final):
+                ended.append((reply.request_id, reply.completion_tokens))
+    assert sorted(ended) == [("a", 30), ("b", 30), ("c", 30)]
+    assert turns == ["output", "turn"] * 3
 
 
 @pytest.mark.parametrize("restart", [True, False])
