@@ -131,7 +131,7 @@ def connect_client(
     before sending.
 
     Raises:
-        StartupError: not an endpoint.
+        StartupError: not an endpoint, or this process has no room for more sockets.
     """
     port = endpoint.rpartition(":")[2]
     is_tcp = endpoint.startswith("tcp://") and port.isdecimal() and 0 < int(port) <= PORT_LIMIT
@@ -141,25 +141,22 @@ def connect_client(
             f"{PORT_LIMIT}, such as tcp://127.0.0.1:5555"
         )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.SNDHWM, 0)
-    socket.set(zmq.RCVHWM, 0)
-    socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
-    if keys:
-        socket.set(zmq.CURVE_PUBLICKEY, keys.own.public)
-        socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
-        socket.set(zmq.CURVE_SERVERKEY, keys.server_public)
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
     try:
+        socket = context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        socket.set(zmq.HEARTBEAT_IVL, CLIENT_HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, CLIENT_HEARTBEAT_TIMEOUT_MS)
+        if keys:
+            socket.set(zmq.CURVE_PUBLICKEY, keys.own.public)
+            socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
+            socket.set(zmq.CURVE_SERVERKEY, keys.server_public)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         _allow_ipv6(socket, endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        socket.disable_monitor()
-        monitor.close()
-        socket.close()
-        context.term()
+        context.destroy(linger=0)
         raise StartupError(f"cannot connect to {endpoint!r}: {_reason(error, endpoint)}") from None
     return context, socket, monitor
 

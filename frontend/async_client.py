@@ -18,7 +18,7 @@ from typing import Literal, TypeVar, Unpack, overload
 import zmq
 
 from common import client_messages as wire
-from common.errors import EngineDeadError, RequestError
+from common.errors import EngineDeadError, RequestError, StartupError
 from common.keys import client_keys as read_client_keys
 from common.sockets import connect_client
 from frontend import client_requests
@@ -100,7 +100,7 @@ class AsyncClient:
             TimeoutError: there is one, but it does not answer.
             RequestError: the engine has no room for another connection.
             AccessError: the keys are wrong.
-            StartupError: the endpoint is not valid.
+            StartupError: the endpoint is not valid, or this process has no room for more sockets.
         """
         self._connection = Connection(self.endpoint, self._keys)
         self._settled = asyncio.Event()
@@ -285,6 +285,8 @@ class AsyncClient:
     def _disconnect(self) -> None:
         if self._give_up is not None:
             self._give_up.cancel()
+        if self._socket.closed:
+            return
         self._monitor_reader.close()
         self._reader.close()
         self._socket.disable_monitor()
@@ -293,17 +295,21 @@ class AsyncClient:
         self._context.term()
 
     def _reconnect(self) -> None:
-        """With a new socket: nothing that waits in the old one is for whoever comes."""
-        if not self._closed:
-            self._disconnect()
-            try:
-                self._connect()
-            except zmq.ZMQError as error:
-                self._closed = True
-                self._state.end_all(self._connection.cannot_be_made(error))
-                self._settled.set()  # who waits is told
-            else:
-                self._watch()
+        """With a new socket: nothing that waits in the old one is for whoever comes.
+
+        If none can be made now, what waits for it ends; the next call tries again.
+        """
+        if self._closed:
+            return
+        self._disconnect()
+        try:
+            self._connect()
+        except StartupError as error:
+            self._state.give_up(self._connection.no_socket(error))
+        else:
+            self._connection.refusal = None
+            self._watch()
+        self._settle()
 
     def _watch(self) -> None:
         """See to it that requests do not wait for ever for an engine that is lost."""
@@ -350,6 +356,8 @@ class AsyncClient:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
+        if self._socket.closed:
+            self._reconnect()
         if not self._settled.is_set():
             try:
                 await asyncio.wait_for(self._settled.wait(), self.timeout_s)

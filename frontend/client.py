@@ -23,7 +23,7 @@ from typing import Literal, Protocol, TypeVar, Unpack, overload
 import zmq
 
 from common import client_messages as wire
-from common.errors import EngineDeadError, RequestError
+from common.errors import EngineDeadError, RequestError, StartupError
 from common.keys import client_keys as read_client_keys
 from common.sockets import connect_client
 from frontend import client_requests
@@ -64,7 +64,7 @@ class Client:
         RequestError: the engine has no room for another connection.
         AccessError: the keys are wrong.
         ConfigError: the keys cannot be read.
-        StartupError: the endpoint is not valid.
+        StartupError: the endpoint is not valid, or this process has no room for more sockets.
     """
 
     def __init__(
@@ -296,21 +296,27 @@ class Client:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def _disconnect(self) -> None:
+        if self._socket.closed:
+            return
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
         self._context.term()
 
     def _reconnect(self) -> None:
-        """With a new socket: nothing that waits in the old one is for whoever comes."""
+        """With a new socket: nothing that waits in the old one is for whoever comes.
+
+        Raises:
+            EngineDeadError: none can be made now. What waited for it has ended; the next call tries again.
+        """
         self._disconnect()
         try:
             self._connect()
-        except zmq.ZMQError as error:
-            self._closed = True
-            dead = self._connection.cannot_be_made(error)
-            self._state.end_all(dead)
-            raise dead from None
+        except StartupError as error:
+            refusal = self._connection.no_socket(error)
+            self._state.give_up(refusal)
+            raise refusal from None
+        self._connection.refusal = None
 
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
@@ -331,6 +337,8 @@ class Client:
                     self._socket.send(message.to_wire(), zmq.NOBLOCK)
 
     def _look_at_connection(self) -> None:
+        if self._socket.closed:
+            self._reconnect()
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             if self._connection.note(self._monitor.recv_multipart()):
                 self._drain()  # the engine's last words came before the end

@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 
 from common import client_messages as wire
+from common.config import step_limits
 from common.errors import RequestError, WireError
 from frontend.client_access import ClientAccess, key_of
 from frontend.client_monitor import ClientMonitor
@@ -68,6 +69,7 @@ class ClientServer:
         self._engine = engine
         self._is_known = asyncio.Event()
         self._is_silent = False
+        self._taking_up = asyncio.Lock()
         self._socket = socket
         self._clients: dict[bytes, ClientRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -312,8 +314,9 @@ class ClientServer:
             )
         if not (is_new or self._engine.name):
             raise RequestError("this engine starts no lost process again (--restart): nothing goes on", param="samples")
-        is_full = len(self._tasks) >= self._engine.config.scheduler.max_num_queued_reqs
-        if not self._waits() or (is_new and is_full):
+        options = self._engine.config.scheduler
+        ran_count = 0 if is_new else step_limits(options, "cuda").max_num_seqs  # they come back with those that waited
+        if not self._waits() or len(self._tasks) >= options.max_num_queued_reqs + ran_count:
             self._engine.core.check_serving()
 
     def _waits(self) -> bool:
@@ -326,7 +329,8 @@ class ClientServer:
         prompt = prompt_of(message.prompt, message.chat)
         options["timings"] = self._engine.core.arrival()
         waits = self._waits()
-        token_ids = None if waits else self._engine.prompt_ids_now(prompt, message.add_special_tokens)
+        at_once = not (waits or sink.has_output)
+        token_ids = self._engine.prompt_ids_now(prompt, message.add_special_tokens) if at_once else None
         if token_ids is not None:
             self._engine.core.gather()  # `flush` comes after all messages that have come
             self._submit(sink, message, token_ids, options)
@@ -337,6 +341,8 @@ class ClientServer:
                 if waits:
                     await self._until_known(message.timeout_ms)
                 ids = await self._engine.prompt_ids(prompt, message.add_special_tokens)
+                if sink.has_output:
+                    await self._turn()
                 if not sink.aborted:
                     self._submit(sink, message, ids, options)
             except BaseException:
@@ -347,6 +353,11 @@ class ClientServer:
 
         client.live[message.request_id] = sink
         self._start(client, message.request_id, encode_and_submit())
+
+    async def _turn(self) -> None:
+        """Wait for a turn to take output up: the loop gets one before each, for that may take a second."""
+        async with self._taking_up:
+            await asyncio.sleep(0)
 
     async def _until_known(self, timeout_ms: int | None) -> None:
         """Wait for the engine; raises RequestError when a request's time is up."""

@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from common import client_messages as wire
-from common.errors import AccessError, EngineDeadError, RequestError, TriremeError, WireError
+from common.errors import AccessError, EngineDeadError, RequestError, StartupError, TriremeError, WireError
 from common.keys import ClientKeys
 from common.sockets import connection_event
 from frontend.client_resumption import FRUITLESS_LIMIT, Kept
@@ -231,12 +231,12 @@ class Connection:
 
     Attributes:
         is_up: messages get through.
-        refusal: why there will be no connection, once that is certain.
+        refusal: why there will be no connection, once that is certain, or none for now (`no_socket`).
     """
 
     def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
         self.is_up = False
-        self.refusal: AccessError | None = None
+        self.refusal: TriremeError | None = None
         self._endpoint = endpoint
         self._keys = keys
         self._failed_count = 0
@@ -260,9 +260,10 @@ class Connection:
         """The error for requests that were live when the connection ended, and cannot be asked for again."""
         return EngineDeadError(f"the connection to the engine at {self._endpoint} is lost")
 
-    def cannot_be_made(self, error: Exception) -> EngineDeadError:
-        """The error for every request when a lost connection can have no successor; the client is closed then."""
-        return EngineDeadError(f"{self.lost()}, and no new socket can be made: {error}")
+    def no_socket(self, error: StartupError) -> EngineDeadError:
+        """The error for requests when, after a loss, no new socket can be made. It is the refusal until one can."""
+        self.refusal = EngineDeadError(f"{self.lost()}, and no new socket can be made: {error}")
+        return self.refusal
 
     def unreachable(self, timeout_s: float) -> EngineDeadError:
         """The error for a request that finds no connection."""

@@ -14,6 +14,9 @@ from frontend.tokenizer import Tokenizer
 
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 """For requests that want an embedding: the engine samples a token all the same, the cheapest way."""
+TAKEN_UP_LIMIT = 1 << 19
+"""What a request may go on from: its tokens, counted once and once more for each stop string. The frontend does nothing
+else while it reads them, about a quarter of a second (0.4 us each, several times that if a token is a long text)."""
 
 
 def not_serving(state: str, why: str) -> RequestError:
@@ -116,6 +119,10 @@ def _check_resumed(samples: Sequence[SampleSoFar], params: SamplingParams, limit
         count, most = len(sample.token_ids), params.max_tokens
         if most is not None and count + (sample.finish_reason is None) > most:
             raise RequestError(f"{what}: {count} tokens, where the request may have {most}", param="samples")
+    count = sum(len(sample.token_ids) for sample in samples) * (1 + len(params.stop))
+    if count > TAKEN_UP_LIMIT:
+        text = f"samples: tokens x (1 + stop strings) is {count:,}; the engine goes on from {TAKEN_UP_LIMIT:,} at most"
+        raise RequestError(text, code="engine_restarted", param="samples", status=503)
     if params.prompt_logprobs is not None and any(sample.token_ids for sample in samples):
         text = "the prompt's log probabilities were lost with the engine's frontend, after the first tokens had come"
         raise RequestError(text, code="engine_restarted", status=503)

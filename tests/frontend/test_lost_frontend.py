@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import struct
+import threading
 import time
 from array import array
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ import zmq
 from benchmarks.fake_scheduler import EMBEDDING
 from common import client_messages as wire
 from common.client_messages import SampleSoFar
-from common.errors import EngineDeadError, RequestError
+from common.errors import EngineDeadError, RequestError, StartupError
 from common.messages import AddRequest
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client
+from frontend.request import Request
 from tests.frontend.test_client_server import Raw
 
 LONG = SamplingParams(max_tokens=200, seed=3)
@@ -180,6 +182,47 @@ def test_new_requests_beyond_a_full_queue_do_not_wait(start, again):
         assert embedding.result().embedding == EMBEDDING
 
 
+def test_aborted_requests_that_wait_leave_no_room_for_more_and_more(start, again):
+    """Each goes on waiting for the engine, though nobody wants it any more."""
+    first = start()
+    second = again(first)(is_known=False, queue_limit=2, max_num_seqs=3)
+    with contextlib.closing(Raw(first.endpoint)) as raw:
+        raw.send(wire.Hello(2, "raw"))
+        assert raw.receive().state == "starting"
+        for number in range(7):
+            generate = wire.Generate(request_id=str(number), prompt="the sea")
+            raw.send(wire.Resume(generate), wire.Abort(generate.request_id))
+        replies = {}
+        while len(replies) < 7:
+            reply = raw.receive()
+            replies[reply.request_id] = reply
+        assert [isinstance(replies[str(number)], wire.Final) for number in range(7)] == [True] * 5 + [False] * 2
+        assert {replies[refused].code for refused in "56"} == {"starting"}
+        second.start_scheduler()
+
+
+def test_the_loop_has_a_turn_between_requests_whose_output_is_taken_up(start, monkeypatch):
+    """Many come at once, and each may take its time."""
+    frontend, turns = start(), []
+    loop, take_up = frontend.frontend._ended.get_loop(), Request.take_up
+
+    def noted(request, samples):
+        turns.append("output")
+        loop.call_soon(turns.append, "turn")
+        take_up(request, samples)
+
+    monkeypatch.setattr(Request, "take_up", noted)
+    with contextlib.closing(Raw(frontend.endpoint)) as raw:
+        params, known = {"max_tokens": 30}, (SampleSoFar(0, array("i", [5])),)
+        raw.send(*(wire.Resume(wire.Generate(request_id=name, prompt="x", params=params), known) for name in "abc"))
+        ended = []
+        while len(ended) < 3:
+            if isinstance(reply := raw.receive(), wire.Final):
+                ended.append((reply.request_id, reply.completion_tokens))
+    assert sorted(ended) == [("a", 30), ("b", 30), ("c", 30)]
+    assert turns == ["output", "turn"] * 3
+
+
 @pytest.mark.parametrize("restart", [True, False])
 def test_an_engine_that_does_not_come_back(run_frontend, restart):
     """With `--restart` its clients wait for as long as for any connection, else not at all."""
@@ -201,33 +244,94 @@ def test_an_engine_that_does_not_come_back(run_frontend, restart):
     asyncio.run(main())
 
 
-def test_a_client_that_can_have_no_new_socket_is_closed(start, monkeypatch):
-    """No file descriptors are left. Its requests end, and closing it is no error."""
-    frontend = start()
-    frontend.scheduler.gate.clear()
+@pytest.fixture
+def no_room(monkeypatch):
+    """Gives the flag that has clients find no room for sockets while it is set."""
+    flag = threading.Event()
+    real = zmq.Socket.get_monitor_socket
 
-    def no_socket(*_: object) -> None:
-        raise zmq.ZMQError(errno.EMFILE)
+    def get_monitor_socket(socket, *options):
+        if flag.is_set() and socket.type == zmq.DEALER:
+            raise zmq.ZMQError(errno.EMFILE)
+        return real(socket, *options)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", get_monitor_socket)
+    return flag
+
+
+def test_a_client_without_room_for_a_new_socket_tries_again(start, again, no_room):
+    """What waited has ended; the next call finds no room either, and the one after it does."""
+    first = start(step_interval_s=0.001)
+    with Client(first.endpoint) as client:
+        streams = [client.submit("the sea", LONG), client.submit("a ship", LONG)]
+        next(streams[0])
+        no_room.set()
+        again(first)(step_interval_s=0.001)
+        for wait in (*(stream.result for stream in streams), client.ping):
+            with pytest.raises(EngineDeadError, match="is lost, and no new socket can be made: .*Too many open files"):
+                wait()
+        no_room.clear()
+        assert len(client.generate("the sea", LONG).samples[0].token_ids) == 200
+
+
+def test_an_asyncio_client_without_room_for_a_new_socket_tries_again(start, again, no_room):
+    first = start(step_interval_s=0.001)
 
     async def main() -> None:
-        async with AsyncClient(frontend.endpoint) as client:
-            with Client(frontend.endpoint) as blocking:
-                lost = [await client.submit("a", LONG), await client.submit("b", LONG)]
-                mine = [blocking.submit("a", LONG), blocking.submit("b", LONG)]
-                for module in ("client", "async_client"):
-                    monkeypatch.setattr(f"frontend.{module}.connect_client", no_socket)
-                await asyncio.get_running_loop().run_in_executor(None, frontend.lose)
-                for _ in range(2):
-                    with pytest.raises(EngineDeadError, match="is lost, and no new socket can be made: Too many open"):
-                        await lost.pop().result()
-                with pytest.raises(EngineDeadError, match="no new socket can be made"):
-                    mine.pop().result()
-                with pytest.raises(EngineDeadError):
-                    mine.pop().result()
-                with pytest.raises(EngineDeadError, match="this client is closed"):
-                    await client.ping()
-                with pytest.raises(EngineDeadError, match="this client is closed"):
-                    blocking.ping()
+        async with AsyncClient(first.endpoint) as client:
+            streams = [await client.submit("the sea", LONG), await client.submit("a ship", LONG)]
+            await anext(streams[0])
+            no_room.set()
+            await asyncio.to_thread(again(first), step_interval_s=0.001)
+            for wait in (*(stream.result for stream in streams), client.ping):
+                with pytest.raises(EngineDeadError, match="is lost, and no new socket can be made: .*Too many open"):
+                    await wait()
+            no_room.clear()
+            assert len((await client.generate("the sea", LONG)).samples[0].token_ids) == 200
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_connection_hears_that_there_is_no_room_for_one(start, no_room):
+    """It came between the loss and the attempt at a new socket, and is told at once."""
+    frontend = start()
+
+    async def main() -> None:
+        async with AsyncClient(frontend.endpoint, timeout_s=3600) as client:
+            lose, late = client._state.lose, []
+
+            def lose_and_ask(error: EngineDeadError) -> None:
+                lose(error)
+                late.append(asyncio.ensure_future(client.ping()))
+
+            client._state.lose = lose_and_ask
+            no_room.set()
+            await asyncio.to_thread(frontend.lose)
+            while not late:
+                await asyncio.sleep(0)
+            with pytest.raises(EngineDeadError, match="no new socket can be made"):
+                await late[0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_a_client_that_found_no_room_closes_as_any_other(start, no_room, client):
+    frontend = start()
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            if client is Client:
+                opened = stack.enter_context(Client(frontend.endpoint))
+                ping = partial(asyncio.to_thread, opened.ping)
+            else:
+                ping = (await stack.enter_async_context(AsyncClient(frontend.endpoint))).ping
+            no_room.set()
+            await asyncio.to_thread(frontend.lose)
+            with pytest.raises(EngineDeadError, match="Too many open files"):
+                await ping()
+            with pytest.raises(StartupError, match="Too many open files"):
+                Client(frontend.endpoint)
 
     asyncio.run(main())
 

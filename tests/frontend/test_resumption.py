@@ -193,6 +193,18 @@ def test_what_cannot_have_come_is_refused(engines, submit, samples, text):
     assert (caught.value.param, engine.sent, engine.core.live_count) == ("samples", [], 0)
 
 
+@pytest.mark.parametrize(("stop", "most"), [((), 12), (("x", "y", "z"), 3)])
+def test_more_than_can_be_read_in_a_moment_is_refused(engines, submit, monkeypatch, stop, most):
+    monkeypatch.setattr("frontend.request_checks.TAKEN_UP_LIMIT", 12)
+    engine = engines()
+    submit("the sea", engine=engine, stop=stop, max_tokens=50, resumed=[SampleSoFar(0, array("i", [5] * most))])
+    halves = [SampleSoFar(0, array("i", [5] * most)), SampleSoFar(1, array("i", [5]))]
+    with pytest.raises(RequestError, match="the engine goes on from 12 at most") as caught:
+        submit("the sea", engine=engine, stop=stop, max_tokens=50, n=2, resumed=halves)
+    assert (caught.value.code, caught.value.status) == ("engine_restarted", 503)
+    assert (len(engine.sent), engine.core.live_count) == (1, 1)
+
+
 def test_log_probabilities_of_a_prompt_are_lost_once_tokens_have_come(engines, submit):
     engine = engines()
     submit("the sea", engine=engine, prompt_logprobs=1, resumed=())

@@ -64,10 +64,13 @@ class RunningFrontend(threading.Thread):
         session: how often processes of this engine have been lost.
         is_known: whether there is a scheduler from the start.
         queue_limit: how many requests may wait.
+        max_num_seqs: how many may run.
         script: what the scheduler does.
     """
 
-    def __init__(self, folder, server=None, session=0, *, is_known=True, queue_limit=4096, **script) -> None:
+    def __init__(
+        self, folder, server=None, session=0, *, is_known=True, queue_limit=4096, max_num_seqs=0, **script
+    ) -> None:
         super().__init__(name="frontend", daemon=True)
         self.folder, self._server, self._script = folder, server or {}, script
         model_dir = folder / "model"
@@ -76,7 +79,8 @@ class RunningFrontend(threading.Thread):
             tiny.save_tokenizer(model_dir)
         options = ServerOptions(**{"http": False, "client_endpoint": f"ipc://{folder}/client.sock", **self._server})
         self.config = EngineConfig(
-            server=options, scheduler=SchedulerOptions(max_num_queued_reqs=queue_limit), run_dir=str(folder),
+            server=options, run_dir=str(folder),
+            scheduler=SchedulerOptions(max_num_queued_reqs=queue_limit, max_num_seqs=max_num_seqs),
             model_dir=str(model_dir), session=session,
         )  # fmt: skip
         self.endpoint = options.client_endpoint
