@@ -133,7 +133,7 @@ class Frontend:
         self._outputs = bind_pull(self._context, self._config.endpoint("outputs", session))
 
     def _read_outputs(self) -> ZmqReader:
-        return ZmqReader(self._outputs, self._on_output, self._clients.flush)
+        return ZmqReader(self._outputs, self._on_output, self._clients.flush, one_frame=True)
 
     def _bind_clients(self) -> "zmq.Socket[bytes]":
         local = self._config.endpoint("client", 0)
@@ -150,12 +150,12 @@ class Frontend:
         flags = _MORE if more else _LAST  # frames of one message: the scheduler cannot see the first without the others
         self._requests.send(data, flags)  # no high-water mark: it never waits
 
-    def _on_output(self, frames: list[bytes]) -> None:
+    def _on_output(self, data: bytes) -> None:
         self._link.progress += 1
         if self._recorder is not None:
-            self._recorder.received(Link.OUTPUTS, frames[0])
+            self._recorder.received(Link.OUTPUTS, data)
         try:
-            message = decode_for_frontend(frames[0])
+            message = decode_for_frontend(data)
             self._engine.core.handle(message)
         except WireError as error:
             return self._fail_ourselves(f"a message of the scheduler cannot be read: {error}")
