@@ -30,7 +30,17 @@ T = TypeVar("T")
 
 def pack(fields: Sequence[Any]) -> bytes:
     """Encode one message, given as its type code followed by its fields."""
-    return bytes(msgpack.packb(fields, use_bin_type=True))
+    return pack_value(fields)
+
+
+def pack_value(value: Any) -> bytes:
+    """Encode any value that a message may hold."""
+    return bytes(msgpack.packb(value, use_bin_type=True))
+
+
+def array_header(length: int) -> bytes:
+    """What stands before the items of an array, for arrays whose items were encoded one by one."""
+    return bytes(msgpack.Packer().pack_array_header(length))
 
 
 def unpack(
