@@ -9,7 +9,7 @@ Row `slot_count` of every table is scratch: index -1, which stands for padding, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,27 +123,20 @@ class StateWrites:
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
-@dataclass
 class SlotMirror:
-    """What the host knows of the slots without reading the device: int32 [slots] each.
+    """What the host knows of the slots without reading the device.
 
     Attributes:
+        table: int32 [4, slots]; the following are its rows, int32 [slots] each.
         known_lengths, computed_lengths, prompt_lengths: as on the device, once all issued steps have run.
         block_counts: blocks in each slot's table.
         sampling: of each slot in use; None marks a free slot.
     """
 
-    known_lengths: IntArray
-    computed_lengths: IntArray
-    prompt_lengths: IntArray
-    block_counts: IntArray
-    sampling: list[SlotSampling | None]
-
-    @classmethod
-    def empty(cls, slot_count: int) -> "SlotMirror":
-        """All slots free."""
-        lengths = [np.zeros(slot_count, dtype=np.int32) for _ in range(4)]
-        return cls(*lengths, sampling=[None] * slot_count)
+    def __init__(self, slot_count: int) -> None:
+        self.table = np.zeros((4, slot_count), dtype=np.int32)
+        self.known_lengths, self.computed_lengths, self.prompt_lengths, self.block_counts = self.table
+        self.sampling: list[SlotSampling | None] = [None] * slot_count
 
     def clear(self, slot: int) -> None:
         """Free the slot: its request is gone."""

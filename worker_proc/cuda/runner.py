@@ -54,7 +54,7 @@ class CudaRunner:
         self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
     ) -> None:
         self.swap, self.slots, self._limits = BlockSwap(cache), slots, limits
-        self.mirror = SlotMirror.empty(limits.max_num_seqs)
+        self.mirror = SlotMirror(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
         self._ring = StagingRing(layout, LANE_COUNT, slots.device)
         self._stager = StepStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
