@@ -27,12 +27,12 @@ from worker_proc.slots import TOKEN_MARGIN
 
 logger = logging.getLogger(__name__)
 
-GRAPH_ALLOWANCE = 128
-"""Graphs whose memory is set aside before the cache is sized: those of start-up, and as many that come later."""
+GRAPH_ALLOWANCE = 200
+"""Graphs whose memory is set aside before the cache is sized: those of start-up, and more that come later."""
 
-CAPTURE_SECONDS = 1.0
+CAPTURE_SECONDS = 4.0
 """After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
-first used."""
+first used. A request that comes meanwhile waits up to 30 ms; a usual start-up is through after 2 s."""
 
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""

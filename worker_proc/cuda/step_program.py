@@ -16,7 +16,7 @@ from kernels.sampling import SampledTokens, sample
 from kernels.sampling_state import SamplingWorkspace
 from kernels.step_inputs import step_inputs
 from kernels.step_layout import PlanLayout, StepInputs
-from worker_proc.cuda.buckets import Bucket, has_graph
+from worker_proc.cuda.buckets import Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
@@ -78,7 +78,6 @@ class StepProgram:
     ) -> None:  # fmt: skip
         self._forward, self._cache, self._slots = forward, cache, slots
         self._plan, self._layout, self._vocabulary = plan, layout, vocabulary
-        self._max_tokens = max_tokens
         device = plan.device
         self._inputs = StepInputs.allocate(layout.rows, max_tokens, device)
         self._workspace = SamplingWorkspace.allocate(layout.rows, vocabulary, device)
@@ -112,7 +111,7 @@ class StepProgram:
         Raises:
             CaptureError: there will be no graph.
         """
-        if self.uses_graphs and has_graph(bucket, self._max_tokens):
+        if self.uses_graphs:
             self._graph(bucket, sampling=True)
         else:
             self.rehearse(bucket)
@@ -154,7 +153,7 @@ class StepProgram:
 
     def _graph_for_step(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         """What a step replays; None if it runs without a graph, as it does where one could not be captured."""
-        if not self.uses_graphs or not has_graph(bucket, self._max_tokens) or bucket in self._without_graph:
+        if not self.uses_graphs or bucket in self._without_graph:
             return None
         try:
             return self._graph(bucket, sampling)
