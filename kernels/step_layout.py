@@ -9,8 +9,10 @@ from functools import cached_property
 
 import torch
 
-HEADER = 4
-"""row_count, decode_row_count, token_count, appended block count."""
+HEADER = 5
+"""row_count, decode_row_count, token_count, appended block count, count of the slots' words that change."""
+BLOCK_COUNT, WRITE_COUNT = 3, 4
+"""Places in the header."""
 
 
 @dataclass(frozen=True)

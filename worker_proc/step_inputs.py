@@ -114,7 +114,7 @@ class StepStager:
         prompt_rows, pooled_rows = self._asking_rows(plan, target) if plan.chunk_slots else ((), ())
         known, computed, _, blocks = self._mirror.table.take(slots, axis=1)
         blocks = self._append_blocks(plan, target, slots, blocks)
-        target[:HEADER] = rows, decode_rows, token_count, block_count
+        target[:HEADER] = rows, decode_rows, token_count, block_count, 0
         self._advance(slots, samples, known, computed + counts, blocks)
         sampled_rows = np.flatnonzero(samples) if plan.chunk_slots else self._row_numbers[:rows]
         return PackedStep(
@@ -209,7 +209,7 @@ def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: St
 
     The same as the kernel in `kernels/step_inputs.py`, whose docstring has formula, tables and padding.
     """
-    row_count, _, token_count, block_count = plan[:HEADER].tolist()
+    row_count, _, token_count, block_count, _ = plan[:HEADER].tolist()
     slots, counts = plan[layout.row_slots][:row_count], plan[layout.token_counts][:row_count]
     tables, computed_lengths = state.block_tables.numpy(), state.computed_lengths.numpy()
     if block_count:
