@@ -83,6 +83,8 @@ class StepStager:
         self._row_numbers = np.arange(layout.rows + 1, dtype=np.int32)
         self._single_tokens = np.concatenate((np.ones(layout.rows, np.int32), self._row_numbers))
         self._all_samples = np.ones(layout.rows, dtype=bool)
+        self._block_size = np.array([memory.block_size], dtype=np.int32)  # an array is quicker to compute with
+        self._last_place = np.array([memory.token_capacity - 1], dtype=np.int32)
 
     def change_slots(self, plan: StepPlan) -> StateWrites:
         """Free and fill the mirror's slots as the plan says; returns what the new ones write on the device."""
@@ -107,7 +109,7 @@ class StepStager:
             f"step {plan.step_id}: {rows} rows, {block_count} blocks"
         )
         assert len(set(row_slots)) == rows, f"step {plan.step_id}: a slot stands in two rows"
-        slots = np.frombuffer(row_slots, dtype=np.uint16)
+        slots = np.array(row_slots, dtype=np.intp)
         _put(target, layout.row_slots, slots)
         counts, samples, token_count = self._put_counts(plan, target)
         assert token_count <= limit, f"step {plan.step_id} computes {token_count} tokens, more than {limit}"
@@ -116,10 +118,13 @@ class StepStager:
         blocks = self._append_blocks(plan, target, slots, blocks)
         target[:HEADER] = rows, decode_rows, token_count, block_count, 0
         self._advance(slots, samples, known, computed + counts, blocks)
-        sampled_rows = np.flatnonzero(samples) if plan.chunk_slots else self._row_numbers[:rows]
+        sampled_rows = self._row_numbers[:rows]
+        if plan.chunk_slots:
+            sampled_rows = np.flatnonzero(samples)
+            slots, known = slots[sampled_rows], known[sampled_rows]
         return PackedStep(
-            layout.appended_ids.start + block_count, rows, decode_rows, token_count, sampled_rows, slots[sampled_rows],
-            known[sampled_rows], prompt_rows, pooled_rows,
+            layout.appended_ids.start + block_count, rows, decode_rows, token_count, sampled_rows, slots, known,
+            prompt_rows, pooled_rows,
         )  # fmt: skip
 
     def _put_counts(self, plan: StepPlan, target: IntArray) -> tuple[IntArray, np.ndarray, int]:
@@ -131,22 +136,27 @@ class StepStager:
             return self._single_tokens[:rows], self._all_samples[:rows], rows
         counts = target[layout.token_counts][:rows]
         counts[:decode_rows], counts[decode_rows:] = 1, plan.chunk_token_counts
+        starts = target[layout.query_starts][: rows + 1]
+        starts[0] = 0
+        counts.cumsum(out=starts[1:])
         samples = self._all_samples[:rows].copy()
         samples[decode_rows:] = plan.chunk_samples
-        return counts, samples, _put_sums(target, layout.query_starts, counts)
+        return counts, samples, int(starts[-1])
 
     def _append_blocks(self, plan: StepPlan, target: IntArray, slots: IntArray, blocks: IntArray) -> IntArray:
         """Pack what each row gets behind the `blocks` that it has; returns how many it has then."""
-        layout = self._layout
+        layout, decode_rows = self._layout, len(plan.decode_slots)
         _put(target, layout.first_blocks, blocks)
+        starts = target[layout.append_starts]
         if not plan.block_ids:
-            target[layout.append_starts] = 0
+            starts[:] = 0
             return blocks
-        decode_counts = plan.decode_block_counts or bytes(len(plan.decode_slots))
-        counts = np.concatenate((np.frombuffer(decode_counts, np.uint8), plan.chunk_block_counts), dtype=np.int32)
-        _put_sums(target, layout.append_starts, counts)
         _put(target, layout.appended_ids, plan.block_ids)
+        counts = starts[1 : len(slots) + 1]
+        counts[:decode_rows], counts[decode_rows:] = plan.decode_block_counts or 0, plan.chunk_block_counts
         blocks = blocks + counts
+        starts[0] = 0
+        counts.cumsum(out=counts)
         most, capacity = blocks.max(initial=0), self._memory.block_capacity
         assert most <= capacity, f"step {plan.step_id}: a slot gets {most} blocks, its table holds {capacity}"
         self._mirror.block_counts[slots] = blocks
@@ -156,19 +166,18 @@ class StepStager:
         self, slots: IntArray, samples: np.ndarray, known: IntArray, lengths: IntArray, blocks: IntArray
     ) -> None:
         """Grow the slots to `lengths`, which must be of tokens that they know, with a sample at the end of these."""
-        room = blocks * self._memory.block_size
-        good = (lengths <= known) & ((lengths == known) == samples) & (lengths <= room)
-        if not good.all():
+        room = blocks * self._block_size
+        most = np.minimum(np.minimum(known, room), self._last_place)
+        good = (lengths <= most) & ((lengths == known) == samples)
+        if np.count_nonzero(good) < len(good):
             row = int(np.argmin(good))
+            assert lengths[row] <= self._last_place, "a slot samples beyond its last token place"
             raise AssertionError(
                 f"row {row}, slot {slots[row]}: computes tokens up to {lengths[row]} (samples: {samples[row]}), knows "
                 f"{known[row]}, has blocks for {room[row]}"
             )
-        grown = known + samples
-        most, capacity = grown.max(initial=0), self._memory.token_capacity
-        assert most <= capacity, "a slot samples beyond its last token place"
         self._mirror.computed_lengths[slots] = lengths
-        self._mirror.known_lengths[slots] = grown
+        self._mirror.known_lengths[slots] = known + samples
 
     def _asking_rows(self, plan: StepPlan, target: IntArray) -> tuple[tuple[PromptRows, ...], tuple[PooledRows, ...]]:
         """The chunks of slots that asked for prompt log probabilities, and for an embedding."""
@@ -194,14 +203,6 @@ class StepStager:
 def _put(target: IntArray, part: slice, values: Any) -> None:
     """Write values to the start of a part of the plan."""
     target[part.start : part.start + len(values)] = values
-
-
-def _put_sums(target: IntArray, part: slice, counts: IntArray) -> int:
-    """Write the running sums of `counts`, from 0, to the start of a part of the plan; returns the last."""
-    target[part.start] = 0
-    written = target[part.start + 1 : part.start + 1 + len(counts)]
-    np.cumsum(counts, out=written)
-    return int(written[-1])
 
 
 def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int) -> None:

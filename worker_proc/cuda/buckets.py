@@ -5,7 +5,8 @@ three things: which rows there are (decode, chunks, or both), how many rows, how
 are multiples of 16, for which the kernels are compiled once. Called by the GPU runner.
 """
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 DECODE, CHUNK, MIXED = "decode", "chunk", "mixed"
 
@@ -26,8 +27,7 @@ _NEARLY_LARGEST = 0.875
 """A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Sizes of a step, padding included.
 
     Attributes:
@@ -41,6 +41,7 @@ class Bucket:
     tokens: int
 
 
+@lru_cache(maxsize=1024)
 def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: int, max_tokens: int) -> Bucket:
     """The smallest bucket that holds a step of `decode_rows` single tokens and `chunk_rows` chunks."""
     rows = decode_rows + chunk_rows

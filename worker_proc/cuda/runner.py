@@ -10,7 +10,6 @@ import gc
 import logging
 import time
 from collections import deque
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -81,7 +80,7 @@ class CudaRunner:
             with span("forward"):  # with the sampling, which is in the same graph
                 step = self._run(step, packed, bucket)
                 if packed.pooled_rows:
-                    step = replace(step, embeddings=self._pooler.pool(packed.pooled_rows))
+                    step = step._replace(embeddings=self._pooler.pool(packed.pooled_rows))
         lane.end(self.program.sampled.ids)
         return step
 
@@ -165,7 +164,7 @@ class CudaRunner:
         if raw is not None:
             ids = self.program.sampled.ids[: bucket.rows]
             table = self._special.logprobs(raw, ids, max(top_count for _, _, top_count in wanted))
-        return replace(step, logprob_rows=wanted, logprobs=table, prompt_pieces=pieces)
+        return step._replace(logprob_rows=wanted, logprobs=table, prompt_pieces=pieces)
 
     def _logprob_rows(self, packed: PackedStep) -> tuple[tuple[int, int, int], ...]:
         """See `PendingStep`."""

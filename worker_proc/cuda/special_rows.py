@@ -46,7 +46,7 @@ class SpecialRows:
     def __init__(self, slots: DeviceSlots, vocabulary: int, *, fixed_order: bool = False) -> None:
         self._slots, self._vocabulary, self._fixed_order = slots, vocabulary, fixed_order
         self._rules: dict[int, SlotRules] = {}
-        self._is_special = np.zeros(slots.slot_count, dtype=bool)
+        self._special: set[int] = set()
 
     def start(self, init: SlotInit) -> None:
         """A slot gets a request, after its tokens have been written."""
@@ -58,11 +58,13 @@ class SpecialRows:
         self._rules.pop(slot, None)
         if rules is not None:
             self._rules[slot] = rules
-        self._is_special[slot] = rules is not None or sampling.logprobs >= 0
+        self._special.discard(slot)
+        if rules is not None or sampling.logprobs >= 0:
+            self._special.add(slot)
 
     def any_of(self, slots: np.ndarray) -> bool:
         """Whether one of these slots needs more than the kernel."""
-        return bool(self._is_special[slots].any())
+        return bool(self._special) and not self._special.isdisjoint(slots.tolist())
 
     def apply_rules(self, logits: torch.Tensor, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Change the logits [R, vocab] of the rows whose slots have rules, in place."""

@@ -99,7 +99,7 @@ class StepProgram:
 
         Without `sampling` the caller changes the logits and then calls `sample`.
         """
-        captured = self._graph_for_step(bucket, sampling)
+        captured = self._graphs.get((bucket, sampling)) or self._graph_for_step(bucket, sampling)
         if captured is None:
             return self._run(self._forward, bucket, sampling)
         graph, logits = captured
@@ -161,7 +161,7 @@ class StepProgram:
         return logits
 
     def _graph_for_step(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        """What a step replays; None if it runs without a graph, as it does where one could not be captured."""
+        """What the first step of a bucket replays; None if it runs without a graph, as it does where one failed."""
         if not self.uses_graphs or bucket in self._without_graph:
             return None
         try:
