@@ -21,7 +21,7 @@ _TOKEN_SIZES = (
 """Those that are prepared at start."""
 
 LARGE_TOKENS = _TOKEN_SIZES[-1]
-"""Steps above this are padded to sixteen sizes between two powers of two, and captured when they first come."""
+"""Steps above this are padded to 32 sizes between two powers of two, and captured when they first come."""
 
 _NEARLY_LARGEST = 0.875
 """A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
@@ -80,7 +80,7 @@ def padded_batch(rows: int) -> int:
 def padded_tokens(token_count: int) -> int:
     """Tokens of a chunk or mixed bucket."""
     size = next((size for size in _TOKEN_SIZES if size >= token_count), 0)
-    step = 1 << max(0, (token_count - 1).bit_length() - 5)
+    step = 1 << max(0, (token_count - 1).bit_length() - 6)
     return size or -(-token_count // step) * step
 
 
