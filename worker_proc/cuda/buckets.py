@@ -5,7 +5,8 @@ three things: which rows there are (decode, chunks, or both), how many rows, how
 are multiples of 16, for which the kernels are compiled once. Called by the GPU runner.
 """
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 DECODE, CHUNK, MIXED = "decode", "chunk", "mixed"
 
@@ -14,21 +15,19 @@ _ROW_CLASSES = (1, 16, 32, 64, 128)
 _ONE_ROW_TOKENS = 1536
 """Up to this size a step with one row has a bucket of its own."""
 
-_TOKEN_SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_TOKEN_SIZES = (
+    16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096,
+)  # fmt: skip
+"""Those that are prepared at start."""
 
-GRAPH_TOKENS = _TOKEN_SIZES[-1]
-"""Steps between this and the largest run without a graph: the device takes longer for them than the host does to launch
-them, and there would be many."""
+LARGE_TOKENS = _TOKEN_SIZES[-1]
+"""Steps above this are padded to 32 sizes between two powers of two, and captured when they first come."""
 
 _NEARLY_LARGEST = 0.875
-"""A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which has a graph."""
-
-_LARGE_STEP = 64
-"""Tokens of such a step are padded to a multiple of this, so that one compiled kernel serves all."""
+"""A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Sizes of a step, padding included.
 
     Attributes:
@@ -42,6 +41,7 @@ class Bucket:
     tokens: int
 
 
+@lru_cache(maxsize=1024)
 def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: int, max_tokens: int) -> Bucket:
     """The smallest bucket that holds a step of `decode_rows` single tokens and `chunk_rows` chunks."""
     rows = decode_rows + chunk_rows
@@ -52,7 +52,7 @@ def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: 
     padded_rows = rows if token_count <= _ONE_ROW_TOKENS else max(rows, 2)
     row_size = min(next((size for size in _ROW_CLASSES if size >= padded_rows), max_rows), max_rows)
     tokens = padded_tokens(max(token_count, row_size))
-    if tokens > GRAPH_TOKENS:
+    if tokens > LARGE_TOKENS:
         row_size = _large_step_rows(rows, max_rows)
         tokens = max_tokens if tokens >= _NEARLY_LARGEST * max_tokens else tokens
     return Bucket(MIXED if decode_rows else CHUNK, min(row_size, max_tokens), min(tokens, max_tokens))
@@ -61,11 +61,6 @@ def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: 
 def _large_step_rows(rows: int, max_rows: int) -> int:
     few = min(_ROW_CLASSES[1], max_rows)
     return few if rows <= few else max_rows
-
-
-def has_graph(bucket: Bucket, max_tokens: int) -> bool:
-    """Whether its steps are worth a graph."""
-    return bucket.tokens <= GRAPH_TOKENS or bucket.tokens == max_tokens
 
 
 def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
@@ -85,7 +80,8 @@ def padded_batch(rows: int) -> int:
 def padded_tokens(token_count: int) -> int:
     """Tokens of a chunk or mixed bucket."""
     size = next((size for size in _TOKEN_SIZES if size >= token_count), 0)
-    return size or -(-token_count // _LARGE_STEP) * _LARGE_STEP
+    step = 1 << max(0, (token_count - 1).bit_length() - 6)
+    return size or -(-token_count // step) * step
 
 
 def decode_buckets(max_rows: int) -> list[Bucket]:
@@ -100,7 +96,7 @@ def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     rows = min(_ROW_CLASSES[1], max_rows, max_tokens)
     one = [Bucket(CHUNK, 1, size) for size in sizes if size <= _ONE_ROW_TOKENS]
     few = [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for size in sizes if size >= rows]
-    full = [Bucket(kind, rows, max_tokens) for kind in (CHUNK, MIXED)] if max_tokens > GRAPH_TOKENS else []
+    full = [Bucket(kind, rows, max_tokens) for kind in (CHUNK, MIXED)] if max_tokens > LARGE_TOKENS else []
     return list(dict.fromkeys([*one, *few, *full, *largest_buckets(max_rows, max_tokens)]))
 
 
@@ -119,7 +115,7 @@ def compiled_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     wide = []
     for size in (_ROW_CLASSES[-1], max_rows):
         rows = min(size, max_rows, max_tokens)
-        least, most = min(padded_tokens(rows), max_tokens), min(GRAPH_TOKENS, max_tokens)
+        least, most = min(padded_tokens(rows), max_tokens), min(LARGE_TOKENS, max_tokens)
         wide += [Bucket(CHUNK, rows, least), Bucket(MIXED, rows, least), Bucket(CHUNK, rows, most)]
     return list(dict.fromkeys([*start_buckets(max_rows, max_tokens), *wide]))
 

@@ -7,7 +7,6 @@ import pytest
 from worker_proc.cuda.buckets import (
     CHUNK,
     DECODE,
-    GRAPH_TOKENS,
     MIXED,
     bucket_of,
     chunk_buckets,
@@ -30,8 +29,13 @@ def test_a_bucket_holds_its_step(limits):
         assert bucket.rows <= bucket.tokens, bucket
         assert bucket.kind == (DECODE if chunks == 0 else CHUNK if chunks == rows else MIXED), (chunks, bucket)
         seen.add(bucket)
-    graphs = [bucket for bucket in seen if bucket.tokens <= GRAPH_TOKENS]
-    assert len(graphs) <= 230, f"{len(graphs)} graphs for {limits}"
+    assert len(seen) <= 330, f"{len(seen)} graphs for {limits}"
+
+
+def test_padding_is_at_most_a_quarter_and_of_large_steps_a_32nd():
+    for tokens in range(257, 16385):
+        bucket = bucket_of(1, 1, tokens, max_rows=256, max_tokens=32768)
+        assert bucket.tokens <= tokens * (33 / 32 if tokens > 4096 else 5 / 4), bucket
 
 
 def test_decode_buckets_are_all_that_decoding_needs():
