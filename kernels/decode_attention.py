@@ -159,6 +159,7 @@ def launch_plan(
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
     start_tiles: int | None = None,
+    num_warps: int | None = None,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
@@ -171,11 +172,12 @@ def launch_plan(
     is_wide = quantised and dim_tile <= 128
     # Tiles, programs a multiprocessor and their warps as measured; programs of one warp fill its shared memory.
     if specialised:
-        usual_tokens, usual_programs, num_warps = (16, 12, 1) if quantised else (32, 4, 1)
+        usual_tokens, usual_programs, usual_warps = (16, 12, 1) if quantised else (32, 4, 1)
     elif is_wide:
-        usual_tokens, usual_programs, num_warps = 64, 4, 2
+        usual_tokens, usual_programs, usual_warps = 64, 4, 2
     else:
-        usual_tokens, usual_programs, num_warps = 64 if dim_tile <= 128 else 32, 2, 4
+        usual_tokens, usual_programs, usual_warps = 64 if dim_tile <= 128 else 32, 2, 4
+    usual_start = 2 if specialised else 1
     program_count = multiprocessor_count * (programs_per_multiprocessor or usual_programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
@@ -185,8 +187,8 @@ def launch_plan(
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
-        start_tiles=start_tiles or (2 if specialised else 1),
-        num_warps=num_warps,
+        start_tiles=usual_start if start_tiles is None else start_tiles,
+        num_warps=num_warps or usual_warps,
         num_stages=3,
         max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
@@ -430,9 +432,10 @@ def decode_attention(
     if plan.specialised:
         is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap, quantised=key_scales is not None)
         wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
-        from kernels import decode_attention_hopper
+        from kernels import decode_attention_hopper, decode_attention_team
 
-        decode_attention_hopper.launch(
+        kernel = decode_attention_hopper if plan.num_warps == 1 else decode_attention_team
+        kernel.launch(
             *inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"]
         )
         return
