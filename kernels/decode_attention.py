@@ -127,6 +127,30 @@ class DecodePlan:
     specialised: bool = False
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """A tile, programs a multiprocessor, what each of them has, and tiles that a beginning counts as; as measured."""
+
+    tile_tokens: int
+    programs: int
+    num_warps: int
+    num_stages: int = 3
+    max_registers: int | None = None
+    start_tiles: int = 1
+
+
+_HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
+_HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
+
+
+def _usual_sizes(dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
+    if specialised:
+        return _HOPPER_8_BITS if quantised else _HOPPER_PLAIN
+    if dim_tile > 128:
+        return _Sizes(32, 2, 4)
+    return _Sizes(64, 4, 2) if quantised else _Sizes(64, 2, 4)
+
+
 def can_specialise(
     shape: HeadShape,
     dtype: torch.dtype,
@@ -137,7 +161,7 @@ def can_specialise(
     capability_major: int = 9,
     triton_version: str = triton.__version__,
 ) -> bool:
-    """Whether kernels/decode_attention_hopper.py computes such calls on a card of that compute capability.
+    """Whether the Hopper kernels compute such calls on a card of that compute capability.
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
@@ -163,34 +187,26 @@ def launch_plan(
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
-    `specialised` takes the Hopper kernel: pass it only where `can_specialise(...)`. The other keyword arguments are for
-    tests and benchmarks.
+    `specialised` takes a Hopper kernel, by `num_warps` that of single warps or that of teams: pass it only where
+    `can_specialise(...)`. The other keyword arguments are for tests and benchmarks.
     """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
-    is_wide = quantised and dim_tile <= 128
-    # Tiles, programs a multiprocessor and their warps as measured; programs of one warp fill its shared memory.
-    if specialised:
-        usual_tokens, usual_programs, usual_warps = (16, 12, 1) if quantised else (32, 4, 1)
-    elif is_wide:
-        usual_tokens, usual_programs, usual_warps = 64, 4, 2
-    else:
-        usual_tokens, usual_programs, usual_warps = 64 if dim_tile <= 128 else 32, 2, 4
-    usual_start = 2 if specialised else 1
-    program_count = multiprocessor_count * (programs_per_multiprocessor or usual_programs)
+    sizes = _usual_sizes(dim_tile, quantised, specialised)
+    program_count = multiprocessor_count * (programs_per_multiprocessor or sizes.programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
         program_count=program_count,
-        tile_tokens=tile_tokens or usual_tokens,
+        tile_tokens=tile_tokens or sizes.tile_tokens,
         group_rows=group_rows,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
-        start_tiles=usual_start if start_tiles is None else start_tiles,
-        num_warps=num_warps or usual_warps,
-        num_stages=3,
-        max_registers=None,
+        start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
+        num_warps=num_warps or sizes.num_warps,
+        num_stages=sizes.num_stages,
+        max_registers=sizes.max_registers,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,

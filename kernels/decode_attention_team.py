@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 LOWEST = gl.constexpr(-3.0e38)
 """The maximum of a warp that has seen no token; below every score, and finite, so that two of them have a difference."""
 
+ROUND = gl.constexpr(1.5 * 2.0**23)
+"""Added to a float32 below 2^22 it rounds it to an integer, which the lowest bits of the sum are: no conversions."""
+
 
 @gluon.jit
 def _load_query(query_ptr, first_dim: gl.constexpr, step: gl.constexpr, dims: gl.constexpr, layout: gl.constexpr,
@@ -68,10 +71,10 @@ def _query_operands(query_ptr, mma: gl.constexpr, FORMAT: gl.constexpr, WARPS: g
         wide = _load_query(query_ptr, 0, 1, HEAD_DIM, bytes_layout, WARPS, GROUP, HEAD_DIM).to(gl.float32)
         largest = gl.max(gl.abs(wide), axis=1) / LEVELS
         largest = gl.where(largest > 0.0, largest, 1.0)
-        level = wide / gl.expand_dims(largest, 1)
-        multiple = gl.floor(level / 128.0 + 0.5)
-        first = multiple.to(gl.int8)
-        second = gl.floor(level - multiple * 128.0 + 0.5).to(gl.int8)
+        level = wide * gl.expand_dims(1.0 / largest, 1)  # once a column: a division takes some ten instructions
+        multiple = level * (1.0 / 128.0) + ROUND
+        first = multiple.to(gl.int32, bitcast=True).to(gl.int8)
+        second = (level - (multiple - ROUND) * 128.0 + ROUND).to(gl.int32, bitcast=True).to(gl.int8)
         unit = gl.convert_layout(largest, column)
     elif FORMAT == FP8:
         layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -160,13 +163,15 @@ def _ask(
     """Ask for those of a segment's first STAGES - 1 tiles that are from `begin` up to `end`; a group of copies for
     each, also for those past the segment's end. The first of the segment goes to stage `read`."""
     TILE: gl.constexpr = tiles[0].shape[1]
+    blocks = ()
+    for ahead in gl.static_range(STAGES - 1):
+        blocks += (_load_blocks(table_ptr, first_tile + ahead, tile_end, length, tokens, BLOCK_SIZE, TILE),)
     for ahead in gl.static_range(STAGES - 1):
         tile = first_tile + ahead
         if (tile >= begin) & (tile < end):
             if tile < tile_end:
-                blocks = _load_blocks(table_ptr, tile, tile_end, length, tokens, BLOCK_SIZE, TILE)
                 _copy_tile(
-                    caches, blocks, head, tile, length, tiles, (read + ahead) % STAGES, tokens, units,
+                    caches, blocks[ahead], head, tile, length, tiles, (read + ahead) % STAGES, tokens, units,
                     KV_HEADS, BLOCK_SIZE,
                 )  # fmt: skip
             async_copy.commit_group()
@@ -241,7 +246,6 @@ def _team_decode_kernel(
 
     # 3. Ask for the first tiles; for that of the new token when the kernel ahead has stored it.
     never = first_tile + STAGES
-    early_end = never
     if PDL:
         early_end = (length - 1) // TILE
         _ask(
@@ -259,8 +263,18 @@ def _team_decode_kernel(
             units, KV_HEADS, BLOCK_SIZE, STAGES,
         )  # fmt: skip
 
+    # 4. Rows without tokens get zeros.
+    dims: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    for empty in range(program, row_count, programs):
+        if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):
+            empty_ptr = output_ptr + gl.cast(empty, gl.int64) * output_stride
+            for first in range(0, KV_HEADS * GROUP * HEAD_DIM, 256):
+                columns = first + gl.arange(0, 256, layout=dims)
+                zeros = gl.zeros([256], output_ptr.dtype.element_ty, dims)
+                gl.store(empty_ptr + columns, zeros, mask=columns < KV_HEADS * GROUP * HEAD_DIM)
+
     while work < work_end:
-        # 4. The queries; for 8 bits the scales of the first tile.
+        # 5. The queries; for 8 bits the scales of the first tile.
         group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
         later_blocks = _load_blocks(
             table_ptr, first_tile + STAGES - 1, tile_end, length, copy_tokens, BLOCK_SIZE, TILE
@@ -284,7 +298,7 @@ def _team_decode_kernel(
             )  # fmt: skip
             next_blocks = _load_blocks(table_ptr, first_tile + 1, tile_end, length, tokens, BLOCK_SIZE, TILE)
 
-        # 5. Accumulate. When a tile is there, and all warps have done the one before, a later one is asked for in its
+        # 6. Accumulate. When a tile is there, and all warps have done the one before, a later one is asked for in its
         # place; its blocks have been looked up a tile ahead, scales are loaded a tile ahead, the ids of theirs two.
         for tile in range(first_tile, tile_end):
             stage = read % STAGES
@@ -331,19 +345,22 @@ def _team_decode_kernel(
                 odd_sums = mma_v2(second_values, operand, odd_sums)
             read += 1
 
-        # 6. Ask for the next segment's first tiles: they come while this one's sums are stored.
+        # 7. Ask for the next segment's first tiles: they come while this one's sums are stored.
         row_tiles = (length + (TILE - 1)) // TILE
         next_work = start + tile_end
-        next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = _segment(
-            next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
-        )
-        block_barrier()  # all warps have done the last tile
-        _ask(
-            next_tile, next_tile, next_tile + STAGES, next_end, read, caches, next_table_ptr, next_head, next_length,
-            tiles, copy_tokens, units, KV_HEADS, BLOCK_SIZE, STAGES,
-        )  # fmt: skip
+        next_row, next_head, next_length, next_table_ptr = row, head, length, table_ptr
+        next_start, next_tile, next_end = start, first_tile, tile_end
+        if next_work < work_end:
+            next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = _segment(
+                next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
+            )
+            block_barrier()  # all warps have done the last tile
+            _ask(
+                next_tile, next_tile, next_tile + STAGES, next_end, read, caches, next_table_ptr, next_head,
+                next_length, tiles, copy_tokens, units, KV_HEADS, BLOCK_SIZE, STAGES,
+            )  # fmt: skip
 
-        # 7. Add up over the warps. One that has seen no token has LOWEST, and a share of 0.
+        # 8. Add up over the warps. One that has seen no token has LOWEST, and a share of 0.
         highest = gl.max(maximum, axis=0)
         shares = gl.exp2(maximum - highest[None, :])
         normaliser = gl.convert_layout(gl.sum(normaliser * shares, axis=0), whole_column)
@@ -355,7 +372,7 @@ def _team_decode_kernel(
         if FORMAT > 0:
             odd = _across_warps(odd_sums, shares, across)
 
-        # 8. Store: a whole (row, head) at once, or this piece's part of it.
+        # 9. Store: a whole (row, head) at once, or this piece's part of it.
         group_output_ptr = output_ptr + row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
         step: gl.constexpr = 1 if FORMAT == 0 else 2
         if (first_tile == 0) & (tile_end == row_tiles):
@@ -387,18 +404,7 @@ def _team_decode_kernel(
         work = next_work
         row, head, length, table_ptr = next_row, next_head, next_length, next_table_ptr
         start, first_tile, tile_end = next_start, next_tile, next_end
-
-    # 9. Rows without tokens get zeros.
-    wait_for_inputs(PDL)  # also a program without work: who waits for this kernel waits for those before it
     let_next_start(PDL)
-    dims: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-    for empty in range(program, row_count, programs):
-        if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):
-            empty_ptr = output_ptr + gl.cast(empty, gl.int64) * output_stride
-            for first in range(0, KV_HEADS * GROUP * HEAD_DIM, 256):
-                columns = first + gl.arange(0, 256, layout=dims)
-                zeros = gl.zeros([256], output_ptr.dtype.element_ty, dims)
-                gl.store(empty_ptr + columns, zeros, mask=columns < KV_HEADS * GROUP * HEAD_DIM)
 
 
 def launch(
