@@ -451,9 +451,7 @@ def decode_attention(
         from kernels import decode_attention_hopper, decode_attention_team
 
         kernel = decode_attention_hopper if plan.num_warps == 1 else decode_attention_team
-        kernel.launch(
-            *inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"]
-        )
+        kernel.launch(*inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"])
         return
     merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
     _decode_kernel[(plan.program_count,)](

@@ -28,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
-from kernels.decode_attention_hopper import LEVELS, _add, _segment
+from kernels.decode_attention_hopper import LEVELS, add, segment
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import FP8, INT8, QUERIES, block_barrier, left_operands, merge, store_columns
 from kernels.kv_format import cache_format
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
 LOWEST = gl.constexpr(-3.0e38)
-"""The maximum of a warp that has seen no token; below every score, and finite, so that two of them have a difference."""
+"""The maximum of a warp that has seen no token: below every score, and finite, so that two have a difference."""
 
 ROUND = gl.constexpr(1.5 * 2.0**23)
 """Added to a float32 below 2^22 it rounds it to an integer, which the lowest bits of the sum are: no conversions."""
@@ -232,7 +232,7 @@ def _team_decode_kernel(
     lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
     lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
     tile_counts = (lengths + (TILE - 1)) // TILE
-    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, _add)
+    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, add)
     total = gl.max(ends, axis=0) * KV_HEADS
     piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
     work = program * piece
@@ -240,7 +240,7 @@ def _team_decode_kernel(
     statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
 
     read = 0
-    row, head, length, table_ptr, start, first_tile, tile_end = _segment(
+    row, head, length, table_ptr, start, first_tile, tile_end = segment(
         work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
     )
 
@@ -276,9 +276,7 @@ def _team_decode_kernel(
     while work < work_end:
         # 5. The queries; for 8 bits the scales of the first tile.
         group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
-        later_blocks = _load_blocks(
-            table_ptr, first_tile + STAGES - 1, tile_end, length, copy_tokens, BLOCK_SIZE, TILE
-        )
+        later_blocks = _load_blocks(table_ptr, first_tile + STAGES - 1, tile_end, length, copy_tokens, BLOCK_SIZE, TILE)
         first_query, second_query, unit = _query_operands(group_ptr, mma, FORMAT, WARPS, GROUP, HEAD_DIM)
         factor = unit * scale_log2
         if FORMAT == FP8:
@@ -351,7 +349,7 @@ def _team_decode_kernel(
         next_row, next_head, next_length, next_table_ptr = row, head, length, table_ptr
         next_start, next_tile, next_end = start, first_tile, tile_end
         if next_work < work_end:
-            next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = _segment(
+            next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = segment(
                 next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
             )
             block_barrier()  # all warps have done the last tile

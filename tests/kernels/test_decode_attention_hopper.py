@@ -151,7 +151,8 @@ def test_an_early_launch_sees_what_the_kernel_ahead_stores(cache):
             if tensor is not None:
                 tensor[blocks, :, last % block_size] = 7.0
 
-    launch = launch_plan(rows, query_heads, kv_heads, head_dim, 132, quantised=cache is not None, **plan()["plan_options"])
+    options = plan()["plan_options"] | {"quantised": cache is not None}
+    launch = launch_plan(rows, query_heads, kv_heads, head_dim, 132, **options)
     output = torch.empty_like(batch.query)
     partials = torch.empty(launch.workspace_floats, device="cuda")
     counters = torch.zeros(launch.counter_count, dtype=torch.int32, device="cuda")

@@ -1,9 +1,10 @@
-"""The decode kernel of several warps against its reference: on a GPU, and without one in the emulator."""
+"""The decode kernel of teams of warps against its reference: on a GPU, and without one in the emulator."""
 
 import pytest
 import torch
 
 from kernels import decode_attention, decode_attention_team
+from tests.kernels import gluon_emulator
 from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
 from tests.kernels.paged_batches import skip_unless_here
 from tests.kernels.test_decode_attention import check, run
@@ -38,18 +39,18 @@ def test_sizes_of_a_team(warps, tile_tokens, start_tiles, min_tiles, device, cac
 
 
 @pytest.mark.parametrize(
-    "head_dim, kv_heads, query_heads, cache",
+    "warps, head_dim, kv_heads, query_heads, cache",
     [
-        (128, 2, 4, None),
-        (128, 1, 8, torch.int8),
-        (128, 2, 6, torch.float8_e4m3fn),
-        (64, 1, 8, torch.int8),
-        (64, 3, 3, torch.float8_e4m3fn),
+        (4, 128, 2, 4, None),
+        (4, 128, 1, 8, torch.int8),
+        (2, 128, 2, 6, torch.float8_e4m3fn),
+        (8, 64, 1, 8, torch.int8),
+        (8, 64, 3, 3, torch.float8_e4m3fn),
     ],
 )
-def test_head_shapes(head_dim, kv_heads, query_heads, cache, device):
-    batch = batch_of((90, 7), device, cache, head_dim=head_dim, kv_heads=kv_heads, query_heads=query_heads)
-    check(batch, **team(programs=3))
+def test_head_shapes(warps, head_dim, kv_heads, query_heads, cache, device):
+    batch = batch_of((290, 7), device, cache, head_dim=head_dim, kv_heads=kv_heads, query_heads=query_heads)
+    check(batch, **team(warps, programs=3))
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,15 @@ def test_blocks(block_size, cache, device):
     check(batch_of((100, 128, 1), device, cache, block_size=block_size), **team(programs=1))
 
 
-def test_pieces_end_with_pairs_where_rows_are_alike(device, cache, monkeypatch):
-    """Tiles of many tokens and no cost of a beginning: as many pairs as programs are not cut, and nothing is merged."""
-    batch = batch_of((128,) * 4, device, cache, kv_heads=2, query_heads=4)
-    result = run(batch, **team(4, 64, programs=4 if device == "cpu" else 1, start_tiles=0))
-    assert not result.isnan().any()
+def test_equal_rows_are_not_cut_where_pairs_fit_the_programs(cache, monkeypatch):
+    """Few tiles, of many tokens, of which a beginning costs none: then a piece is a pair, and no counter is needed."""
+    merged = []
+    monkeypatch.setattr(gluon_emulator, "_atomic_add", lambda *_, **__: merged.append(1))
+    kernel = EmulatedKernel(decode_attention_team._team_decode_kernel)
+    monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", kernel)
+    batch = batch_of((250,) * 5, "cpu", cache, kv_heads=1, query_heads=2)
+    check(batch, **team(4, 64, start_tiles=0))  # 20 tiles for 6 programs: 4 for each of 5
+    assert not merged
 
 
 def test_many_parts_merge(device, cache):
