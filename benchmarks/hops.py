@@ -1,17 +1,18 @@
 """Where the time of one request goes between the processes: its timeline, hop by hop, compared with ZeroMQ alone.
 
-    python -m benchmarks.hops [--requests 400] [--step-ms 0] [--output FILE] [--smoke]
+    python -m benchmarks.hops [--requests 400] [--step-ms 0] [--busy-poll-ms 0 -1 5 20] [--output FILE] [--smoke]
 
 Client, frontend and scheduler are the real ones, and so is the worker except for its model (benchmarks/stub_worker.py),
 whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, one token out. `whole_us` is the time of
 `Client.generate_batch`, which `LLM.generate` calls. Its parts come from a second run in which every process records its
-messages, and add up to that run's own whole (medians). A part named `A to B` begins when A hands the message to ZeroMQ
+messages, and add up to that run's own whole (medians). All of it once for each `--busy-poll-ms` (of the engine and of
+the client), side by side. A part named `A to B` begins when A hands the message to ZeroMQ
 and ends when B has it; the first and the last contain the client's own work, and the frontend's decoding and encoding.
 `cpu_us` is CPU time per request, over all threads. `floor_us` is what the six messages would take in a bare ping-pong
-(benchmarks/ping_pong.py), whose ends wait in a poll or ask all the time, without a pause or after 2 ms of rest.
+(benchmarks/ping_pong.py) in each of its modes, without a pause or after 2 ms of rest.
 `decode` is the time between one request's tokens when a step takes half a millisecond: no more than that, if the next
 plan is always there. `burst` sends eight requests at once, each of 16 tokens: 16 steps are the least. `load` is the
-machine's when it began. The last line is one JSON object.
+machine's when it began. The last lines are JSON objects, one for each `--busy-poll-ms`.
 """
 
 import argparse
@@ -22,13 +23,14 @@ import sys
 import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from benchmarks import ping_pong, records
+from common.busy_poll import AUTOMATIC, limit_s_for
 from common.config import CacheOptions, EngineConfig, LogOptions, ProfilingOptions, ServerOptions
 from common.messages import StepPlan, StepResult, TokensOut
 from common.model_cache import default_model_dir
@@ -46,12 +48,8 @@ DECODE_STEP_MS = 0.5
 DECODE_TOKENS = 256
 BURST_REQUESTS, BURST_TOKENS = 8, 16
 REST_S = 0.002
-FLOORS = (
-    ("blocking", False, 0.0),
-    ("spinning", True, 0.0),
-    ("blocking_rested", False, REST_S),
-    ("spinning_rested", True, REST_S),
-)
+MODES: tuple[ping_pong.Mode, ...] = ("blocking", "spinning", "kept")
+BUSY_POLL_MS = (0.0, AUTOMATIC, 5.0, 20.0)
 ROOMS = {"frontend": "frontend", "scheduler": "scheduler_proc", "worker-0": "benchmarks.stub_worker"}
 POINTS: dict[str, tuple[str, Link, Direction, int | None]] = {
     "client to frontend": ("frontend", Link.CALLS, Direction.IN, None),
@@ -74,10 +72,12 @@ INTERNAL_PARTS = ("frontend to scheduler", "scheduler to worker", "worker to sch
 class Processes:
     """Frontend, scheduler and stub worker, with a client; a context manager."""
 
-    def __init__(self, folder: Path, step_ms: float, record: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, step_ms: float, busy_poll_ms: float = AUTOMATIC, record: Path | None = None
+    ) -> None:
         config = EngineConfig(
             cache=CacheOptions(prefix_cache="off"),
-            server=ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock"),
+            server=ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock", busy_poll_ms=busy_poll_ms),
             profiling=ProfilingOptions(record=str(record or "")),
             log=LogOptions(log_level="warning"),
             run_dir=str(folder),
@@ -90,7 +90,7 @@ class Processes:
             own = ["--prompt-ms", str(step_ms), "--decode-ms", str(DECODE_STEP_MS)] if name == "worker-0" else []
             command = [sys.executable, "-m", module, "--config", str(folder / "config.json"), *own]
             self._processes[name] = subprocess.Popen(command)
-        self.client = Client(config.server.client_endpoint, timeout_s=START_TIMEOUT_S)
+        self.client = Client(config.server.client_endpoint, timeout_s=START_TIMEOUT_S, busy_poll_ms=busy_poll_ms)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.client.status().state != "serving":
             assert time.monotonic() < deadline_s, "the engine did not start"
@@ -183,22 +183,24 @@ def matching(folder: Path, process: str, link: Link, direction: Direction, code:
 
 
 def floor_us(folder: Path, sizes: dict[str, int], client_bytes: tuple[int, int], count: int) -> dict[str, float]:
-    """What the six messages of a request take by themselves: both ends in a poll, or both asking all the time; one
-    after another, or each after a rest."""
+    """What the six messages of a request take by themselves: in each mode, one after another, and each after a rest."""
     links = {"internal": [sizes[part] for part in INTERNAL_PARTS], "client": client_bytes}
     totals: dict[str, float] = {}
-    for name, spins, rest_s in FLOORS:
-        hops_us: list[float] = []
-        for kind, kind_sizes in links.items():
-            where = folder / f"{name}-{kind}"
-            hops_us += ping_pong.hops_us(where, kind, kind_sizes, count, spins=spins, rest_s=rest_s)
-        totals[name] = round(sum(hops_us), 1)
+    for rest_s, suffix in ((0.0, ""), (REST_S, "_rested")):
+        for mode in MODES:
+            hops_us: list[float] = []
+            for kind, kind_sizes in links.items():
+                where = folder / f"{mode}{suffix}-{kind}"
+                hops_us += ping_pong.hops_us(where, kind, kind_sizes, count, mode=mode, rest_s=rest_s)
+            totals[mode + suffix] = round(sum(hops_us), 1)
     return totals
 
 
-def measure_timeline(folder: Path, count: int, step_ms: float) -> tuple[dict[str, Any], dict[str, int]]:
+def measure_timeline(
+    folder: Path, count: int, step_ms: float, busy_poll_ms: float = AUTOMATIC
+) -> tuple[dict[str, Any], dict[str, int]]:
     """The figures of a recorded run, and the bytes of the message that ends each part."""
-    with Processes(folder / "recorded", step_ms, folder / "records") as processes:
+    with Processes(folder / "recorded", step_ms, busy_poll_ms, folder / "records") as processes:
         recorded = run_requests(processes, count)
     times_us, sizes = part_times_us(folder / "records", recorded.spans_ns)
     parts_us = {part: figures(times) for part, times in times_us.items()}
@@ -213,27 +215,48 @@ def measure_burst(processes: Processes, count: int) -> dict[str, Any]:
     return {"whole_us": figures(run.whole_us), "steps": round(steps, 1), "least_steps": BURST_TOKENS}
 
 
-def measure(count: int, step_ms: float) -> dict[str, Any]:
-    """All figures."""
-    load = round(os.getloadavg()[0], 1)
-    with tempfile.TemporaryDirectory(prefix="hops-") as name:
-        folder = Path(name)
-        with Processes(folder / "plain", step_ms) as processes:
-            plain = run_requests(processes, count)
-            decode = run_requests(processes, max(1, count // 40), DECODE_TOKENS)
-            burst = measure_burst(processes, max(1, count // 10))
-        timeline, sizes = measure_timeline(folder, count, step_ms)
-        floor = floor_us(folder, sizes, plain.client_bytes, count)
-    token_us = (statistics.median(decode.whole_us) - statistics.median(plain.whole_us)) / (DECODE_TOKENS - 1)
-    return {
-        "whole_us": figures(plain.whole_us),
-        **timeline,
-        "cpu_us": plain.cpu_us,
-        "floor_us": floor,
-        "decode": {"step_us": DECODE_STEP_MS * 1000, "token_us": round(token_us, 1)},
-        "burst": burst,
-        "load": load,
-    }
+def measure(count: int, step_ms: float, busy_poll_ms: Sequence[float]) -> list[dict[str, Any]]:
+    """All figures, for each duration of the busy poll."""
+    found: list[dict[str, Any]] = []
+    for each_ms in busy_poll_ms:
+        load = round(os.getloadavg()[0], 1)
+        with tempfile.TemporaryDirectory(prefix="hops-") as name:
+            folder = Path(name)
+            with Processes(folder / "plain", step_ms, each_ms) as processes:
+                plain = run_requests(processes, count)
+                decode = run_requests(processes, max(1, count // 40), DECODE_TOKENS)
+                burst = measure_burst(processes, max(1, count // 10))
+            timeline, sizes = measure_timeline(folder, count, step_ms, each_ms)
+            floor = found[0]["floor_us"] if found else floor_us(folder, sizes, plain.client_bytes, count)
+        token_us = (statistics.median(decode.whole_us) - statistics.median(plain.whole_us)) / (DECODE_TOKENS - 1)
+        found.append({
+            "whole_us": figures(plain.whole_us),
+            **timeline,
+            "cpu_us": plain.cpu_us,
+            "floor_us": floor,
+            "decode": {"step_us": DECODE_STEP_MS * 1000, "token_us": round(token_us, 1)},
+            "burst": burst,
+            "load": load,
+        })  # fmt: skip
+    return found
+
+
+def print_table(busy_poll_ms: Sequence[float], found: Sequence[dict[str, Any]]) -> None:
+    """The medians side by side."""
+    rows = {name: [each[name]["p50"] for each in found] for name in ("whole_us", "whole_recorded_us")}
+    for part in found[0]["parts_us"]:
+        rows[f"  {part}"] = [each["parts_us"][part]["p50"] for each in found]
+    for process in found[0]["cpu_us"]:
+        rows[f"cpu_us {process}"] = [each["cpu_us"][process] for each in found]
+    rows["decode token_us"] = [each["decode"]["token_us"] for each in found]
+    rows["burst whole_us"] = [each["burst"]["whole_us"]["p50"] for each in found]
+    rows["burst steps"] = [each["burst"]["steps"] for each in found]
+    automatic = f"auto ({limit_s_for(AUTOMATIC) * 1000:g})"
+    names = [automatic if each_ms == AUTOMATIC else f"{each_ms:g}" for each_ms in busy_poll_ms]
+    print(f"{'busy_poll_ms':<24}" + "".join(f"{name:>10}" for name in names), file=sys.stderr)
+    for name, values in rows.items():
+        print(f"{name:<24}" + "".join(f"{value:>10.1f}" for value in values), file=sys.stderr)
+    print(f"floor_us {found[0]['floor_us']}", file=sys.stderr)
 
 
 def figures(times_us: list[float]) -> dict[str, float]:
@@ -251,23 +274,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=400, help="how many, one after another")
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long the worker's first step takes")
+    parser.add_argument("--busy-poll-ms", type=float, nargs="+", default=BUSY_POLL_MS, help="-1: as the engine chooses")
     parser.add_argument("--smoke", action="store_true", help="a few requests, for the test suite")
-    parser.add_argument("--output", help="file to append the result to")
+    parser.add_argument("--output", help="file to append the results to")
     args = parser.parse_args()
-    metrics = measure(10 if args.smoke else args.requests, args.step_ms)
-    for name in ("whole_us", "whole_recorded_us"):
-        print(f"{name:<24}{metrics[name]}", file=sys.stderr)
-    for part, times in metrics["parts_us"].items():
-        print(f"  {part:<22}{times}", file=sys.stderr)
-    for name in ("cpu_us", "floor_us", "decode", "burst"):
-        print(f"{name:<24}{metrics[name]}", file=sys.stderr)
-    entry = records.record(
-        benchmark="hops",
-        workload=f"1 request, {PROMPT_TOKENS} in, 1 out, step {args.step_ms:g} ms",
-        metrics=metrics,
-        device=records.host_name(),
-    )
-    records.finish(entry, args.output)
+    durations_ms = [AUTOMATIC] if args.smoke else args.busy_poll_ms
+    found = measure(10 if args.smoke else args.requests, args.step_ms, durations_ms)
+    print_table(durations_ms, found)
+    for each_ms, metrics in zip(durations_ms, found, strict=True):
+        entry = records.record(
+            benchmark="hops",
+            workload=f"1 request, {PROMPT_TOKENS} in, 1 out, step {args.step_ms:g} ms",
+            metrics=metrics,
+            device=records.host_name(),
+            options={"busy_poll_ms": each_ms},
+        )
+        records.finish(entry, args.output)
 
 
 if __name__ == "__main__":

@@ -106,10 +106,14 @@ class SupervisorLink:
         """Have the supervisor pass an order on to the process it names."""
         self._send(order.to_wire())
 
+    def wake(self) -> None:
+        """Wake the main loop (from another thread)."""
+        _poke(self._wake_main_fd)
+
     def order(self, order: ForChild) -> None:
         """Put an order in the queue, as if the supervisor had sent it (also from a signal handler)."""
         self._orders.put(order)
-        _poke(self._wake_main_fd)
+        self.wake()
 
     def take_orders(self) -> list[ForChild]:
         """The orders that have come since the last call; clears `wake_fd`. Shows that the main loop turns."""
@@ -150,7 +154,7 @@ class SupervisorLink:
         """One more heartbeat without a turn; counted, not timed: the whole process may have been paused."""
         self._beats_without_turn = self._beats_without_turn + 1 if self.state == "serving" else 0
         if self._beats_without_turn % TURN_INTERVAL_BEATS == TURN_INTERVAL_BEATS - 1:
-            _poke(self._wake_main_fd)
+            self.wake()
         if self._beats_without_turn * HEARTBEAT_INTERVAL_MS >= self._hang_timeout_s * 1000:
             faulthandler.dump_traceback()
             text = f"its main loop has not turned for {self._hang_timeout_s:g} s; its stack is on stderr"

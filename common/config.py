@@ -21,6 +21,7 @@ DEFAULT_MODEL = "default"
 
 TIMEOUT_LIMIT_S = 86_400
 FRONTEND_WORKERS_LIMIT = 64
+BUSY_POLL_LIMIT_MS = 1000
 PORT_LIMIT = 65_535
 """ZeroMQ takes a larger port modulo 65,536, without a word."""
 
@@ -203,6 +204,10 @@ class ServerOptions:
     ssl_certfile: str = option("", "TLS certificate, in PEM", metavar="FILE")
     stream_interval: int = option(1, "tokens per streamed chunk")
     metrics_prefix: str = option("trireme:", "prefix of all names in /metrics; vllm: fits dashboards made for vLLM")
+    busy_poll_ms: float = option(
+        -1.0, "milliseconds that every process goes on asking for messages after one, before it sleeps; -1: 5 with a "
+        "GPU and at least 8 processors, otherwise 0"
+    )  # fmt: skip
     shutdown_timeout: float = option(10.0, "seconds that requests in flight have to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until all processes must be ready")
     restart: bool = option(False, "restart a lost process; requests in flight continue from the tokens they had")
@@ -391,6 +396,11 @@ def _check_server(server: ServerOptions) -> None:
             )
     if not re.fullmatch(r"(/[^/?#\s]+)*", server.root_path):
         raise ConfigError(f"--root-path is {server.root_path}; wanted a path such as /llm, without a slash at its end")
+    if server.busy_poll_ms != -1 and not 0 <= server.busy_poll_ms <= BUSY_POLL_LIMIT_MS:
+        raise ConfigError(
+            f"--busy-poll-ms is {server.busy_poll_ms:g}; wanted 0 to {BUSY_POLL_LIMIT_MS}, or -1 to leave it to the "
+            "machine"
+        )
     if server.restart_limit < 1:
         raise ConfigError(f"--restart-limit is {server.restart_limit}; wanted at least 1")
     if server.stream_interval < 1:

@@ -10,6 +10,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from operator import length_hint
 from typing import Any, TypeVar
 
 import msgpack
@@ -30,7 +31,17 @@ T = TypeVar("T")
 
 def pack(fields: Sequence[Any]) -> bytes:
     """Encode one message, given as its type code followed by its fields."""
-    return bytes(msgpack.packb(fields, use_bin_type=True))
+    return pack_value(fields)
+
+
+def pack_value(value: Any) -> bytes:
+    """Encode any value that a message may hold."""
+    return bytes(msgpack.packb(value, use_bin_type=True))
+
+
+def array_header(length: int) -> bytes:
+    """What stands before the items of an array, for arrays whose items were encoded one by one."""
+    return bytes(msgpack.Packer().pack_array_header(length))
 
 
 def unpack(
@@ -124,6 +135,12 @@ def array_bytes(numbers: array) -> bytes:  # type: ignore[type-arg]
     return swapped.tobytes()
 
 
+_END: Any = object()
+"""What is read behind the last field; it fits no check."""
+
+_ITEM_BYTES = {"B": 1, "H": 2, "i": 4, "f": 4}
+
+
 class FieldReader:
     """Reads a message's fields in order, each with its check; the end of a `with` refuses what is left.
 
@@ -132,117 +149,112 @@ class FieldReader:
         fields: the raw fields, as `unpack` gives them.
     """
 
-    __slots__ = ("_fields", "_index", "_name")
+    __slots__ = ("_fields", "_left", "_name")
 
     def __init__(self, name: str, fields: Any) -> None:
         if not isinstance(fields, list):
             raise WireError(f"{name}: wanted an array of fields, got {type(fields).__name__}")
         self._name = name
         self._fields = fields
-        self._index = 0
+        self._left = iter(fields)
 
     def __enter__(self) -> "FieldReader":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._index != len(self._fields):
-            raise WireError(f"{self._name}: {len(self._fields)} fields, wanted {self._index}")
+        if kind is None and (left_count := length_hint(self._left)):
+            count = len(self._fields)
+            raise WireError(f"{self._name}: {count} fields, wanted {count - left_count}")
 
-    def _next(self, what: str) -> Any:
-        if self._index >= len(self._fields):
-            raise WireError(f"{self._name}.{what}: the message ends before this field ({len(self._fields)} fields)")
-        value = self._fields[self._index]
-        self._index += 1
-        return value
+    def _skips_nil(self) -> bool:
+        """Whether the next field is nil; it is passed over then."""
+        left_count = length_hint(self._left)
+        return left_count > 0 and self._fields[-left_count] is None and next(self._left) is None
 
     def _fail(self, what: str, wanted: str, got: Any) -> WireError:
+        if got is _END:
+            count = len(self._fields)
+            return WireError(f"{self._name}.{what}: the message ends before this field ({count} fields)")
         return WireError(f"{self._name}.{what}: wanted {wanted}, got {shown(got)}")
 
     def integer(self, what: str, low: int = 0, high: int = INT32_MAX) -> int:
         """An integer in [low, high]."""
-        value = self._next(what)
+        value = next(self._left, _END)
         if type(value) is not int or not low <= value <= high:
             raise self._fail(what, f"an integer in [{low}, {high}]", value)
         return value
 
     def optional_integer(self, what: str, low: int = 0) -> int | None:
         """An integer from `low` to INT32_MAX, or nil."""
-        if self._index < len(self._fields) and self._fields[self._index] is None:
-            self._index += 1
-            return None
-        return self.integer(what, low)
+        return None if self._skips_nil() else self.integer(what, low)
 
     def number(self, what: str) -> float:
         """A finite float (an integer is taken too)."""
-        value = self._next(what)
+        value = next(self._left, _END)
         if type(value) not in (float, int) or not math.isfinite(value):
             raise self._fail(what, "a finite number", value)
         return float(value)
 
     def optional_number(self, what: str) -> float | None:
         """A finite float, or nil."""
-        if self._index < len(self._fields) and self._fields[self._index] is None:
-            self._index += 1
-            return None
-        return self.number(what)
+        return None if self._skips_nil() else self.number(what)
 
     def flag(self, what: str) -> bool:
         """True or False."""
-        value = self._next(what)
+        value = next(self._left, _END)
         if type(value) is not bool:
             raise self._fail(what, "a boolean", value)
         return value
 
     def text(self, what: str, limit: int = TEXT_LIMIT_BYTES) -> str:
         """A string of at most `limit` characters."""
-        value = self._next(what)
+        value = next(self._left, _END)
         if type(value) is not str or len(value) > limit:
             raise self._fail(what, f"a string of at most {limit} characters", value)
         return value
 
     def optional_text(self, what: str, limit: int = TEXT_LIMIT_BYTES) -> "str | None":
         """A string of at most `limit` characters, or nil."""
-        if self._index < len(self._fields) and self._fields[self._index] is None:
-            self._index += 1
-            return None
-        return self.text(what, limit)
+        return None if self._skips_nil() else self.text(what, limit)
 
     def blob(self, what: str, limit: int = TEXT_LIMIT_BYTES) -> bytes:
         """A byte string of at most `limit` bytes."""
-        value = self._next(what)
+        value = next(self._left, _END)
         if type(value) is not bytes or len(value) > limit:
             raise self._fail(what, f"a byte string of at most {limit} bytes", value)
         return value
 
     def numbers(self, what: str, typecode: str, limit: int = ARRAY_LIMIT) -> "array[Any]":
         """A number array of at most `limit` items: `'B'` uint8, `'H'` uint16, `'i'` int32, `'f'` float32."""
-        value = self._next(what)
-        items = array(typecode)
-        if type(value) is not bytes or len(value) % items.itemsize or len(value) > limit * items.itemsize:
-            raise self._fail(what, f"bytes of at most {limit} items of {items.itemsize} bytes", value)
-        items.frombytes(value)
+        value, size = next(self._left, _END), _ITEM_BYTES[typecode]
+        if type(value) is not bytes or len(value) % size or len(value) > limit * size:
+            raise self._fail(what, f"bytes of at most {limit} items of {size} bytes", value)
+        items = array(typecode, value)
         if not _LITTLE_ENDIAN:
             items.byteswap()
         return items
 
     def entries(self, what: str, item: Callable[[Any], T], limit: int = LIST_LIMIT) -> tuple[T, ...]:
         """An array of at most `limit` items, each decoded by `item`."""
-        value = self._next(what)
+        value = next(self._left, _END)
         if type(value) is not list or len(value) > limit:
             raise self._fail(what, f"an array of at most {limit} items", value)
-        return tuple(item(entry) for entry in value)
+        return tuple(map(item, value))
 
     def mapping(self, what: str, limit: int = 256) -> dict[str, Any]:
         """A map of at most `limit` entries with string keys; the values are the caller's to check."""
-        value = self._next(what)
+        value = next(self._left, _END)
         if type(value) is not dict or len(value) > limit or any(type(key) is not str for key in value):
             raise self._fail(what, f"a map of at most {limit} string keys", value)
         return value
 
     def anything(self, what: str) -> Any:
         """Whatever stands there: plain msgpack values that the caller has to check."""
-        return self._next(what)
+        value = next(self._left, _END)
+        if value is _END:
+            raise self._fail(what, "anything", value)
+        return value
 
     def nested(self, what: str, item: Callable[[Any], T]) -> T:
         """One nested array, decoded by `item`."""
-        return item(self._next(what))
+        return item(self.anything(what))

@@ -22,6 +22,7 @@ from typing import Literal, Protocol, TypeVar, Unpack, overload
 
 import zmq
 
+from common import busy_poll
 from common import client_messages as wire
 from common.errors import EngineDeadError, RequestError, StartupError
 from common.keys import client_keys as read_client_keys
@@ -33,6 +34,7 @@ from frontend.client_state import (
     ClientState,
     Connection,
     Inbox,
+    OneThread,
     OwnKeys,
     Reply,
     ServerKey,
@@ -44,6 +46,10 @@ T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
+_one_that_polls = threading.Lock()
+"""Held by the one client of this program that polls busily: several would be in each other's way, since one thread runs
+at a time."""
+
 
 class Client:
     """A connection to a running engine.
@@ -54,6 +60,7 @@ class Client:
         name: this client's name in the engine's log.
         server_key: for an engine with `--client-keys`: its public key, or the file that contains it.
         client_keys: this client's own keys: the file with its secret key, or the pair (public, secret).
+        busy_poll_ms: as the engine's `--busy-poll-ms`, for this client's waiting.
 
     Attributes:
         welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
@@ -75,6 +82,7 @@ class Client:
         name: str = "",
         server_key: ServerKey = None,
         client_keys: OwnKeys = None,
+        busy_poll_ms: float = busy_poll.AUTOMATIC,
     ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
@@ -82,10 +90,11 @@ class Client:
         self._hello = client_requests.hello(name)
         self._state = ClientState()
         self._connection = Connection(endpoint, self._keys)
+        self._busy = busy_poll.BusyPoll(busy_poll.limit_s_for(busy_poll_ms), alone=_one_that_polls)
         self._connect()
         self._give_up_at_s = 0.0
         self._closed = False
-        self._in_use = _OneThread()
+        self._in_use = OneThread()
         try:
             self.welcome = self._call(self._hello, HELLO_ID)
         except BaseException:
@@ -291,6 +300,7 @@ class Client:
 
     def _connect(self) -> None:
         self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
+        self._busy.threads = busy_poll.IoThreads(self._context)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -324,7 +334,7 @@ class Client:
             if self._state.is_resuming:
                 left_ms = max(0, math.ceil((self._give_up_at_s - time.monotonic()) * 1000))
                 wait_ms = left_ms if wait_ms is None else min(wait_ms, left_ms)
-            if self._monitor in dict(self._poller.poll(wait_ms)):
+            if self._monitor in dict(self._busy.poll(self._poller, wait_ms)):
                 self._look_at_connection()
             self._drain()
             if self._state.is_resuming and (self._connection.refusal or time.monotonic() >= self._give_up_at_s):
@@ -333,7 +343,9 @@ class Client:
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                for message in self._state.take(self._socket.recv(zmq.NOBLOCK)):
+                data = self._socket.recv(zmq.NOBLOCK)
+                self._busy.note()
+                for message in self._state.take(data):
                     self._socket.send(message.to_wire(), zmq.NOBLOCK)
 
     def _look_at_connection(self) -> None:
@@ -356,6 +368,7 @@ class Client:
         with self._in_use:
             self._await_connection()
             self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+            self._busy.note()
             if inbox is not None:
                 self._state.note_sent(inbox, message)
 
@@ -377,20 +390,6 @@ class Client:
             reply = self.next_reply(inbox, time.monotonic() + self.timeout_s)
         assert isinstance(reply, call.reply), f"wanted {call.reply.__name__}, got {type(reply).__name__}"
         return call.value(reply)
-
-
-class _OneThread:
-    """Held by what uses the sockets: two threads at once would have ZeroMQ abort the process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError("another thread is using this client; give each thread a client of its own")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 class Running(Protocol[ResultT_co]):

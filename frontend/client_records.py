@@ -6,22 +6,19 @@ Sinks collect, in the client's record, what the next flush sends to it. Called b
 
 import dataclasses
 import hashlib
-import struct
 from array import array
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from common import client_messages as wire
 from common.errors import RequestError
-from common.wire import array_bytes, pack
 from frontend.events import Delta, Final
+from frontend.pieces import Piece
 from frontend.prompt_logprobs import TURN, in_turns
 from frontend.request import Request
 
 ROWS_LIMIT = 256
 """Most deltas in one message; so the limit on waiting messages also limits memory."""
-
-_INT32 = struct.Struct("<i")
 
 
 class ClientSink:
@@ -42,7 +39,7 @@ class ClientSink:
     """
 
     __slots__ = (
-        "_start", "aborted", "client", "has_output", "is_ending", "is_unwanted", "request", "request_id",
+        "_row_starts", "_start", "aborted", "client", "has_output", "is_ending", "is_unwanted", "request", "request_id",
         "sample_count",
     )  # fmt: skip
 
@@ -53,6 +50,7 @@ class ClientSink:
         sample_count: int,
         start: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
+        self._row_starts = [wire.Deltas.row_start(request_id, index) for index in range(sample_count)]
         self._start = start
         self.client = client
         self.request_id = request_id
@@ -63,24 +61,16 @@ class ClientSink:
         self.is_unwanted = False
         self.is_ending = False
 
-    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+    def on_token(self, sample_index: int, piece: Piece) -> None:
         """Put one more token into the client's next message."""
-        self.client.rows.append([self.request_id, sample_index, text, _INT32.pack(token_id), (), None, None])
-        self.client.touch()
+        client = self.client
+        if not client.rows:
+            client.touch()
+        client.rows.append(self._row_starts[sample_index] + (piece.row_end or piece.pack_row_end()))
 
     def on_delta(self, delta: Delta) -> None:
         """Put new output into the client's next message."""
-        self.client.rows.append(
-            [
-                self.request_id,
-                delta.sample_index,
-                delta.text,
-                array_bytes(delta.token_ids),
-                [entry.to_list() for entry in delta.logprobs],
-                delta.finish_reason,
-                delta.stop_reason,
-            ]
-        )
+        self.client.rows.append(wire.Deltas.row(self.request_id, delta))
         self.client.touch()
 
     def on_final(self, final: Final) -> None:
@@ -161,6 +151,7 @@ class ClientRecord:
     Attributes:
         key: its name in the log and for the scheduler; short, however long the identity that it chose.
         live: its requests that have not ended, by the client's own ids.
+        rows: the deltas of its next message, encoded. While there are any, the next flush handles this client.
         task_count: tasks that work on its messages.
         public_key: the key that it was accepted with; empty if none is required.
         gone: it could not be reached; a message that still comes from there gets a new record.
@@ -172,7 +163,7 @@ class ClientRecord:
         self.identity = identity
         self.key = hashlib.blake2b(identity, digest_size=8).hexdigest()
         self.live: dict[str, ClientSink] = {}
-        self.rows: list[list[Any]] = []
+        self.rows: list[bytes] = []
         self.ends: list[bytes] = []
         self.public_key = b""
         self.task_count = 0
@@ -193,8 +184,7 @@ class ClientRecord:
     def messages(self) -> list[bytes]:
         """Take the messages that wait for this client, deltas first."""
         waiting = [
-            pack([wire.Deltas.CODE, self.rows[start : start + ROWS_LIMIT]])
-            for start in range(0, len(self.rows), ROWS_LIMIT)
+            wire.Deltas.wire_of(self.rows[start : start + ROWS_LIMIT]) for start in range(0, len(self.rows), ROWS_LIMIT)
         ]
         waiting += self.ends
         self.rows, self.ends = [], []

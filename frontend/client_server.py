@@ -86,7 +86,7 @@ class ClientServer:
 
     def flush(self) -> None:
         """Send what has gathered since the last flush, to the scheduler and to clients. Never blocks."""
-        if self._engine.limits is not None:
+        if not self._is_known.is_set() and self._engine.limits is not None:
             self._is_known.set()
         self._engine.core.send_gathered()
         while self.touched:

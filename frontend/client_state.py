@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,20 @@ class Inbox:
     def take(self) -> Reply:
         """The oldest reply. The final one stays in the inbox, so that it can be asked for again."""
         return self.replies.popleft() if isinstance(self.replies[0], wire.Delta) else self.replies[0]
+
+
+class OneThread:
+    """Held by what uses the sockets: two threads at once would have ZeroMQ abort the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another thread is using this client; give each thread a client of its own")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class ClientState:

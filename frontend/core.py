@@ -20,7 +20,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from common.client_messages import SampleSoFar
 from common.errors import RequestError
@@ -30,9 +30,10 @@ from common.wire import INT32_MAX
 from frontend.events import Sink, Timings
 from frontend.figures import Figures
 from frontend.outbox import Outbox
+from frontend.pieces import Piece
 from frontend.request import Request, Sample, error_of
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
-from frontend.token_rows import Row, is_sound, note_beginning, rows_of, silent_index, stop_token
+from frontend.token_rows import Row, is_sound, note_beginning, rows_of, set_apart, silent_index, stop_token
 from frontend.tokenizer import Tokenizer
 
 FRUITLESS_LIMIT = 2
@@ -98,6 +99,7 @@ class Core:
         self._next_id = 0
         self._held_limit = held_limit
         self._past_stats = EngineStats()
+        self._last_step_s = clock()
 
     @property
     def live_count(self) -> int:
@@ -203,7 +205,9 @@ class Core:
             self._outbox.abort(request_id)
             for sample in request.samples:
                 if sample.finish_reason is None:
-                    self._close_sample(request, sample, "abort", None)
+                    text = sample.end("abort")
+                    if request.stream:
+                        request.emit(sample, text, (), self._stream_interval)
             self._finish(request)
         except BaseException as error:
             self._break(request, error)
@@ -276,25 +280,45 @@ class Core:
 
     def _take_tokens(self, out: TokensOut) -> None:
         now = self._clock()
-        simple = not (out.sample_indices or out.token_counts or out.cached_counts or out.finishes)
-        if simple and not (out.preemption_counts or out.logprobs or out.prompt_logprobs):
-            self._take_single_tokens(out.request_ids, out.token_ids, now)
+        if out.token_counts:
+            self._take_rows(rows_of(out), now)
         else:
-            self._take_rows(out, now)
-        self.figures.note_gaps(now)
+            request_ids, special = set_apart(out)
+            self._take_single_tokens(request_ids, out.token_ids, now)
+            self._take_rows(rows_of(out, special), now)
+        self._last_step_s = now
+        if self.figures.previous_s:
+            self.figures.note_gaps(now)
         self._outbox.flush()
 
     def _take_single_tokens(self, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
-        """The usual step: every row is one token of a request's first sample, and nothing else."""
-        live = self._live
+        """The usual rows: one token of a request's first sample, and nothing else.
+
+        All that is done for nearly every token stands in this loop: it has a piece, and its sample got a token in the
+        step before. The others go by `_extend_by_one`, which does the same and more.
+        """
+        live, last_step_s, gathers, steady_count = self._live, self._last_step_s, self._stream_interval > 1, 0
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
             request = live.get(request_id)
             if request is None:
                 continue
             try:
-                self._extend_by_one(request, request.samples[0], token_id, now)
+                sample = request.first
+                piece = None if sample.pieces is None else sample.pieces[token_id]
+                if piece is None or sample.last_token_s is not last_step_s or gathers:
+                    self._extend_by_one(request, sample, token_id, now)
+                    continue
+                steady_count += 1
+                sample.last_token_s = now
+                sample.token_ids.append(token_id)
+                sample.text_parts.append(piece.text)
+                if request.stream:
+                    request.sink.on_token(0, piece)
             except BaseException as error:
                 self._break(request, error)
+        if steady_count:
+            self.token_count += steady_count
+            self.figures.gap_s.add(now - last_step_s, steady_count)
 
     def _extend_by_one(self, request: Request, sample: Sample, token_id: int, now: float) -> None:
         if sample.finish_reason is not None:
@@ -302,28 +326,24 @@ class Core:
         text = sample.add(token_id)
         self.token_count += 1
         self._mark_token(request, sample, now)
-        if sample.finish_reason is not None:
-            if request.stream:
+        if request.stream:
+            if sample.finish_reason is not None or self._stream_interval > 1:
                 request.emit(sample, text, (token_id,), self._stream_interval)
-            self._sample_ended(request, sample, early=True)
-        elif request.stream:
-            if self._stream_interval == 1:
-                request.sink.on_token(sample.index, text, token_id)
             else:
-                request.emit(sample, text, (token_id,), self._stream_interval)
+                request.sink.on_token(sample.index, Piece(token_id, text))
+        if sample.finish_reason is not None:
+            self._sample_ended(request, sample, early=True)
 
     def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
         """Note the time of a sample's new tokens."""
         self.figures.previous_s.append(sample.last_token_s)
         sample.last_token_s = now_s
-        timings = request.timings
-        timings.last_token_s = now_s
-        if timings.first_token_s is None:
-            timings.first_token_s = now_s
+        if request.timings.first_token_s is None:
+            request.timings.first_token_s = now_s
             self.figures.note_first_token(request)
 
-    def _take_rows(self, out: TokensOut, now: float) -> None:
-        for row in rows_of(out):
+    def _take_rows(self, rows: Iterable[Row], now: float) -> None:
+        for row in rows:
             request = self._live.get(row.request_id)
             if request is None or row.sample_index >= len(request.samples):
                 continue
@@ -387,11 +407,6 @@ class Core:
             request.emit(sample, text, row.token_ids[:new_count], self._stream_interval, new_logprobs)
         if sample.finish_reason is not None:
             self._sample_ended(request, sample, early=early)
-
-    def _close_sample(self, request: Request, sample: Sample, reason: str, stop_reason: str | int | None) -> None:
-        text = sample.end(reason, stop_reason)
-        if request.stream:
-            request.emit(sample, text, (), self._stream_interval)
 
     def _sample_ended(self, request: Request, sample: Sample, *, early: bool) -> None:
         """A sample is complete; `early` if a stop string ended it, which the scheduler does not know of."""
@@ -475,6 +490,7 @@ class Core:
         self._tell_observers(request, error.code)
 
     def _retire(self, request: Request) -> None:
+        request.timings.last_token_s = request.last_token_s
         request.timings.finished_s = self._clock()
         del self._live[request.request_id]
         self._outbox.forget(request.request_id)

@@ -13,6 +13,8 @@ import codecs
 from collections.abc import Callable
 from typing import Protocol
 
+from frontend.pieces import PieceTable
+
 REPLACEMENT = "�"
 _PER_BYTE = "trireme_replace_each_byte"
 
@@ -33,6 +35,9 @@ class ByteTable(dict[int, bytes]):
         look_up: gives an id's bytes; b"" for ids that do not exist or are left out of the text.
         byte_fallback: replace invalid bytes one by one, as SentencePiece models do, instead of once per character.
         stripped_spaces: how many leading spaces the decoder strips from a text.
+
+    Attributes:
+        pieces: the same tokens as text.
     """
 
     def __init__(
@@ -42,6 +47,7 @@ class ByteTable(dict[int, bytes]):
         self._look_up = look_up
         self.errors = _PER_BYTE if byte_fallback else "replace"
         self.stripped_spaces = stripped_spaces
+        self.pieces = PieceTable(self.__getitem__)
 
     def __missing__(self, token_id: int) -> bytes:
         data = self[token_id] = self._look_up(token_id)
@@ -56,6 +62,12 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """The rest of the text, at the end."""
+
+    def pieces(self) -> PieceTable | None:
+        """The table that says what the next token completes, without `push`; None if that depends on earlier ones.
+
+        It holds from one token to the next, as long as each has a piece in it.
+        """
 
 
 class ByteDetokenizer:
@@ -95,6 +107,10 @@ class ByteDetokenizer:
         """
         pending, self._pending = self._pending, b""
         return pending.decode("utf-8", "replace")
+
+    def pieces(self) -> PieceTable | None:
+        """The tokens as text, while no part of a character is held back and the text has begun."""
+        return None if self._pending or self._strip_count else self._table.pieces
 
     def _strip(self, text: str) -> str:
         if not text:
@@ -139,6 +155,10 @@ class WindowDetokenizer:
         rest = self._advance(before, self._decode(self._ids[self._context_index :]))
         kept = rest.rstrip(REPLACEMENT)
         return rest if kept == rest else kept + REPLACEMENT
+
+    def pieces(self) -> PieceTable | None:
+        """None: every token may depend on those before it."""
+        return None
 
     def _advance(self, before: str, after: str) -> str:
         self._context_index, self._done_index = self._done_index, len(self._ids)

@@ -31,6 +31,7 @@ from frontend.core import Core
 from frontend.events import Delta, Final
 from frontend.large_json import LargeBody
 from frontend.model_pooling import ModelPooling
+from frontend.pieces import Piece
 from frontend.prompt import ChatPrompt, Prompt
 from frontend.recording import RecordedCore, RecorderLog
 from frontend.request import Request
@@ -83,6 +84,7 @@ class RequestStream:
         self._error: RequestError | None = None
         self._ended = False
         self._wake: asyncio.Future[None] | None = None
+        self._is_awaited = False  # the reader has handled everything so far and waits for more
 
     @property
     def prompt_token_ids(self) -> "array[int]":
@@ -105,7 +107,11 @@ class RequestStream:
                 self._ended = True
                 return self._final
             self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
+            self._is_awaited = True
+            try:
+                await self._wake
+            finally:
+                self._is_awaited = False
 
     async def final(self) -> Final:
         """Skip the deltas and wait for the end."""
@@ -135,21 +141,21 @@ class RequestStream:
 
     # -- called by the core --------------------------------------------------------------------------------------------
 
-    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+    def on_token(self, sample_index: int, piece: Piece) -> None:
         """One more token of a sample."""
-        if self.direct and self._is_awaited() and self.direct[sample_index](text):
+        if self._is_awaited and self.direct and self.direct[sample_index](piece.text):
             return
         waiting = self._waiting.get(sample_index)
         if waiting is None:
-            self._waiting[sample_index] = Delta(sample_index, text, array("i", (token_id,)))
+            self._waiting[sample_index] = Delta(sample_index, piece.text, array("i", (piece.token_id,)))
         else:
-            waiting.text += text
-            waiting.token_ids.append(token_id)
+            waiting.text += piece.text
+            waiting.token_ids.append(piece.token_id)
         self._awake()
 
     def on_delta(self, delta: Delta) -> None:
         """New output of a sample."""
-        is_direct = self.direct and delta.finish_reason is None and self._is_awaited()
+        is_direct = self._is_awaited and self.direct and delta.finish_reason is None
         if is_direct and self.direct[delta.sample_index](delta.text):
             return
         waiting = self._waiting.get(delta.sample_index)
@@ -170,11 +176,8 @@ class RequestStream:
         self._error = error
         self._awake()
 
-    def _is_awaited(self) -> bool:
-        """Whether the reader has handled everything so far and waits for more."""
-        return not self._waiting and self._wake is not None and not self._wake.done()
-
     def _awake(self) -> None:
+        self._is_awaited = False
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from common.client_messages import Delta, SampleResult, TokenLogprob, TopLogprob
 from common.errors import RequestError
+from frontend.pieces import Piece
 
 __all__ = ["Delta", "Final", "SampleResult", "Sink", "Timings", "TokenLogprob", "TopLogprob", "Usage"]
 
@@ -93,7 +94,7 @@ class Sink(Protocol):
     last call.
     """
 
-    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+    def on_token(self, sample_index: int, piece: Piece) -> None:
         """One more token and nothing else: the common case, without the cost of a Delta."""
 
     def on_delta(self, delta: Delta) -> None:

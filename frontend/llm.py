@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from common import client_messages as wire
+from common.busy_poll import AUTOMATIC, limit_s_for
 from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
@@ -144,6 +145,7 @@ class LLM:
 
     def __init__(self, model: str = "default", **options: Any) -> None:
         arguments = command_line(model, options)
+        busy_poll_s = limit_s_for(float(options.get("busy_poll_ms", AUTOMATIC)), options.get("device", "auto"))
         parent_read_fd, parent_write_fd = os.pipe()
         with tempfile.TemporaryDirectory(prefix="trireme-llm-") as folder:
             ready_file = Path(folder) / "ready.json"
@@ -165,7 +167,7 @@ class LLM:
             except BaseException:
                 self._finalizer()
                 raise
-        self.client = Client(ready["local_endpoint"], name="LLM")
+        self.client = Client(ready["local_endpoint"], name="LLM", busy_poll_ms=busy_poll_s * 1000)
 
     def generate(
         self,

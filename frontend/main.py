@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from common.busy_poll import BusyPoll, IoThreads, limit_s_for
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import ConfigError, StartupError, WireError, first_line
@@ -29,6 +30,7 @@ from common.messages import EngineReady, NewSession, PeerFailed, Profile, Stop, 
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
 from common.sockets import bind_client_router, bind_pull, connect_push, new_context
+from frontend.busy_loop import BusyLoop
 from frontend.client_access import ClientAccess
 from frontend.client_server import ClientServer
 from frontend.engine import Engine
@@ -91,6 +93,8 @@ class Frontend:
         self._config = config
         self._link = link
         self._context = new_context()
+        limit_s = limit_s_for(config.server.busy_poll_ms, config.model.device)
+        self._busy = BusyLoop(BusyPoll(limit_s, IoThreads(self._context)))
         self._http: HttpServer | None = None
         self._started = self._failed = False
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
@@ -133,7 +137,7 @@ class Frontend:
         self._outputs = bind_pull(self._context, self._config.endpoint("outputs", session))
 
     def _read_outputs(self) -> ZmqReader:
-        return ZmqReader(self._outputs, self._on_output, self._clients.flush)
+        return ZmqReader(self._outputs, self._on_output, self._clients.flush, one_frame=True)
 
     def _bind_clients(self) -> "zmq.Socket[bytes]":
         local = self._config.endpoint("client", 0)
@@ -149,21 +153,24 @@ class Frontend:
     def _send_to_scheduler(self, data: bytes, more: bool = False) -> None:
         flags = _MORE if more else _LAST  # frames of one message: the scheduler cannot see the first without the others
         self._requests.send(data, flags)  # no high-water mark: it never waits
+        self._busy.note()
 
-    def _on_output(self, frames: list[bytes]) -> None:
+    def _on_output(self, data: bytes) -> None:
         self._link.progress += 1
         if self._recorder is not None:
-            self._recorder.received(Link.OUTPUTS, frames[0])
+            self._recorder.received(Link.OUTPUTS, data)
         try:
-            message = decode_for_frontend(frames[0])
+            message = decode_for_frontend(data)
             self._engine.core.handle(message)
         except WireError as error:
             return self._fail_ourselves(f"a message of the scheduler cannot be read: {error}")
         except BaseException as error:
             logger.exception("a message of the scheduler was lost")
             return self._fail_ourselves(first_line(error))
-        if isinstance(message, TokensOut) and self._traces is not None:
-            self._traces.step()
+        if isinstance(message, TokensOut):
+            self._busy.note()
+            if self._traces is not None:
+                self._traces.step()
         elif isinstance(message, EngineReady):
             self._announce()
 

@@ -20,6 +20,7 @@ from common.sampling_params import SamplingParams
 from common.wire import FieldReader, array_bytes, pack, unpack
 from frontend.core import Core
 from frontend.events import Final, Sink, Timings
+from frontend.pieces import Piece
 from frontend.request import Request
 
 SUBMIT, ABORT, DRAIN, FAIL_ALL, FLUSH, SUSPEND, OVERDUE = range(7)
@@ -66,10 +67,10 @@ class RecordedSink:
         self._log = log
         self._sink = sink
 
-    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+    def on_token(self, sample_index: int, piece: Piece) -> None:
         """One more token of a sample."""
-        self._record(DELTA, sample_index, text, token_id)
-        self._sink.on_token(sample_index, text, token_id)
+        self._record(DELTA, sample_index, piece.text, piece.token_id)
+        self._sink.on_token(sample_index, piece)
 
     def on_delta(self, delta: Delta) -> None:
         """New output of a sample."""
@@ -173,7 +174,7 @@ class RecordedCore(Core):
 class DroppedEvents:
     """A sink that drops the events of requests that nobody reads."""
 
-    def on_token(self, sample_index: int, text: str, token_id: int) -> None:
+    def on_token(self, sample_index: int, piece: Piece) -> None:
         """One more token."""
 
     def on_delta(self, delta: Delta) -> None:

@@ -13,6 +13,7 @@ from common.errors import RequestError
 from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
 from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
+from frontend.pieces import PieceTable
 from frontend.prompt_logprobs import PromptLogprobs
 from frontend.stop_strings import StopMatcher, StopStrings
 from frontend.tokenizer import Tokenizer
@@ -24,11 +25,15 @@ class Sample:
     Args:
         request: whose sample this is.
         index: which one.
+
+    Attributes:
+        pieces: if set, the next token's text may be taken from there: `Core` then keeps token and text itself, which is
+            all that `add` would do.
     """
 
     __slots__ = (
-        "_detokenizer", "_matcher", "_request", "finish_reason", "index", "last_token_s", "logprobs", "pending",
-        "preemption_count", "stop_reason", "text_parts", "token_ids",
+        "_detokenizer", "_is_plain", "_matcher", "_request", "finish_reason", "index", "last_token_s", "logprobs",
+        "pending", "pieces", "preemption_count", "stop_reason", "text_parts", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int) -> None:
@@ -47,6 +52,8 @@ class Sample:
             skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
+        self._is_plain = params.detokenize and self._matcher is None
+        self.pieces: PieceTable | None = None
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None = None, *, silent: bool = False) -> str:
         """Take one more token.
@@ -68,6 +75,8 @@ class Sample:
             text = self._match(text)
         if text:
             self.text_parts.append(text)
+        if self._is_plain:
+            self.pieces = self._detokenizer.pieces()
         return text
 
     def take_up(self, known: SampleSoFar) -> None:
@@ -95,6 +104,7 @@ class Sample:
                 self.text_parts.append(text)
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = reason, stop_reason
+        self.pieces = None
         return text
 
     def result(self) -> SampleResult:
@@ -144,6 +154,7 @@ class Request:
         client_key: identifies the client.
 
     Attributes:
+        first: its first sample; most requests have no other.
         message: the message that tells the scheduler of it.
         was_sent: a scheduler has had it, so the next one has to know its output so far.
         sent_count: output tokens that it had when it was last sent; -1 if no scheduler has it now.
@@ -152,7 +163,8 @@ class Request:
     """
 
     __slots__ = (
-        "cached_count", "client_key", "embedding", "end_token_ids", "fruitless_count", "message", "name", "open_count",
+        "cached_count", "client_key", "embedding", "end_token_ids", "first", "fruitless_count", "message", "name",
+        "open_count",
         "params", "pooling", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sent_count", "sink",
         "starts_text", "stops",
         "stream", "timings", "tokenizer", "waits", "was_sent",
@@ -191,6 +203,7 @@ class Request:
         self.cached_count = 0
         self.prompt_logprobs = None if params.prompt_logprobs is None else self._empty_prompt_logprobs()
         self.samples = [Sample(self, index) for index in range(params.n)]
+        self.first = self.samples[0]
         self.open_count = params.n
         self.message: AddRequest | None = None
         self.was_sent = False
@@ -202,6 +215,11 @@ class Request:
     def output_count(self) -> int:
         """Tokens of all samples so far."""
         return sum(len(sample.token_ids) for sample in self.samples)
+
+    @property
+    def last_token_s(self) -> float | None:
+        """When the last token of any sample came; None before the first."""
+        return max((s.last_token_s for s in self.samples if s.last_token_s is not None), default=None)
 
     def take_up(self, samples: Iterable[SampleSoFar]) -> None:
         """Go on from what its client has of it, for which an earlier frontend had sent it."""

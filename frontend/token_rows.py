@@ -1,15 +1,18 @@
 """The rows of a TokensOut message, one by one, and what the end of a row means for the text.
 
-Pure functions; `core.Core` calls them for every step that is not simply one token for each row.
+Pure functions; `core.Core` has them set apart the rows that are more than one token of a request's first sample.
 """
 
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.messages import SampleFinish, TokenLogprobs, TokensOut
 from frontend.request import Request
+
+NOBODY = -1
+"""No request's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,40 @@ class Row:
     embedding: "array[float] | None" = None
 
 
-def rows_of(out: TokensOut) -> Iterator[Row]:
-    """The rows of a message, in order."""
+def set_apart(out: TokensOut) -> "tuple[array[int], set[int]]":
+    """Set apart the rows that are more than one token of a request's first sample, in a message without counts.
+
+    Returns:
+        The request ids, int32, with nobody's in place of such rows, and the indices of those.
+    """
+    special = _special_rows(out)
+    if not special:
+        return out.request_ids, special
+    request_ids = out.request_ids[:]
+    for index in special:
+        request_ids[index] = NOBODY
+    return request_ids, special
+
+
+def _special_rows(out: TokensOut) -> set[int]:
+    if not (
+        out.finishes or out.logprobs or out.prompt_logprobs or out.embeddings or out.sample_indices
+        or out.preemption_counts or out.cached_counts or out.prefill_us
+    ):  # fmt: skip
+        return set()
+    special = {finish.row_index for finish in out.finishes} | {entry.row_index for entry in out.logprobs}
+    special.update(index for index, _ in (*out.prompt_logprobs, *out.embeddings))
+    special.update(index for index, sample_index in enumerate(out.sample_indices) if sample_index)
+    special.update(index for index, count in enumerate(out.preemption_counts) if count)
+    for first_rows in (out.cached_counts, out.prefill_us):
+        special.update(index for index, value in enumerate(first_rows) if value >= 0)
+    return {index for index in special if index < len(out.request_ids)}
+
+
+def rows_of(out: TokensOut, wanted: Collection[int] | None = None) -> Iterator[Row]:
+    """The rows of a message in order: those with the indices that are wanted, or all."""
+    if wanted is not None and not wanted:
+        return
     finishes = {finish.row_index: finish for finish in out.finishes}
     prompt_logprobs = dict(out.prompt_logprobs)
     embeddings = dict(out.embeddings)
@@ -40,18 +75,19 @@ def rows_of(out: TokensOut) -> Iterator[Row]:
     start = 0
     for index, request_id in enumerate(out.request_ids):
         end = start + (out.token_counts[index] if out.token_counts else 1)
-        yield Row(
-            request_id,
-            out.sample_indices[index] if out.sample_indices else 0,
-            out.token_ids[start:end],
-            finishes.get(index),
-            out.cached_counts[index] if out.cached_counts else 0,
-            out.prefill_us[index] if out.prefill_us else -1,
-            out.preemption_counts[index] if out.preemption_counts else 0,
-            {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
-            prompt_logprobs.get(index, ()),
-            embeddings.get(index),
-        )
+        if wanted is None or index in wanted:
+            yield Row(
+                request_id,
+                out.sample_indices[index] if out.sample_indices else 0,
+                out.token_ids[start:end],
+                finishes.get(index),
+                out.cached_counts[index] if out.cached_counts else 0,
+                out.prefill_us[index] if out.prefill_us else -1,
+                out.preemption_counts[index] if out.preemption_counts else 0,
+                {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
+                prompt_logprobs.get(index, ()),
+                embeddings.get(index),
+            )
         start = end
 
 

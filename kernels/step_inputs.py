@@ -23,7 +23,8 @@ Inputs, per slot (the worker's state):
 The plan is one int32 buffer, one copy a step; `PlanLayout` (in `kernels.step_layout`) says where each part lies:
 | part          | size     | notes                                                             |
 |---------------|----------|-------------------------------------------------------------------|
-| header        | 4        | row_count, decode_row_count (those rows come first), token_count, appended block count |
+| header        | 5        | row_count, decode_row_count (those rows come first), token_count, appended block count, |
+|               |          | and how many words `kernels.scatter_words` writes, which lie behind the appended ids    |
 | row_slots     | rows     | a slot appears in at most one row                                 |
 | token_counts  | rows     | tokens that the row computes                                      |
 | query_starts  | rows + 1 | cumulative token_counts, from 0                                   |
@@ -63,7 +64,7 @@ def step_inputs_reference(
     plan: torch.Tensor, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int
 ) -> None:
     """The same in plain torch on the host: fills `inputs` and advances `state`, row by row."""
-    row_count, _, token_count, _ = plan[:HEADER].tolist()
+    row_count, _, token_count, *_ = plan[:HEADER].tolist()
     for tensor, padding in ((inputs.token_ids, 0), (inputs.positions, 0), (inputs.slot_mapping, -1),
                             (inputs.row_slots, -1), (inputs.context_lengths, 0), (inputs.sample_rows, -1),
                             (inputs.query_starts, token_count)):  # fmt: skip

@@ -5,11 +5,14 @@ holds and what padding looks like.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-HEADER = 4
-"""row_count, decode_row_count, token_count, appended block count."""
+HEADER = 5
+"""row_count, decode_row_count, token_count, appended block count, count of the slots' words that change."""
+BLOCK_COUNT, WRITE_COUNT = 3, 4
+"""Places in the header."""
 
 
 @dataclass(frozen=True)
@@ -19,37 +22,37 @@ class PlanLayout:
     rows: int
     blocks: int
 
-    @property
+    @cached_property
     def row_slots(self) -> slice:
         """The slot of each row."""
         return slice(HEADER, HEADER + self.rows)
 
-    @property
+    @cached_property
     def token_counts(self) -> slice:
         """Tokens that each row computes."""
         return slice(self.row_slots.stop, self.row_slots.stop + self.rows)
 
-    @property
+    @cached_property
     def query_starts(self) -> slice:
         """Cumulative token counts, from 0; one more than there are rows."""
         return slice(self.token_counts.stop, self.token_counts.stop + self.rows + 1)
 
-    @property
+    @cached_property
     def first_blocks(self) -> slice:
         """Place in each row's block table of its first appended block."""
         return slice(self.query_starts.stop, self.query_starts.stop + self.rows)
 
-    @property
+    @cached_property
     def append_starts(self) -> slice:
         """Cumulative appended block counts, from 0; one more than there are rows."""
         return slice(self.first_blocks.stop, self.first_blocks.stop + self.rows + 1)
 
-    @property
+    @cached_property
     def appended_ids(self) -> slice:
         """The appended blocks of all rows."""
         return slice(self.append_starts.stop, self.append_starts.stop + self.blocks)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements of the whole buffer."""
         return self.appended_ids.stop

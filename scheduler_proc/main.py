@@ -271,7 +271,7 @@ class Loop:
             return False
         return (self._core.is_idle and self._compilation.is_idle) or self._clocks.monotonic() >= self._stop_at_s
 
-    def _timeout_ms(self) -> int | None:
+    def _timeout_ms(self) -> float | None:
         """Milliseconds until something is due without a message; None for never."""
         waits = [] if self._compilation.is_idle else [COMPILATION_INTERVAL_S]
         deadline_s = self._core.next_deadline_s()
@@ -283,7 +283,7 @@ class Loop:
             waits.append(self._stop_at_s - self._clocks.monotonic())
         if self._hold_until_s:
             waits.append(self._hold_until_s - self._clocks.monotonic())
-        return max(0, int(min(waits) * 1000) + 1) if waits else None
+        return max(0.0, min(waits) * 1000) if waits else None
 
     def _take_orders(self) -> None:
         for order in self._transport.orders():

@@ -89,7 +89,7 @@ class RecordedTransport:
             self._last_readings[clock] = readings.popleft()
         return self._last_readings[clock]
 
-    def wait(self, timeout_ms: int | None) -> bool:
+    def wait(self, timeout_ms: float | None) -> bool:
         """The next turn; raises EndOfRecording after the last."""
         self.steps.stop()
         if not self._turns:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgpack
 import zmq
 
+from common import busy_poll
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
@@ -51,7 +52,7 @@ class Message(Protocol):
 class Transport(Protocol):
     """The other processes, as the loop sees them."""
 
-    def wait(self, timeout_ms: int | None) -> bool:
+    def wait(self, timeout_ms: float | None) -> bool:
         """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
 
     def orders(self) -> Sequence[ForChild]:
@@ -98,6 +99,8 @@ class SocketTransport:
         self._receive_result = receiving(recorder, Link.RESULTS, self._results.recv)
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
         self._readable: set[object] = set()  # sockets and descriptors that had something when `wait` returned
+        limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
+        self._busy = busy_poll.BusyPoll(limit_s, busy_poll.IoThreads(self._context))
         self._dropped_count = 0
         self._open_frontend_sockets(config.session)
 
@@ -115,9 +118,11 @@ class SocketTransport:
         self._outputs.close(linger=0)
         self._open_frontend_sockets(session)
 
-    def wait(self, timeout_ms: int | None) -> bool:
+    def wait(self, timeout_ms: float | None) -> bool:
         """Until something can be read, or the timeout; None waits for ever. True if there is an order to take."""
-        self._readable = {source for source, _ in self._poller.poll(timeout_ms)}
+        self._readable = {source for source, _ in self._busy.poll(self._poller, timeout_ms)}
+        if self._requests in self._readable or self._results in self._readable:
+            self._busy.note()
         if self._recorder is not None:
             self._recorder.received(Link.TURN)
         return self._link.wake_fd in self._readable
@@ -155,6 +160,7 @@ class SocketTransport:
     def send_plan(self, message: Message) -> None:
         """To every worker."""
         self._send_plan(message.to_wire())
+        self._busy.give_way()
 
     def close(self) -> None:
         """Send what is queued for the frontend, drop the rest."""

@@ -150,7 +150,7 @@ def test_python_examples_print_what_the_document_shows():
 
 
 def test_the_packed_batch_is_what_the_document_shows():
-    memory, mirror = SlotMemory(2, 32, 4, torch.device("cpu")), SlotMirror.empty(2)
+    memory, mirror = SlotMemory(2, 32, 4, torch.device("cpu")), SlotMirror(2)
     decoding = SlotInit(slot=0, token_ids=array("i", range(10, 16)), prompt_count=5, computed_count=5,
                         block_ids=array("i", [3, 1]), sampling=SlotSampling())  # fmt: skip
     prompt = SlotInit(slot=1, token_ids=array("i", range(20, 29)), prompt_count=9, computed_count=4,

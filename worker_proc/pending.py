@@ -7,6 +7,7 @@ that issues steps should not be the one that calls it. Made by both runners, rea
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.messages import StepResult, TokenLogprobs
 from worker_proc.logprobs import LogprobTable
@@ -60,8 +61,7 @@ def sampled_entries(table: LogprobTable | None, rows: Sequence[tuple[int, int, i
     return () if table is None else tuple(table.entry(row, index, top_count) for row, index, top_count in rows)
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Arrived(NamedTuple):
     """The outcome of a finished step: the sampled ids, and the microseconds that three of its parts took."""
 
     token_ids: "array[int]"
@@ -70,8 +70,7 @@ class Arrived:
     sampling_us: int
 
 
-@dataclass(frozen=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     """One issued step.
 
     Attributes:

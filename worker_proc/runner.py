@@ -51,7 +51,7 @@ class CpuRunner:
         deterministic: bool = False,
     ) -> None:
         self.memory = SlotMemory(limits.max_num_seqs, max_model_len, cache.block_size, torch.device("cpu"))
-        self.mirror = SlotMirror.empty(limits.max_num_seqs)
+        self.mirror = SlotMirror(limits.max_num_seqs)
         self._model = FixedOrderModel(model) if deterministic else model
         self._cache, self._limits = cache, limits
         self._vocab_size = tokenizer_vocab_size

@@ -8,9 +8,9 @@ knows lengths, because the plan says how they grow, but not values.
 Row `slot_count` of every table is scratch: index -1, which stands for padding, wraps around to it.
 """
 
+from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ TOKEN_MARGIN = 8
 _LENGTHS = ("known_lengths", "computed_lengths", "prompt_lengths")
 
 IntArray = np.ndarray
+
+Words = array | np.ndarray
+"""Elements of four bytes, in one piece, whose bits are meant."""
 
 
 def div_ceil(count: int, size: int) -> int:
@@ -92,58 +95,63 @@ class SlotMemory:
 
 
 class StateWrites:
-    """The host's writes to a `SlotMemory` before a step: int32 values and the addresses they go to."""
+    """The host's writes to a `SlotMemory` before a step: int32 values and the addresses they go to.
+
+    Attributes:
+        count: values so far.
+    """
 
     def __init__(self, memory: SlotMemory) -> None:
+        self.count = 0
         self._memory = memory
-        self._addresses: list[IntArray] = []
-        self._values: list[IntArray] = []
+        self._firsts: list[int] = []
+        self._counts: list[int] = []
+        self._values: list[Words] = []
 
-    def add(self, table: str, slot: int, values: Any) -> None:
-        """Write int32 values to the start of the slot's row of a table."""
-        first = self._memory.offsets[table] + slot * self._memory.columns[table]
-        assert len(values) <= self._memory.columns[table], f"{len(values)} values for a row of {table}"
-        self._addresses.append(np.arange(first, first + len(values), dtype=np.int32))
-        self._values.append(np.asarray(values, dtype=np.int32))
+    def add(self, table: str, slot: int, values: Words) -> None:
+        """Write values to the start of the slot's row of a table."""
+        count, columns = len(values), self._memory.columns[table]
+        assert count <= columns, f"{count} values for a row of {table}"
+        self.count += count
+        self._firsts.append(self._memory.offsets[table] + slot * columns)
+        self._counts.append(count)
+        self._values.append(values)
 
     def add_slot(self, init: SlotInit) -> None:
         """Write what every new slot starts with."""
         self.add("token_ids", init.slot, init.token_ids)
         self.add("block_tables", init.slot, init.block_ids)
         for name, length in zip(_LENGTHS, (len(init.token_ids), init.computed_count, init.prompt_count), strict=True):
-            self.add(name, init.slot, [length])
+            self.add(name, init.slot, array("i", (length,)))
 
     def arrays(self) -> tuple[IntArray, IntArray]:
-        """Addresses and values, int32 [n] each."""
-        if not self._addresses:
+        """Addresses and values, int32 [count] each."""
+        if not self.count:
             return _NOTHING, _NOTHING
-        return np.concatenate(self._addresses), np.concatenate(self._values)
+        counts = np.array(self._counts)
+        before = np.cumsum(counts) - counts
+        addresses = np.arange(self.count, dtype=np.int32)
+        addresses += np.repeat(np.array(self._firsts) - before, counts).astype(np.int32)
+        return addresses, np.frombuffer(bytearray().join(self._values), dtype=np.int32)
 
 
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
-@dataclass
 class SlotMirror:
-    """What the host knows of the slots without reading the device: int32 [slots] each.
+    """What the host knows of the slots without reading the device.
 
     Attributes:
+        table: int32 [4, slots]; the following are its rows, int32 [slots] each.
         known_lengths, computed_lengths, prompt_lengths: as on the device, once all issued steps have run.
         block_counts: blocks in each slot's table.
         sampling: of each slot in use; None marks a free slot.
     """
 
-    known_lengths: IntArray
-    computed_lengths: IntArray
-    prompt_lengths: IntArray
-    block_counts: IntArray
-    sampling: list[SlotSampling | None]
-
-    @classmethod
-    def empty(cls, slot_count: int) -> "SlotMirror":
-        """All slots free."""
-        lengths = [np.zeros(slot_count, dtype=np.int32) for _ in range(4)]
-        return cls(*lengths, sampling=[None] * slot_count)
+    def __init__(self, slot_count: int) -> None:
+        self.table = np.zeros((4, slot_count), dtype=np.int32)
+        self.known_lengths, self.computed_lengths, self.prompt_lengths, self.block_counts = self.table
+        self.sampling: list[SlotSampling | None] = [None] * slot_count
 
     def clear(self, slot: int) -> None:
         """Free the slot: its request is gone."""

@@ -7,6 +7,7 @@ token.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,8 +44,7 @@ class PooledRows:
     pooling: str
 
 
-@dataclass(frozen=True)
-class PackedStep:
+class PackedStep(NamedTuple):
     """A plan, checked and packed.
 
     Attributes:
@@ -70,6 +70,8 @@ class PackedStep:
 class StepStager:
     """Checks step plans against the mirror, advances it, and packs them at the places of one layout.
 
+    A step that only decodes is the commonest by far, and the shortest: what is the same in all of them is made once.
+
     Args:
         layout: of the largest plan.
         token_limit: tokens that a step may compute.
@@ -78,6 +80,11 @@ class StepStager:
     def __init__(self, memory: SlotMemory, mirror: SlotMirror, layout: PlanLayout, token_limit: int) -> None:
         self._memory, self._mirror = memory, mirror
         self._layout, self._token_limit = layout, token_limit
+        self._row_numbers = np.arange(layout.rows + 1, dtype=np.int32)
+        self._single_tokens = np.concatenate((np.ones(layout.rows, np.int32), self._row_numbers))
+        self._all_samples = np.ones(layout.rows, dtype=bool)
+        self._block_size = np.array([memory.block_size], dtype=np.int32)  # an array is quicker to compute with
+        self._last_place = np.array([memory.token_capacity - 1], dtype=np.int32)
 
     def change_slots(self, plan: StepPlan) -> StateWrites:
         """Free and fill the mirror's slots as the plan says; returns what the new ones write on the device."""
@@ -96,96 +103,106 @@ class StepStager:
             AssertionError: the plan does not fit what the slots hold, which is a fault of ours; the text says how.
         """
         layout, limit, decode_rows = self._layout, self._token_limit, len(plan.decode_slots)
-        rows, block_count = decode_rows + len(plan.chunk_slots), len(plan.block_ids)
+        row_slots = plan.decode_slots + plan.chunk_slots
+        rows, block_count = len(row_slots), len(plan.block_ids)
         assert rows <= layout.rows and block_count <= layout.blocks, (
             f"step {plan.step_id}: {rows} rows, {block_count} blocks"
         )
-        slots, counts = target[layout.row_slots][:rows], target[layout.token_counts][:rows]
-        slots[:decode_rows], counts[:decode_rows] = plan.decode_slots, 1
-        slots[decode_rows:], counts[decode_rows:] = plan.chunk_slots, plan.chunk_token_counts
-        assert len(set(slots.tolist())) == rows, f"step {plan.step_id}: a slot stands in two rows"
-        starts = _put_sums(target[layout.query_starts], counts)
-        prompt_rows = self._prompt_rows(plan, starts)
-        target[layout.first_blocks][:rows], appends = self._append_blocks(plan, slots)
-        _put_sums(target[layout.append_starts], appends)
-        target[layout.appended_ids][:block_count] = plan.block_ids
-        token_count = int(starts[-1])
+        assert len(set(row_slots)) == rows, f"step {plan.step_id}: a slot stands in two rows"
+        slots = np.array(row_slots, dtype=np.intp)
+        _put(target, layout.row_slots, slots)
+        counts, samples, token_count = self._put_counts(plan, target)
         assert token_count <= limit, f"step {plan.step_id} computes {token_count} tokens, more than {limit}"
-        target[:HEADER] = rows, decode_rows, token_count, block_count
-        samples = np.ones(rows, dtype=bool)
-        samples[decode_rows:] = plan.chunk_samples
-        sampled_rows = np.flatnonzero(samples)
-        sampled_slots = slots[sampled_rows]
-        positions = self._mirror.known_lengths[sampled_slots]
-        self._advance(slots, counts, samples)
+        prompt_rows, pooled_rows = self._asking_rows(plan, target) if plan.chunk_slots else ((), ())
+        known, computed, _, blocks = self._mirror.table.take(slots, axis=1)
+        blocks = self._append_blocks(plan, target, slots, blocks)
+        target[:HEADER] = rows, decode_rows, token_count, block_count, 0
+        self._advance(slots, samples, known, computed + counts, blocks)
+        sampled_rows = self._row_numbers[:rows]
+        if plan.chunk_slots:
+            sampled_rows = np.flatnonzero(samples)
+            slots, known = slots[sampled_rows], known[sampled_rows]
         return PackedStep(
-            layout.appended_ids.start + block_count, rows, decode_rows, token_count, sampled_rows, sampled_slots,
-            positions, prompt_rows, self._pooled_rows(plan, starts),
+            layout.appended_ids.start + block_count, rows, decode_rows, token_count, sampled_rows, slots, known,
+            prompt_rows, pooled_rows,
         )  # fmt: skip
 
-    def _append_blocks(self, plan: StepPlan, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """Per row: its block count so far, and how many blocks it gets."""
-        decode_counts = plan.decode_block_counts or bytes(len(plan.decode_slots))
-        counts = np.concatenate((np.frombuffer(decode_counts, np.uint8), plan.chunk_block_counts), dtype=np.int32)
-        first_blocks = self._mirror.block_counts[slots]
-        self._mirror.block_counts[slots] += counts
-        most = self._mirror.block_counts[slots].max(initial=0)
-        capacity = self._memory.block_capacity
-        assert most <= capacity, f"step {plan.step_id}: a slot gets {most} blocks, its table holds {capacity}"
-        return first_blocks, counts
+    def _put_counts(self, plan: StepPlan, target: IntArray) -> tuple[IntArray, np.ndarray, int]:
+        """Pack each row's token count, and their sums; returns the counts, which rows sample, and the tokens in all."""
+        layout, decode_rows = self._layout, len(plan.decode_slots)
+        rows = decode_rows + len(plan.chunk_slots)
+        if rows == decode_rows:
+            target[layout.token_counts.start : layout.query_starts.stop] = self._single_tokens
+            return self._single_tokens[:rows], self._all_samples[:rows], rows
+        counts = target[layout.token_counts][:rows]
+        counts[:decode_rows], counts[decode_rows:] = 1, plan.chunk_token_counts
+        starts = target[layout.query_starts][: rows + 1]
+        starts[0] = 0
+        counts.cumsum(out=starts[1:])
+        samples = self._all_samples[:rows].copy()
+        samples[decode_rows:] = plan.chunk_samples
+        return counts, samples, int(starts[-1])
 
-    def _advance(self, slots: IntArray, counts: IntArray, samples: np.ndarray) -> None:
-        """Grow the lengths, after checking that each row computes tokens it knows and samples at the end of them."""
-        mirror = self._mirror
-        lengths = mirror.computed_lengths[slots] + counts
-        known = mirror.known_lengths[slots]
-        room = mirror.block_counts[slots] * self._memory.block_size
-        good = (counts > 0) & (lengths <= known) & (samples == (lengths == known)) & (lengths <= room)
-        if not good.all():
+    def _append_blocks(self, plan: StepPlan, target: IntArray, slots: IntArray, blocks: IntArray) -> IntArray:
+        """Pack what each row gets behind the `blocks` that it has; returns how many it has then."""
+        layout, decode_rows = self._layout, len(plan.decode_slots)
+        _put(target, layout.first_blocks, blocks)
+        starts = target[layout.append_starts]
+        if not plan.block_ids:
+            starts[:] = 0
+            return blocks
+        _put(target, layout.appended_ids, plan.block_ids)
+        counts = starts[1 : len(slots) + 1]
+        counts[:decode_rows], counts[decode_rows:] = plan.decode_block_counts or 0, plan.chunk_block_counts
+        blocks = blocks + counts
+        starts[0] = 0
+        counts.cumsum(out=counts)
+        most, capacity = blocks.max(initial=0), self._memory.block_capacity
+        assert most <= capacity, f"step {plan.step_id}: a slot gets {most} blocks, its table holds {capacity}"
+        self._mirror.block_counts[slots] = blocks
+        return blocks
+
+    def _advance(
+        self, slots: IntArray, samples: np.ndarray, known: IntArray, lengths: IntArray, blocks: IntArray
+    ) -> None:
+        """Grow the slots to `lengths`, which must be of tokens that they know, with a sample at the end of these."""
+        room = blocks * self._block_size
+        most = np.minimum(np.minimum(known, room), self._last_place)
+        good = (lengths <= most) & ((lengths == known) == samples)
+        if np.count_nonzero(good) < len(good):
             row = int(np.argmin(good))
+            assert lengths[row] <= self._last_place, "a slot samples beyond its last token place"
             raise AssertionError(
                 f"row {row}, slot {slots[row]}: computes tokens up to {lengths[row]} (samples: {samples[row]}), knows "
                 f"{known[row]}, has blocks for {room[row]}"
             )
-        assert known[samples].max(initial=0) < self._memory.token_capacity, "a slot samples beyond its last token place"
-        mirror.computed_lengths[slots] = lengths
-        mirror.known_lengths[slots] += samples
+        self._mirror.computed_lengths[slots] = lengths
+        self._mirror.known_lengths[slots] = known + samples
 
-    def _prompt_rows(self, plan: StepPlan, starts: IntArray) -> tuple[PromptRows, ...]:
-        """Among the chunk rows: a decode row is past its prompt."""
-        found = []
-        for slot, count, start in zip(
-            plan.chunk_slots, plan.chunk_token_counts, starts[len(plan.decode_slots) :].tolist(), strict=False
+    def _asking_rows(self, plan: StepPlan, target: IntArray) -> tuple[tuple[PromptRows, ...], tuple[PooledRows, ...]]:
+        """The chunks of slots that asked for prompt log probabilities, and for an embedding."""
+        mirror = self._mirror
+        prompt_rows, pooled_rows = [], []
+        starts = target[self._layout.query_starts][len(plan.decode_slots) :].tolist()
+        for slot, count, samples, start in zip(
+            plan.chunk_slots, plan.chunk_token_counts, plan.chunk_samples, starts, strict=False
         ):
-            sampling = self._mirror.sampling[slot]
+            sampling = mirror.sampling[slot]
             assert sampling is not None, f"step {plan.step_id}: slot {slot} has a chunk, but it is free"
-            if sampling.prompt_logprobs < 0:
-                continue
-            position = int(self._mirror.computed_lengths[slot])
-            predicting = min(count, int(self._mirror.prompt_lengths[slot]) - 1 - position)
-            if predicting > 0:
-                found.append(PromptRows(slot, start, position, predicting))
-        return tuple(found)
-
-    def _pooled_rows(self, plan: StepPlan, starts: IntArray) -> tuple[PooledRows, ...]:
-        """Among the chunk rows."""
-        found = []
-        firsts = starts[len(plan.decode_slots) :].tolist()
-        for slot, count, samples, first in zip(
-            plan.chunk_slots, plan.chunk_token_counts, plan.chunk_samples, firsts, strict=False
-        ):
-            sampling = self._mirror.sampling[slot]
-            if sampling is not None and sampling.pooling:
-                found.append(PooledRows(slot, first, count, bool(samples), sampling.pooling))
-        return tuple(found)
+            assert count > 0, f"step {plan.step_id}: the chunk of slot {slot} has {count} tokens"
+            if sampling.prompt_logprobs >= 0:
+                position = int(mirror.computed_lengths[slot])
+                predicting = min(count, int(mirror.prompt_lengths[slot]) - 1 - position)
+                if predicting > 0:
+                    prompt_rows.append(PromptRows(slot, start, position, predicting))
+            if sampling.pooling:
+                pooled_rows.append(PooledRows(slot, start, count, bool(samples), sampling.pooling))
+        return tuple(prompt_rows), tuple(pooled_rows)
 
 
-def _put_sums(target: IntArray, counts: IntArray) -> IntArray:
-    """Write the running sums of `counts`, from 0, to the start of `target`; returns what was written."""
-    written = target[: len(counts) + 1]
-    written[0] = 0
-    np.cumsum(counts, out=written[1:])
-    return written
+def _put(target: IntArray, part: slice, values: Any) -> None:
+    """Write values to the start of a part of the plan."""
+    target[part.start : part.start + len(values)] = values
 
 
 def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: StepInputs, block_size: int) -> None:
@@ -193,7 +210,7 @@ def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: St
 
     The same as the kernel in `kernels/step_inputs.py`, whose docstring has formula, tables and padding.
     """
-    row_count, _, token_count, block_count = plan[:HEADER].tolist()
+    row_count, _, token_count, block_count, _ = plan[:HEADER].tolist()
     slots, counts = plan[layout.row_slots][:row_count], plan[layout.token_counts][:row_count]
     tables, computed_lengths = state.block_tables.numpy(), state.computed_lengths.numpy()
     if block_count:
@@ -206,13 +223,13 @@ def fill_inputs(plan: IntArray, layout: PlanLayout, state: SlotState, inputs: St
     blocks = tables[token_slots, positions // block_size].astype(np.int64)
     lengths = computed + counts
     sampled = lengths >= state.known_lengths.numpy()[slots]
-    _put(inputs.token_ids, state.slot_token_ids.numpy()[token_slots, positions], 0)
-    _put(inputs.positions, positions, 0)
-    _put(inputs.slot_mapping, blocks * block_size + positions % block_size, -1)
-    _put(inputs.row_slots, slots, -1)
-    _put(inputs.query_starts, starts, token_count)
-    _put(inputs.context_lengths, lengths, 0)
-    _put(inputs.sample_rows, np.where(sampled, starts[1:] - 1, -1), -1)
+    _put_padded(inputs.token_ids, state.slot_token_ids.numpy()[token_slots, positions], 0)
+    _put_padded(inputs.positions, positions, 0)
+    _put_padded(inputs.slot_mapping, blocks * block_size + positions % block_size, -1)
+    _put_padded(inputs.row_slots, slots, -1)
+    _put_padded(inputs.query_starts, starts, token_count)
+    _put_padded(inputs.context_lengths, lengths, 0)
+    _put_padded(inputs.sample_rows, np.where(sampled, starts[1:] - 1, -1), -1)
     computed_lengths[slots] = lengths
 
 
@@ -223,7 +240,7 @@ def _append_to_tables(plan: IntArray, layout: PlanLayout, tables: IntArray, row_
     tables[plan[layout.row_slots][rows], places] = plan[layout.appended_ids][: starts[-1]]
 
 
-def _put(tensor: torch.Tensor, values: np.ndarray, padding: int) -> None:
+def _put_padded(tensor: torch.Tensor, values: np.ndarray, padding: int) -> None:
     target = tensor.numpy()
     target[: len(values)] = values
     target[len(values) :] = padding

@@ -14,6 +14,7 @@ import time
 
 import zmq
 
+from common import busy_poll
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
@@ -70,6 +71,8 @@ class Worker:
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(link.wake_fd, zmq.POLLIN)
+        limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
+        self._busy = busy_poll.BusyPoll(limit_s, busy_poll.IoThreads(self._context))
 
     def run(self) -> int:
         """Start, serve until told to stop, return the exit code.
@@ -102,7 +105,13 @@ class Worker:
         if engine.device_name == "cpu":
             return InlineReporter(self._send_result)
         process = f"worker-{self._rank}"
-        return ThreadReporter(self._send_result, lambda message: self._link.order(PeerFailed(process, message)))
+
+        def wake(message: str) -> None:
+            self._link.order(PeerFailed(process, message))
+
+        if not self._busy.limit_s:
+            return ThreadReporter(self._send_result, wake)
+        return ThreadReporter(self._send_result, wake, on_step=self._busy.threads.follow, on_idle=self._link.wake)
 
     def _serve(self, engine: Engine, reporter: Reporter) -> None:
         traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)
@@ -115,10 +124,18 @@ class Worker:
         reporter.close()
 
     def _next_plan(self, runner: StepRunner, reporter: Reporter) -> StepPlan | None:
-        """The next plan; None once the supervisor wants the end. While nothing is to be done, the runner prepares."""
+        """The next plan; None once the supervisor wants the end. While nothing is to be done, the runner prepares.
+
+        Polls busily behind the last step only: the next plan is not urgent while steps are on their way, and their
+        reporter, which waits for the device without sleeping, has the interpreter for itself.
+        """
         quiet_ms: int | None = QUIET_MS
+        rests = False
         while True:
-            ready = dict(self._poller.poll(quiet_ms))
+            if not rests and reporter.is_idle:
+                rests = True
+                self._busy.note()
+            ready = dict(self._busy.poll(self._poller, quiet_ms) if rests else self._poller.poll(quiet_ms))
             if self._link.wake_fd in ready and self._stop_ordered():
                 return None
             if self._plans in ready:

@@ -17,7 +17,7 @@ def make_plan(layout: PlanLayout, counts: list[int], device: str) -> torch.Tenso
     """Rows that each append one block, for slots in order."""
     rows = len(counts)
     plan = torch.zeros(layout.size, dtype=torch.int32)
-    plan[:HEADER] = torch.tensor([rows, sum(count == 1 for count in counts), sum(counts), rows])
+    plan[:HEADER] = torch.tensor([rows, sum(count == 1 for count in counts), sum(counts), rows, 0])
     plan[layout.row_slots] = torch.arange(rows)
     plan[layout.token_counts] = torch.tensor(counts)
     plan[layout.query_starts] = torch.tensor([0, *counts]).cumsum(0)

@@ -1,14 +1,14 @@
 """Messages from the frontend to a client."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from common.client_messages.output import Delta, SampleResult, TokenLogprob, optional_entries
 from common.client_messages.requests import ID_LIMIT
 from common.errors import WireError, shown
-from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, pack
+from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, array_header, pack, pack_value
 
 PARAM_LIMIT = 256
 """Characters of a parameter's name in an ErrorReply at most; a client may have made up a longer one."""
@@ -62,20 +62,48 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Deltas:
-    """What one step of the engine gave this client: pairs of a request id and a Delta."""
+    """What one step of the engine gave this client: pairs of a request id and a Delta.
+
+    Each pair is a row. Whoever writes many may encode them one by one and join them (`wire_of`); nearly every row is
+    one token with its text, whose end is the same in every stream (`row_start`, `row_end`).
+    """
 
     CODE: ClassVar[int] = 81
     entries: tuple[tuple[str, Delta], ...]
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
-        return pack([self.CODE, [[request_id, *delta.to_list()] for request_id, delta in self.entries]])
+        return self.wire_of([self.row(request_id, delta) for request_id, delta in self.entries])
+
+    @staticmethod
+    def wire_of(rows: Sequence[bytes]) -> bytes:
+        """The message with these rows."""
+        return b"%b%b%b" % (_DELTAS_START, array_header(len(rows)), b"".join(rows))
+
+    @staticmethod
+    def row(request_id: str, delta: Delta) -> bytes:
+        """One pair, encoded."""
+        return pack([request_id, *delta.to_list()])
+
+    @staticmethod
+    def row_start(request_id: str, sample_index: int) -> bytes:
+        """What stands before the text in each row of a sample."""
+        return array_header(7) + pack_value(request_id) + pack_value(sample_index)
+
+    @staticmethod
+    def row_end(text: str, token_id: int) -> bytes:
+        """The rest of a row that has one token, and neither log probabilities nor an end."""
+        values = (text, array_bytes(array("i", (token_id,))), (), None, None)
+        return b"".join(map(pack_value, values))
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Deltas":
         """Build from raw fields; raises WireError."""
         with FieldReader("Deltas", fields) as read:
             return cls(read.entries("entries", _delta))
+
+
+_DELTAS_START = array_header(2) + pack_value(Deltas.CODE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -271,7 +271,7 @@ class StepPlan:
 
     def _check_counts(self) -> None:
         chunks = len(self.chunk_slots)
-        if any(len(n) != chunks for n in (self.chunk_token_counts, self.chunk_samples, self.chunk_block_counts)):
+        if not chunks == len(self.chunk_token_counts) == len(self.chunk_samples) == len(self.chunk_block_counts):
             raise WireError(f"StepPlan: per-chunk arrays must hold {chunks} entries")
         if len(self.decode_block_counts) not in (0, len(self.decode_slots)):
             raise WireError(f"StepPlan: decode_block_counts must be empty or hold {len(self.decode_slots)} entries")

@@ -66,13 +66,14 @@ class DirectWriter:
         if self._cycle is None:
             return lambda text: False
         cycle, flow, put, encode = self._cycle, self._cycle.flow, self._cycle.transport.write, _encoder.encode
+        constant_bytes, chunk_end = len(start) + len(end), end + b"\r\n"
 
         def write(text: str) -> bool:
             if not self._is_open or flow.write_paused or cycle.disconnected:
                 return False
             if text:
-                event = b"%b%b%b" % (start, encode(text), end)
-                put(b"%x\r\n%b\r\n" % (len(event), event))
+                json = encode(text)
+                put(b"%x\r\n%b%b%b" % (constant_bytes + len(json), start, json, chunk_end))
                 self.silent = False
             return True
 

@@ -118,3 +118,18 @@ def test_only_a_request_can_be_resumed():
 def test_codes_are_unique():
     codes = [type(message).CODE for _, message in ALL]
     assert len({*codes}) == len({type(message) for _, message in ALL})
+
+
+@given(rows=st.lists(st.tuples(st.text(), st.integers(0, 255), st.text(), st.integers(0, 2**31 - 1)), max_size=20))
+def test_rows_put_together_from_their_parts_are_the_same_message(rows):
+    ids = [array("i", [token_id]) for _, _, _, token_id in rows]
+    entries = [(name, wire.Delta(index, text, one)) for (name, index, text, _), one in zip(rows, ids, strict=True)]
+    parts = [wire.Deltas.row_start(name, index) + wire.Deltas.row_end(text, token) for name, index, text, token in rows]
+    message = wire.Deltas(tuple(entries))
+    assert wire.Deltas.wire_of(parts) == message.to_wire()
+    assert message.to_wire() == pack([wire.Deltas.CODE, [[name, *delta.to_list()] for name, delta in entries]])
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 65_535, 65_536])
+def test_a_message_of_any_length_is_put_together(count):
+    assert unpack(wire.Deltas.wire_of([b"\x00"] * count)) == (wire.Deltas.CODE, [[0] * count])

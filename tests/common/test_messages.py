@@ -67,6 +67,7 @@ EXAMPLES = {
             prompt_logprobs=((0, (LOGPROBS, LOGPROBS)),),
             embeddings=((1, array("f", [0.5, -0.25])),),
         ),
+        m.TokensOut(request_ids=array("i", [1, 2]), token_ids=array("i", [5, 6])),
         m.RequestFailed(1, "queue_full", "too many", 429, None, 500),
         m.QueueNews(array("i", [4, 5]), array("i", [3])),
         m.EngineStats(

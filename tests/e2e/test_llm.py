@@ -15,7 +15,7 @@ OPTIONS = {"dtype": "float32", "block_size": 4, "num_kv_blocks": 256, "max_model
 
 @pytest.fixture(scope="module")
 def llm(tiny_model_dir):
-    with LLM(str(tiny_model_dir), **OPTIONS) as running:
+    with LLM(str(tiny_model_dir), **OPTIONS, busy_poll_ms=20) as running:
         yield running
 
 
@@ -55,7 +55,9 @@ def test_a_model_that_is_not_there(tmp_path):
 
 
 def test_close_leaves_no_process(tiny_model_dir):
-    llm = LLM(str(tiny_model_dir), **OPTIONS)
+    llm = LLM(str(tiny_model_dir), **OPTIONS, busy_poll_ms=1000)
+    assert llm.client._busy.limit_s == 1.0
+    llm.generate("so that every process polls busily", SamplingParams(max_tokens=1))
     llm.close()
     assert llm._process.returncode == 0
     with pytest.raises(EngineDeadError, match="exit code 0"):

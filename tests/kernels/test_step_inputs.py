@@ -30,7 +30,7 @@ def make_plan(layout: PlanLayout, rows: list[tuple[int, int, int, list[int]]], d
         (layout.append_starts, appends),
         (layout.appended_ids, ids),
     )
-    plan[:HEADER] = torch.tensor([len(rows), decode_rows, starts[-1], len(ids)])
+    plan[:HEADER] = torch.tensor([len(rows), decode_rows, starts[-1], len(ids), 0])
     for part, values in parts:
         plan[part.start : part.start + len(values)] = torch.tensor(values, dtype=torch.int32)
     return plan
@@ -118,7 +118,7 @@ def test_more_blocks_and_tokens_than_one_tile():
 
 def test_wrong_arguments_are_named():
     state, inputs, layout = make_state(2, 32, 0), StepInputs.allocate(4, 8, "cpu"), PlanLayout(4, 4)
-    with pytest.raises(ValueError, match="plan: wanted at least 30 elements and room for 4 rows, got 3 elements"):
+    with pytest.raises(ValueError, match="plan: wanted at least 31 elements and room for 4 rows, got 3 elements"):
         step_inputs(torch.zeros(3, dtype=torch.int32), layout, state, inputs, BLOCK_SIZE)
     with pytest.raises(ValueError, match="plan: wanted dtype torch.int32, got torch.int64"):
         step_inputs(torch.zeros(64, dtype=torch.int64), layout, state, inputs, BLOCK_SIZE)

@@ -54,8 +54,8 @@ class Events:
         self.deltas: list = []
         self.ends: list = []
 
-    def on_token(self, sample_index, text, token_id) -> None:
-        self.on_delta(Delta(sample_index, text, array("i", [token_id])))
+    def on_token(self, sample_index, piece) -> None:
+        self.on_delta(Delta(sample_index, piece.text, array("i", [piece.token_id])))
 
     def on_delta(self, delta) -> None:
         assert not self.ends, "a delta came after the end"

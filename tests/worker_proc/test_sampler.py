@@ -27,7 +27,7 @@ class Bench:
     def __init__(self, vocab: int = VOCAB, tokenizer_vocab: int = VOCAB) -> None:
         self.vocab = vocab
         self.memory = SlotMemory(16, 64, 4, torch.device("cpu"))
-        self.mirror = SlotMirror.empty(16)
+        self.mirror = SlotMirror(16)
         self.sampler = Sampler(self.memory, self.mirror, tokenizer_vocab)
 
     def add(self, slot: int, tokens: list[int], sampling: SlotSampling, prompt_count: int = 0) -> int:

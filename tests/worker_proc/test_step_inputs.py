@@ -29,7 +29,7 @@ class Host:
 
     def __init__(self, fill) -> None:
         self.memory = SlotMemory(SLOTS, MAX_LEN, BLOCK, torch.device("cpu"))
-        self.mirror = SlotMirror.empty(SLOTS)
+        self.mirror = SlotMirror(SLOTS)
         self.layout = PlanLayout(SLOTS, 64)
         self.plan = np.full(self.layout.size, -7, dtype=np.int32)
         self.stager = StepStager(self.memory, self.mirror, self.layout, token_limit=64)
@@ -151,17 +151,17 @@ def test_random_plans_give_the_inputs_of_a_naive_model(seed, fill):
             assert host.memory.block_tables[slot, : len(state.blocks)].tolist() == state.blocks
 
 
-def init(slot: int = 0, count: int = 5) -> SlotInit:
+def init(slot: int = 0, count: int = 5, computed: int = 0, blocks: int = 2) -> SlotInit:
     return SlotInit(
-        slot=slot, token_ids=array("i", range(count)), prompt_count=count, computed_count=0,
-        block_ids=array("i", [1, 2]), sampling=SlotSampling(),
+        slot=slot, token_ids=array("i", range(count)), prompt_count=count, computed_count=computed,
+        block_ids=array("i", range(blocks)), sampling=SlotSampling(),
     )  # fmt: skip
 
 
-def chunk(count: int, samples: int, **fields) -> StepPlan:
+def chunk(count: int, samples: int, blocks: int = 0, **fields) -> StepPlan:
     return StepPlan(
         step_id=1, chunk_slots=array("H", [0]), chunk_token_counts=array("i", [count]),
-        chunk_samples=array("B", [samples]), chunk_block_counts=array("i", [0]), **fields,
+        chunk_samples=array("B", [samples]), chunk_block_counts=array("i", [blocks]), **fields,
     )  # fmt: skip
 
 
@@ -172,6 +172,9 @@ def chunk(count: int, samples: int, **fields) -> StepPlan:
         (chunk(4, 1, new_slots=(init(),)), "samples: True"),
         (chunk(5, 0, new_slots=(init(),)), "samples: False"),
         (chunk(9, 1, new_slots=(init(count=9),)), "has blocks for 8"),
+        (chunk(0, 0, new_slots=(init(),)), "the chunk of slot 0 has 0 tokens"),
+        (chunk(5, 1, blocks=16, new_slots=(init(),), block_ids=array("i", range(16))), "gets 18 blocks, .* holds 17"),
+        (chunk(8, 1, new_slots=(init(count=68, computed=60, blocks=17),)), "samples beyond its last token place"),
         (chunk(5, 1, new_slots=(init(), init())), "not free"),
         (chunk(5, 1), "slot 0 has a chunk, but it is free"),
         (StepPlan(step_id=1, decode_slots=array("H", [2])), "slot 2: computes tokens up to 1"),

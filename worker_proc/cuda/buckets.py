@@ -5,7 +5,8 @@ three things: which rows there are (decode, chunks, or both), how many rows, how
 are multiples of 16, for which the kernels are compiled once. Called by the GPU runner.
 """
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 DECODE, CHUNK, MIXED = "decode", "chunk", "mixed"
 
@@ -20,14 +21,13 @@ _TOKEN_SIZES = (
 """Those that are prepared at start."""
 
 LARGE_TOKENS = _TOKEN_SIZES[-1]
-"""Steps above this are padded to sixteen sizes between two powers of two, and captured when they first come."""
+"""Steps above this are padded to 32 sizes between two powers of two, and captured when they first come."""
 
 _NEARLY_LARGEST = 0.875
 """A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Sizes of a step, padding included.
 
     Attributes:
@@ -41,6 +41,7 @@ class Bucket:
     tokens: int
 
 
+@lru_cache(maxsize=1024)
 def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: int, max_tokens: int) -> Bucket:
     """The smallest bucket that holds a step of `decode_rows` single tokens and `chunk_rows` chunks."""
     rows = decode_rows + chunk_rows
@@ -79,7 +80,7 @@ def padded_batch(rows: int) -> int:
 def padded_tokens(token_count: int) -> int:
     """Tokens of a chunk or mixed bucket."""
     size = next((size for size in _TOKEN_SIZES if size >= token_count), 0)
-    step = 1 << max(0, (token_count - 1).bit_length() - 5)
+    step = 1 << max(0, (token_count - 1).bit_length() - 6)
     return size or -(-token_count // step) * step
 
 

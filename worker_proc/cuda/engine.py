@@ -12,7 +12,6 @@ import torch
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
 from kernels.compile_ahead import compile_all, launches_left_out
-from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets
 from worker_proc.cuda.fixed_order_forward import FixedOrderForward
@@ -114,7 +113,7 @@ def _profile(
     plan = torch.zeros(layout.size, dtype=torch.int32, device=slots.device)
     options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
     program = StepProgram(forward, cache, slots, plan, layout, **options, eager=True)
-    _compile(program, slots, compiled_buckets(*sizes))
+    _compile(program, compiled_buckets(*sizes))
     for bucket in largest_buckets(*sizes):
         program.run(bucket)
     if not forward.capturable:
@@ -126,13 +125,12 @@ def _profile(
     return GRAPH_ALLOWANCE * max(0, before - torch.cuda.mem_get_info()[0])
 
 
-def _compile(program: StepProgram, slots: DeviceSlots, buckets: list[Bucket]) -> None:
+def _compile(program: StepProgram, buckets: list[Bucket]) -> None:
     """Compile the kernels of these buckets' steps, or load them from Triton's folder on disk, all at once."""
     start = time.monotonic()
     with launches_left_out() as needed:
         for bucket in buckets:
             program.rehearse(bucket)
-        scatter_words(slots.memory, *torch.full((2, 4), -1, dtype=torch.int32, device=slots.device))
     compile_all(needed, processes=torch.get_num_threads())
     logger.info("%d kernels ready in %.2f s", len(needed), time.monotonic() - start)
 

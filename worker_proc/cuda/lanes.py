@@ -1,8 +1,8 @@
 """Steps in flight: what each needs on the host, and how its result is read once it has arrived.
 
-A `Lane` is pinned memory for a step's sampled ids and the events around the step. There are as many lanes as steps may
-be in flight; taking one when all are out waits for the oldest. `Lanes.read` waits for the step and gives its lane back:
-the step's `PendingStep` calls it, in the reporter's thread. Called by the GPU runner.
+A `Lane` is page-locked memory for a step's plan and its sampled ids, and the events around the step. There are as many
+lanes as steps may be in flight; taking one when all are out waits for the oldest. `Lanes.read` waits for the step and
+gives its lane back: the step's `PendingStep` calls it, in the reporter's thread. Called by the GPU runner.
 """
 
 import queue
@@ -10,6 +10,8 @@ from array import array
 
 import torch
 
+from kernels.step_layout import PlanLayout
+from worker_proc.cuda.staging import StagedPlan, device_buffer
 from worker_proc.pending import Arrived
 from worker_proc.slots import IntArray
 
@@ -18,24 +20,32 @@ LANE_TIMEOUT_S = 60.0
 
 
 class Lane:
-    """Host memory and events of one step in flight; `ids` is int32 [max_rows]."""
+    """Host memory and events of one step in flight, whose plan goes to `plan_buffer`.
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    Attributes:
+        plan: what the step is packed into.
+        ids: int32 [max_rows], what it sampled.
+    """
+
+    def __init__(self, max_rows: int, plan_buffer: torch.Tensor) -> None:
+        self._on_gpu = plan_buffer.is_cuda
+        self.plan = StagedPlan(plan_buffer)
         self.ids = torch.zeros(max_rows, dtype=torch.int32, pin_memory=self._on_gpu)
         self.id_view = self.ids.numpy()
         if self._on_gpu:
+            self._stream = torch.cuda.current_stream()
             self._begun, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def begin(self) -> None:
         """What follows on the stream is the step."""
         if self._on_gpu:
-            self._begun.record()
+            self._begun.record(self._stream)
 
-    def end(self) -> None:
-        """The step's last copy has been issued."""
+    def end(self, sampled: torch.Tensor) -> None:
+        """The step has been issued; `sampled`, int32 [max_rows], is copied to `ids` behind it."""
+        self.ids.copy_(sampled, non_blocking=True)
         if self._on_gpu:
-            self._ended.record()
+            self._ended.record(self._stream)
 
     def wait(self) -> int:
         """Block until the results have arrived; returns the microseconds that the step took on the device."""
@@ -46,12 +56,17 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of one runner that no step holds."""
+    """The lanes of one runner that no step holds. Made by the thread that will issue steps, on its stream.
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    Attributes:
+        plan_buffer: on the device, int32; holds the plan of the step under way.
+    """
+
+    def __init__(self, layout: PlanLayout, device: torch.device) -> None:
+        self.plan_buffer = device_buffer(layout, device)
         self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         for _ in range(LANE_COUNT):
-            self._free.put(Lane(max_rows, device))
+            self._free.put(Lane(layout.rows, self.plan_buffer))
 
     def take(self) -> Lane:
         """A free lane; waits for one, and fails if none comes, since then nobody reads results."""

@@ -10,26 +10,24 @@ import gc
 import logging
 import time
 from collections import deque
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from common.config import StepLimits
 from common.messages import StepPlan
-from kernels.scatter_words import scatter_words
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.block_swap import BlockSwap
 from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
-from worker_proc.cuda.lanes import LANE_COUNT, Lanes
-from worker_proc.cuda.slots import DeviceSlots, add_sampling
+from worker_proc.cuda.lanes import Lanes
+from worker_proc.cuda.slots import DeviceSlots, add_sampling, is_penalised
 from worker_proc.cuda.special_rows import SpecialRows
-from worker_proc.cuda.staging import StagingRing
+from worker_proc.cuda.staging import WRITE_ROOM, StagedPlan, write_apart
 from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PendingStep, PromptPiece, prompt_parts
 from worker_proc.pooling import Pooler
-from worker_proc.slots import SlotMirror
+from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PackedStep, PromptRows, StepStager
 
@@ -54,18 +52,17 @@ class CudaRunner:
         self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
     ) -> None:
         self.swap, self.slots, self._limits = BlockSwap(cache), slots, limits
-        self.mirror = SlotMirror.empty(limits.max_num_seqs)
+        self.mirror = SlotMirror(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
-        self._ring = StagingRing(layout, LANE_COUNT, slots.device)
+        self._lanes = Lanes(layout, slots.device)
         self._stager = StepStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
         self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
         self._pooler = Pooler(forward.token_hidden, exact=forward.fixed_order)
         self.program = StepProgram(
-            forward, cache, slots, self._ring.device_buffer, layout,
+            forward, cache, slots, self._lanes.plan_buffer, layout,
             max_tokens=limits.max_num_batched_tokens, vocabulary=vocabulary, eager=eager,
         )  # fmt: skip
         self.pads_steps = self.program.uses_graphs
-        self._lanes = Lanes(limits.max_num_seqs, slots.device)
         self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
 
     @torch.inference_mode()
@@ -75,7 +72,7 @@ class CudaRunner:
         lane = self._lanes.take()
         lane.begin()
         with span("input"):
-            packed = self._prepare(plan)
+            packed = self._prepare(plan, lane.plan)
         input_us = (time.perf_counter_ns() - start) // 1000
         step = PendingStep(plan.step_id, partial(self._lanes.read, lane, packed.sampled_rows, input_us))
         if packed.token_count:
@@ -83,9 +80,8 @@ class CudaRunner:
             with span("forward"):  # with the sampling, which is in the same graph
                 step = self._run(step, packed, bucket)
                 if packed.pooled_rows:
-                    step = replace(step, embeddings=self._pooler.pool(packed.pooled_rows))
-            lane.ids[: bucket.rows].copy_(self.program.sampled.ids[: bucket.rows], non_blocking=True)
-        lane.end()
+                    step = step._replace(embeddings=self._pooler.pool(packed.pooled_rows))
+        lane.end(self.program.sampled.ids)
         return step
 
     def warm_up(self, seconds: float = float("inf")) -> None:
@@ -129,21 +125,30 @@ class CudaRunner:
         limits = self._limits
         return bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
 
-    def _prepare(self, plan: StepPlan) -> PackedStep:
+    def _prepare(self, plan: StepPlan, staged: StagedPlan) -> PackedStep:
         """Everything that changes before the rows run, and the copy of the plan."""
         writes = self._stager.change_slots(plan)
         self.swap.move(plan)
         for init in plan.new_slots:
             add_sampling(writes, init, self.slots.vocab_size)
-        packed = self._stager.pack(plan, self._ring.next_buffer())
-        addresses, values = self._ring.copy(packed.size, writes)
-        scatter_words(self.slots.memory, addresses, values)
+        if writes.count > WRITE_ROOM:
+            write_apart(self.slots.memory, writes)
+            writes = StateWrites(self.slots)
+        packed = self._stager.pack(plan, staged.words)
+        staged.send(packed.size, writes)
+        if writes.count and self._reads_slots_first(plan):
+            self.program.write_slots()
         if plan.masks:
             self.slots.set_masks(plan.mask_slots, plan.masks)
         for init in plan.new_slots:
             self._special.start(init)
             self._pooler.start(init)
         return packed
+
+    @staticmethod
+    def _reads_slots_first(plan: StepPlan) -> bool:
+        """Whether what new slots start with cannot wait for the step itself, which writes it if it has chunks."""
+        return not plan.chunk_slots or bool(plan.masks) or any(is_penalised(init.sampling) for init in plan.new_slots)
 
     def _run(self, step: PendingStep, packed: PackedStep, bucket: Bucket) -> PendingStep:
         if not packed.prompt_rows and not self._special.any_of(packed.sampled_slots):
@@ -159,7 +164,7 @@ class CudaRunner:
         if raw is not None:
             ids = self.program.sampled.ids[: bucket.rows]
             table = self._special.logprobs(raw, ids, max(top_count for _, _, top_count in wanted))
-        return replace(step, logprob_rows=wanted, logprobs=table, prompt_pieces=pieces)
+        return step._replace(logprob_rows=wanted, logprobs=table, prompt_pieces=pieces)
 
     def _logprob_rows(self, packed: PackedStep) -> tuple[tuple[int, int, int], ...]:
         """See `PendingStep`."""

@@ -3,8 +3,10 @@
 What the sampling kernel does not cover stays with `special_rows`. Called by the GPU runner.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 import torch
@@ -12,11 +14,12 @@ import torch
 from common.messages import SlotInit, SlotSampling
 from common.sampling_params import TEMPERATURE_FLOOR
 from kernels.sampling_state import BAD_WORD_TOKENS, CHOICE_COUNT, NUMBER_COUNT, SamplingState
-from worker_proc.slots import IntArray, SlotMemory, StateWrites, div_ceil, known_ids
+from worker_proc.slots import SlotMemory, StateWrites, Words, div_ceil, known_ids
 from worker_proc.transfer import to_device
 
 MAX_BIASES, MAX_BANNED, MAX_BAD_WORDS = 320, 64, 32
 _WORD_WIDTH = BAD_WORD_TOKENS + 1
+_WHOLE, _HALVES = Struct("=Q"), Struct("=ii")
 
 
 class DeviceSlots(SlotMemory):
@@ -64,6 +67,8 @@ class KernelRules:
     @classmethod
     def of(cls, sampling: SlotSampling) -> "KernelRules":
         """Each list goes to the kernel as a whole or not at all."""
+        if not (sampling.bias_token_ids or sampling.bad_token_ids or sampling.min_output_count):
+            return NO_RULES
         biases, words = len(sampling.bias_token_ids), [word for word in sampling.bad_token_ids if word]
         banned = len(sampling.end_token_ids) if sampling.min_output_count else 0
         words_fit = len(words) <= MAX_BAD_WORDS and all(len(word) <= BAD_WORD_TOKENS for word in words)
@@ -72,17 +77,20 @@ class KernelRules:
         )
 
 
+NO_RULES = KernelRules(0, 0, 0)
+
+
 def add_sampling(writes: StateWrites, init: SlotInit, vocab_size: int) -> None:
     """How a new slot samples, as far as the kernel does it."""
     slot, sampling = init.slot, known_ids(init.sampling, vocab_size)
     rules = KernelRules.of(sampling)
-    writes.add("numbers", slot, _numbers(sampling).view(np.int32))
+    writes.add("numbers", slot, _numbers(sampling))
     writes.add("choices", slot, _choices(init, rules))
     if rules.biases:
         writes.add("bias_ids", slot, sampling.bias_token_ids)
-        writes.add("bias_values", slot, np.asarray(sampling.bias_values, dtype=np.float32).view(np.int32))
+        writes.add("bias_values", slot, sampling.bias_values)
     if rules.banned:
-        writes.add("banned_ids", slot, sampling.end_token_ids)
+        writes.add("banned_ids", slot, array("i", sampling.end_token_ids))
     if rules.bad_words:
         words = np.zeros((rules.bad_words, _WORD_WIDTH), dtype=np.int32)
         for line, word in zip(words, filter(None, sampling.bad_token_ids), strict=True):
@@ -99,25 +107,22 @@ def is_penalised(sampling: SlotSampling) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
-def _numbers(sampling: SlotSampling) -> np.ndarray:
+def _numbers(sampling: SlotSampling) -> Words:
+    """The columns of `SamplingState.numbers`."""
     temperature = 0.0 if sampling.temperature < TEMPERATURE_FLOOR else sampling.temperature
-    numbers = np.zeros(NUMBER_COUNT, dtype=np.float32)
-    numbers[:6] = (
+    values = (
         temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty,
         sampling.frequency_penalty,
     )  # fmt: skip
-    return numbers
+    return array("f", values + (0.0,) * (NUMBER_COUNT - len(values)))
 
 
-def _choices(init: SlotInit, rules: KernelRules) -> IntArray:
+def _choices(init: SlotInit, rules: KernelRules) -> Words:
     """The columns of `SamplingState.choices`. Log probabilities are -1, none: `special_rows` computes them."""
     sampling = init.sampling
-    seed = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
     values = (
         sampling.top_k, -1, init.slot if is_penalised(sampling) else -1, rules.biases, rules.banned,
-        init.prompt_count + sampling.min_output_count, *seed,
+        init.prompt_count + sampling.min_output_count, *_HALVES.unpack(_WHOLE.pack(sampling.seed)),
         init.slot if sampling.allowed_token_ids or sampling.masked else -1, rules.bad_words,
     )  # fmt: skip
-    choices = np.zeros(CHOICE_COUNT, dtype=np.int32)
-    choices[: len(values)] = values
-    return choices
+    return array("i", values + (0,) * (CHOICE_COUNT - len(values)))

@@ -13,7 +13,7 @@ import torch
 
 from common.messages import SlotInit, SlotSampling
 from kernels.sampling_state import fill_counts
-from worker_proc.cuda.slots import DeviceSlots, KernelRules, is_penalised
+from worker_proc.cuda.slots import NO_RULES, DeviceSlots, KernelRules, is_penalised
 from worker_proc.logprobs import LogprobTable, logprob_tensors
 from worker_proc.slots import known_ids
 from worker_proc.transfer import to_device, to_host
@@ -46,7 +46,7 @@ class SpecialRows:
     def __init__(self, slots: DeviceSlots, vocabulary: int, *, fixed_order: bool = False) -> None:
         self._slots, self._vocabulary, self._fixed_order = slots, vocabulary, fixed_order
         self._rules: dict[int, SlotRules] = {}
-        self._is_special = np.zeros(slots.slot_count, dtype=bool)
+        self._special: set[int] = set()
 
     def start(self, init: SlotInit) -> None:
         """A slot gets a request, after its tokens have been written."""
@@ -58,11 +58,13 @@ class SpecialRows:
         self._rules.pop(slot, None)
         if rules is not None:
             self._rules[slot] = rules
-        self._is_special[slot] = rules is not None or sampling.logprobs >= 0
+        self._special.discard(slot)
+        if rules is not None or sampling.logprobs >= 0:
+            self._special.add(slot)
 
     def any_of(self, slots: np.ndarray) -> bool:
         """Whether one of these slots needs more than the kernel."""
-        return bool(self._is_special[slots].any())
+        return bool(self._special) and not self._special.isdisjoint(slots.tolist())
 
     def apply_rules(self, logits: torch.Tensor, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Change the logits [R, vocab] of the rows whose slots have rules, in place."""
@@ -91,6 +93,8 @@ class SpecialRows:
 
     def _rules_of(self, init: SlotInit) -> SlotRules | None:
         """What of the slot's rules does not fit the kernel's tables."""
+        if KernelRules.of(init.sampling) is NO_RULES:
+            return None
         fitting = KernelRules.of(known_ids(init.sampling, self._slots.vocab_size))  # as `add_sampling` has it
         sampling = known_ids(init.sampling, self._vocabulary)
         words = [word for word in sampling.bad_token_ids if word and not fitting.bad_words]

@@ -1,79 +1,68 @@
-"""Brings packed plans to the GPU: a ring of pinned buffers, and the one on the device that they are copied to.
+"""Brings packed plans to the GPU: page-locked memory that a step is packed into, and its copy to the device.
 
-One pinned buffer holds a step: the plan at fixed places (`PlanLayout` of the largest step, so that a captured graph
-finds each part), then the addresses and values of the slots' writes. Only what a step uses is copied. A ring of such
-buffers, each guarded by an event, lets the host pack the next steps while earlier ones still run. Nothing here reads
-the device.
+One buffer holds a step: the plan at fixed places (`PlanLayout` of the largest step, so that a captured graph finds each
+part), then the addresses and values of the slots' writes. Only what a step uses is copied, in one piece. Nothing here
+reads the device, or waits: a buffer belongs to a lane, and a lane is free once its step has come back (`lanes`).
 """
 
 import numpy as np
 import torch
 
-from kernels.step_layout import PlanLayout
-from worker_proc.slots import IntArray, StateWrites
+from kernels.scatter_words import scatter_words
+from kernels.step_layout import WRITE_COUNT, PlanLayout
+from worker_proc.slots import StateWrites
 
 WRITE_ROOM = 1 << 17
-"""Writes that a ring buffer has room for; a step with more brings them in a buffer of its own."""
+"""Writes that a buffer has room for; a step with more brings them in a buffer of its own."""
 
-ALIGNMENT = 4
-"""Elements that the writes' parts start at a multiple of: 16 bytes."""
+COPY_UNIT = 1024
+"""Elements: copies are multiples of it, so that their views are made once."""
+
+WRITES_ALONE = PlanLayout(0, 0)
 
 
-class StagingRing:
-    """Pinned buffers that steps are packed into in turn, and the device buffer that they are copied to.
+def device_buffer(layout: PlanLayout, device: torch.device) -> torch.Tensor:
+    """What steps are copied to, int32; a graph reads the plan from its start."""
+    size = layout.size + 2 * WRITE_ROOM
+    return torch.zeros(-(-size // COPY_UNIT) * COPY_UNIT, dtype=torch.int32, device=device)
+
+
+class StagedPlan:
+    """Page-locked memory for one step.
+
+    Args:
+        target: on the device, from `device_buffer`.
 
     Attributes:
-        device_buffer: int32; a graph reads the plan from its start.
+        words: int32, the memory; the plan is packed into its start.
     """
 
-    def __init__(self, layout: PlanLayout, depth: int, device: torch.device) -> None:
-        self._plan_size, size = layout.size, layout.size + ALIGNMENT + 2 * WRITE_ROOM
-        pinned = device.type == "cuda"
-        self.device_buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
-        self._views = [buffer.numpy() for buffer in self._host]
-        self._copied = [torch.cuda.Event() for _ in range(depth)] if pinned else None
-        self._turn = depth - 1
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target, self._host = target, torch.zeros(target.shape[0], dtype=torch.int32, pin_memory=target.is_cuda)
+        self.words = self._host.numpy()
+        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def next_buffer(self) -> IntArray:
-        """The plan's part of the next buffer, free to be written."""
-        self._turn = (self._turn + 1) % len(self._host)
-        if self._copied is not None:
-            self._copied[self._turn].synchronize()  # returns at once unless the ring has been overtaken
-        return self._views[self._turn][: self._plan_size]
-
-    def copy(self, plan_size: int, writes: StateWrites) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the current buffer, with the writes behind the plan, to the device, in stream order.
-
-        Returns:
-            Addresses and values of the writes on the device, int32 [n] each.
-        """
-        addresses, values = writes.arrays()
-        count = len(addresses)
-        if count > WRITE_ROOM:
-            self._send(plan_size)
-            return self._copy_apart(addresses, values)
-        start = _align(plan_size)
-        middle = _align(start + count)
-        view = self._views[self._turn]
-        view[start : start + count] = addresses
-        view[middle : middle + count] = values
-        self._send(middle + count if count else plan_size)
-        return self.device_buffer[start : start + count], self.device_buffer[middle : middle + count]
-
-    def _send(self, size: int) -> None:
-        self.device_buffer[:size].copy_(self._host[self._turn][:size], non_blocking=True)
-        if self._copied is not None:
-            self._copied[self._turn].record()
-
-    def _copy_apart(self, addresses: IntArray, values: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of its own; the allocator keeps the pinned memory until the copy is done."""
-        host = torch.from_numpy(np.stack((addresses, values)))
-        if self._copied is not None:
-            host = host.pin_memory()
-        both = host.to(self.device_buffer.device, non_blocking=True)
-        return both[0], both[1]
+    def send(self, plan_size: int, writes: StateWrites) -> None:
+        """Put the writes behind a plan of so many elements, and copy both to the device, in stream order."""
+        count = writes.count
+        assert count <= WRITE_ROOM, f"{count} writes, there is room for {WRITE_ROOM}"
+        self.words[WRITE_COUNT] = count
+        if count:
+            both = self.words[plan_size : plan_size + 2 * count].reshape(2, count)
+            both[0], both[1] = writes.arrays()
+        size = -(-(plan_size + 2 * count) // COPY_UNIT) * COPY_UNIT
+        if size not in self._parts:
+            self._parts[size] = self._target[:size], self._host[:size]
+        target, host = self._parts[size]
+        target.copy_(host, non_blocking=True)
 
 
-def _align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def write_apart(memory: torch.Tensor, writes: StateWrites) -> None:
+    """Carry out writes that are too many for a step's buffer; torch keeps the memory until it has been copied."""
+    plan = np.zeros(WRITES_ALONE.size + 2 * writes.count, dtype=np.int32)
+    plan[WRITE_COUNT] = writes.count
+    plan[WRITES_ALONE.size :] = np.concatenate(writes.arrays())
+    host = torch.from_numpy(plan)
+    if memory.is_cuda:
+        host = host.pin_memory()
+    scatter_words(memory, host.to(memory.device, non_blocking=True), WRITES_ALONE)

@@ -14,9 +14,10 @@ import torch
 
 from kernels.sampling import SampledTokens, sample
 from kernels.sampling_state import SamplingWorkspace
+from kernels.scatter_words import scatter_words
 from kernels.step_inputs import step_inputs
-from kernels.step_layout import PlanLayout, StepInputs
-from worker_proc.cuda.buckets import Bucket
+from kernels.step_layout import HEADER, WRITE_COUNT, PlanLayout, StepInputs
+from worker_proc.cuda.buckets import DECODE, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
@@ -98,7 +99,7 @@ class StepProgram:
 
         Without `sampling` the caller changes the logits and then calls `sample`.
         """
-        captured = self._graph_for_step(bucket, sampling)
+        captured = self._graphs.get((bucket, sampling)) or self._graph_for_step(bucket, sampling)
         if captured is None:
             return self._run(self._forward, bucket, sampling)
         graph, logits = captured
@@ -118,12 +119,18 @@ class StepProgram:
 
     def rehearse(self, bucket: Bucket) -> None:
         """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""
-        kept = self._plan[:4].clone()
-        self._plan[:4].zero_()
+        header = self._plan[:HEADER]
+        kept = header.clone()
+        header.zero_()
         try:
             self._run(self._forward.shortened(), bucket, sampling=True)
         finally:
-            self._plan[:4].copy_(kept)
+            header.copy_(kept)
+
+    def write_slots(self) -> None:
+        """Carry out the plan's writes to the slots now, for what reads them before the step, which then makes none."""
+        scatter_words(self._slots.memory, self._plan, self._layout)
+        self._plan[WRITE_COUNT].zero_()
 
     def sample(self, bucket: Bucket, logits: torch.Tensor) -> None:
         """Choose the rows' tokens, write them to `sampled` and to their slots."""
@@ -145,6 +152,8 @@ class StepProgram:
 
     def _run(self, forward: Forward, bucket: Bucket, sampling: bool) -> torch.Tensor:
         inputs = self.inputs(bucket)
+        if bucket.kind != DECODE:
+            scatter_words(self._slots.memory, self._plan, self._layout)
         step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)
         logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
         if sampling:
@@ -152,7 +161,7 @@ class StepProgram:
         return logits
 
     def _graph_for_step(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        """What a step replays; None if it runs without a graph, as it does where one could not be captured."""
+        """What the first step of a bucket replays; None if it runs without a graph, as it does where one failed."""
         if not self.uses_graphs or bucket in self._without_graph:
             return None
         try:

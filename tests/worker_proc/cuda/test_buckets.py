@@ -29,13 +29,13 @@ def test_a_bucket_holds_its_step(limits):
         assert bucket.rows <= bucket.tokens, bucket
         assert bucket.kind == (DECODE if chunks == 0 else CHUNK if chunks == rows else MIXED), (chunks, bucket)
         seen.add(bucket)
-    assert len(seen) <= 300, f"{len(seen)} graphs for {limits}"
+    assert len(seen) <= 330, f"{len(seen)} graphs for {limits}"
 
 
-def test_padding_is_at_most_a_quarter_and_of_large_steps_a_sixteenth():
+def test_padding_is_at_most_a_quarter_and_of_large_steps_a_32nd():
     for tokens in range(257, 16385):
         bucket = bucket_of(1, 1, tokens, max_rows=256, max_tokens=32768)
-        assert bucket.tokens <= tokens * (17 / 16 if tokens > 4096 else 5 / 4), bucket
+        assert bucket.tokens <= tokens * (33 / 32 if tokens > 4096 else 5 / 4), bucket
 
 
 def test_decode_buckets_are_all_that_decoding_needs():

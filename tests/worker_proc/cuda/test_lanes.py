@@ -6,12 +6,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from kernels.step_layout import PlanLayout
 from worker_proc.cuda.lanes import LANE_COUNT, Lanes
 from worker_proc.pending import PendingStep
 
 
 def test_a_result_has_the_rows_that_sampled_and_the_workers_four_parts(monkeypatch):
-    lanes = Lanes(4, torch.device("cpu"))
+    lanes = Lanes(PlanLayout(4, 8), torch.device("cpu"))
     lane = lanes.take()
     lane.ids.copy_(torch.tensor([7, 8, 9, 10]))
     monkeypatch.setattr(lane, "wait", lambda: 500)

@@ -1,0 +1,62 @@
+"""Scheduler and worker poll busily as long as the option says, and see their orders while they do.
+
+The clock of these polls stands still: they would go on for ever.
+"""
+
+from array import array
+
+import pytest
+
+from common.busy_poll import BusyPoll
+from common.child import SupervisorLink
+from common.config import EngineConfig, ServerOptions
+from common.messages import AbortRequests, FlushCache, Stop
+from common.sockets import connect_push, new_context
+from scheduler_proc.transport import SocketTransport
+from worker_proc.reporter import InlineReporter
+from worker_proc.worker import Worker
+
+
+def for_ever() -> BusyPoll:
+    """After a message nothing but another one ends it."""
+    return BusyPoll(0.007, clock=lambda: 0.0)
+
+
+@pytest.fixture
+def config(tmp_path) -> EngineConfig:
+    return EngineConfig(server=ServerOptions(busy_poll_ms=7), run_dir=str(tmp_path))
+
+
+@pytest.fixture
+def link(config):
+    link = SupervisorLink("test", config.endpoint("supervisor"))
+    yield link
+    link.close()
+
+
+def test_the_scheduler_sees_orders_and_messages(config, link):
+    transport = SocketTransport(config, link)
+    assert transport._busy.limit_s == 0.007
+    transport._busy = for_ever()
+    with new_context() as context, connect_push(context, config.endpoint("requests")) as frontend:
+        for message in (FlushCache(), AbortRequests(array("i", [3]))):
+            frontend.send(message.to_wire())
+            assert not transport.wait(None)
+            assert [type(each) for each in transport.requests(1)] == [type(message)]
+        link.order(Stop(5))
+        assert transport.wait(None)
+        assert transport.orders() == [Stop(5)]
+        assert not transport.wait(0)
+    transport.close()
+
+
+def test_the_worker_sees_orders(config, link):
+    worker = Worker(config, link, 0)
+    assert worker._busy.limit_s == 0.007
+    worker._busy = for_ever()
+    link.wake()
+    link.order(Stop(5))
+    assert worker._next_plan(None, InlineReporter(pytest.fail)) is None
+    worker._plans.close()
+    worker._results.close()
+    worker._context.term()

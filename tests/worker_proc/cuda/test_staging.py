@@ -1,0 +1,108 @@
+"""What a plan changes in the slots' memory gets there: with the step, before it, or apart where it is too much."""
+
+from array import array
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from common.messages import SlotInit, SlotSampling, StepPlan
+from kernels.scatter_words import scatter_words
+from kernels.step_layout import HEADER, PlanLayout
+from tests.kernels.closeness import DEVICE
+from worker_proc.cuda import runner as runner_module
+from worker_proc.cuda.staging import COPY_UNIT, StagedPlan, device_buffer, write_apart
+from worker_proc.slots import SlotMemory, StateWrites
+
+LAYOUT = PlanLayout(rows=4, blocks=40)
+MASK = (b"\xff" * 20,)
+
+
+def random_writes(seed: int, memory: SlotMemory) -> StateWrites:
+    """Rows of tokens of any length, none among them, and single numbers."""
+    rng, writes = Random(seed), StateWrites(memory)
+    for slot in range(memory.slot_count):
+        count = rng.choice([0, 1, 7, memory.token_capacity])
+        writes.add("token_ids", slot, array("i", [rng.randrange(-(2**31), 2**31) for _ in range(count)]))
+        writes.add("numbers", slot, array("f", [rng.random()] * 3))
+        writes.add("known_lengths", slot, np.array([rng.randrange(100)], dtype=np.int32))
+    return writes
+
+
+def slot_memory() -> SlotMemory:
+    return SlotMemory(4, 600, 4, torch.device(DEVICE), {"numbers": 3})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_writes_arrive_behind_a_plan_of_any_size_and_apart(seed):
+    want, got, apart = slot_memory(), slot_memory(), slot_memory()
+    writes = random_writes(seed, want)
+    want.apply(*(torch.from_numpy(part).to(DEVICE) for part in writes.arrays()))
+    assert want.memory.count_nonzero() > 0
+    target = device_buffer(LAYOUT, torch.device(DEVICE))
+    staged, block_count = StagedPlan(target), 3 * seed
+    staged.words[:HEADER] = 0, 0, 0, block_count, 0
+    staged.words[LAYOUT.appended_ids] = 7
+    staged.send(LAYOUT.appended_ids.start + block_count, writes)
+    scatter_words(got.memory, target, LAYOUT)
+    write_apart(apart.memory, writes)
+    assert torch.equal(got.memory, want.memory) and torch.equal(apart.memory, want.memory)
+    staged.send(LAYOUT.appended_ids.start + block_count, StateWrites(want))
+    got.memory.zero_()
+    scatter_words(got.memory, target, LAYOUT)
+    assert not got.memory.any(), "the writes of the step before"
+
+
+def test_a_buffer_ends_where_a_copy_may():
+    assert device_buffer(LAYOUT, torch.device("cpu")).shape[0] % COPY_UNIT == 0
+
+
+def plan_of(sampling: SlotSampling, **rows) -> StepPlan:
+    """A new slot, whose four tokens have been computed but for the last."""
+    init = SlotInit(
+        slot=1, token_ids=array("i", [5, 9, 77, 30]), prompt_count=4, computed_count=3, block_ids=array("i", [2]),
+        sampling=sampling,
+    )  # fmt: skip
+    return StepPlan(step_id=1, new_slots=(init,), **rows)
+
+
+DECODE = {"decode_slots": array("H", [1])}
+CHUNK = {
+    "chunk_slots": array("H", [1]), "chunk_token_counts": array("i", [1]), "chunk_samples": array("B", [1]),
+    "chunk_block_counts": array("i", [0]),
+}  # fmt: skip
+GREEDY, PENALISED = SlotSampling(temperature=0.0), SlotSampling(temperature=0.0, repetition_penalty=1.3)
+MASKED = SlotSampling(temperature=0.0, masked=True, allowed_token_ids=array("i", [3]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "room", "early"),
+    [
+        (plan_of(GREEDY, **CHUNK), 1 << 17, False),
+        (plan_of(GREEDY, **CHUNK), 10, False),
+        (plan_of(GREEDY, **DECODE), 1 << 17, True),
+        (plan_of(PENALISED, **CHUNK), 1 << 17, True),
+        (plan_of(MASKED, **CHUNK, mask_slots=array("H", [1]), masks=MASK), 1 << 17, True),
+    ],
+    ids=["chunk", "too many words", "decode", "penalised", "masked"],
+)
+def test_a_new_slot_is_written_once_before_anything_reads_it(
+    plan, room, early, library_products, tiny_model, make_gpu_driver, fused_sizes, monkeypatch
+):
+    """Nothing is read before it is there, and nothing is written twice, over what came after."""
+    monkeypatch.setattr(runner_module, "WRITE_ROOM", room)
+    _, folder = tiny_model("Llama", **fused_sizes)
+    runner = make_gpu_driver(folder, DEVICE, padded=DEVICE == "cpu").runner
+    for cache in (*runner.swap._cache.key_caches, *runner.swap._cache.value_caches):
+        cache.fill_(0.1)
+    calls, write_slots = [], runner.program.write_slots
+    monkeypatch.setattr(runner.program, "write_slots", lambda: calls.append(1) or write_slots())
+    result = runner.execute(plan).result()
+    assert len(calls) == early
+    assert runner.slots.token_ids[1, :5].tolist() == [5, 9, 77, 30, result.token_ids[0]]
+    assert int(runner.slots.known_lengths[1]) == 5 and int(runner.slots.computed_lengths[1]) == 4
+    if plan.masks:
+        assert runner.slots.sampling.allowed[1].tolist() == [-1] * 5
+    if plan.new_slots[0].sampling is PENALISED:
+        assert runner.slots.sampling.counts[1].count_nonzero() == 5, "of the prompt and the sampled token"
