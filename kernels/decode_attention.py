@@ -141,11 +141,17 @@ class _Sizes:
 
 _HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
 _HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
+_HOPPER_8_BITS_FEW = _Sizes(128, 2, 4, start_tiles=0)
+_FEW_ROWS = 32
+"""Up to here teams of warps are faster over 8-bit caches: 32 x 1024 23.1 us instead of 25.6, 1 x 1024 7.7 instead of
+12.9; 64 x 1024 with 32 heads 42.8 instead of 42.6 (int8, NVIDIA H200, docs/log.md)."""
 
 
-def _usual_sizes(dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
+def _usual_sizes(max_rows: int, dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
+    if specialised and quantised:
+        return _HOPPER_8_BITS_FEW if max_rows <= _FEW_ROWS else _HOPPER_8_BITS
     if specialised:
-        return _HOPPER_8_BITS if quantised else _HOPPER_PLAIN
+        return _HOPPER_PLAIN
     if dim_tile > 128:
         return _Sizes(32, 2, 4)
     return _Sizes(64, 4, 2) if quantised else _Sizes(64, 2, 4)
@@ -193,7 +199,7 @@ def launch_plan(
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
-    sizes = _usual_sizes(dim_tile, quantised, specialised)
+    sizes = _usual_sizes(max_rows, dim_tile, quantised, specialised)
     program_count = multiprocessor_count * (programs_per_multiprocessor or sizes.programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
