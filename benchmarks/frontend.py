@@ -8,10 +8,12 @@ step at the given rate; client processes before it read the streams and decode t
 frontend process, its ZeroMQ thread included. Tokens per second are counted at the clients, from the first token of any
 stream to the last one of any, the first of each stream left out. A frontend that keeps up reaches the rate and cannot
 exceed it, so the rate is by default a little more than the 50,000 that are wanted. A gap is the time between two pieces
-of one stream at its client, to be compared with the time of a step. Over HTTP each stream has a connection of its own; `tokens_per_chunk` says how many
-tokens came together on average, because the earlier ones had not been sent yet. With `--beside`, one more client keeps
-the frontend busy with long work (benchmarks/frontend_load.py): the gaps then say whether other people's tokens wait for
-it. The last line is one JSON object.
+of one stream at its client, to be compared with the time of a step. Over HTTP each stream has a connection of its own;
+`tokens_per_chunk` says how many tokens came together on average, because the earlier ones had not been sent yet. With
+`--beside`, one more client keeps the frontend busy with long work (benchmarks/frontend_load.py): the gaps then say
+whether other people's tokens wait for it.
+
+The last line is one JSON object.
 """
 
 import argparse
