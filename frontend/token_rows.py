@@ -73,9 +73,8 @@ def rows_of(out: TokensOut, special: Collection[int] | None = None) -> Iterator[
     prompt_logprobs = dict(out.prompt_logprobs)
     embeddings = dict(out.embeddings)
     logprobs = {entry.row_index: entry for entry in out.logprobs}
-    for index, start, end in (
-        _spans(out) if special is None else ((index, index, index + 1) for index in sorted(special))
-    ):
+    spans = _spans(out) if special is None else ((index, index, index + 1) for index in sorted(special))
+    for index, start, end in spans:
         yield Row(
             out.request_ids[index],
             out.sample_indices[index] if out.sample_indices else 0,
