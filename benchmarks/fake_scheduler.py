@@ -104,15 +104,18 @@ class FakeScheduler(threading.Thread):
         requests = bind_pull(context, self._config.endpoint("requests"))
         outputs = connect_push(context, self._config.endpoint("outputs"))
         outputs.send(self._limits.to_wire())
-        next_step_s = time.monotonic()
+        due_s: float | None = None  # when the next step is to be taken; None while there is none
         while not self._closing:
-            busy = bool(self._live) and self.gate.is_set()
-            wait_s = max(0.0, next_step_s - time.monotonic()) if busy else 0.01
+            if not self._live or not self.gate.is_set():
+                due_s = None
+            elif due_s is None:
+                due_s = time.monotonic()
+            wait_s = 0.01 if due_s is None else max(0.0, due_s - time.monotonic())
             if requests.poll(wait_s * 1000):
                 self._read(requests, outputs)
-            elif busy:
+            elif due_s is not None:
                 outputs.send(self._step().to_wire() if self.garbage is None else self.garbage)
-                next_step_s = max(next_step_s, time.monotonic() - self._step_interval_s) + self._step_interval_s
+                due_s = max(due_s, time.monotonic() - self._step_interval_s) + self._step_interval_s
         outputs.close()
         requests.close()
         context.term()

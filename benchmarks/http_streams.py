@@ -26,11 +26,15 @@ def read_http_streams(port: int, prompt: str, streams: int, token_count: int) ->
     chunk_count = ended = 0
     tails = [b""] * streams
     times_s: list[float] = []
+    first_s = last_s = 0.0
     while ended < streams:
         for key, _ in selector.select():
             data = key.fileobj.recv(1 << 16)
             assert data, f"the server has closed a stream after {tails[key.data]!r}"
-            chunk_count += data.count(b"data: ")
+            if count := data.count(b"data: "):
+                chunk_count += count
+                last_s = time.monotonic()
+                first_s = first_s or last_s
             tail = tails[key.data] = (tails[key.data] + data)[-len(END) :]
             ended += tail == END
             if key.data == 0:
@@ -38,7 +42,10 @@ def read_http_streams(port: int, prompt: str, streams: int, token_count: int) ->
     ended_s = time.monotonic()
     gaps_ms = [(later - sooner) * 1000 for sooner, later in pairwise(times_s)]
     chunk_count -= streams  # the last of each says that it is one
-    return {"token_count": streams * token_count, "chunk_count": chunk_count, "ended_s": ended_s, "gaps_ms": gaps_ms}
+    return {
+        "token_count": streams * token_count, "chunk_count": chunk_count, "first_s": first_s, "last_s": last_s,
+        "ended_s": ended_s, "gaps_ms": gaps_ms,
+    }  # fmt: skip
 
 
 def free_port() -> int:

@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count, repeat
 
 from common.messages import SampleFinish, TokenLogprobs, TokensOut
 from frontend.request import Request
@@ -57,38 +58,41 @@ def _special_rows(out: TokensOut) -> set[int]:
         return set()
     special = {finish.row_index for finish in out.finishes} | {entry.row_index for entry in out.logprobs}
     special.update(index for index, _ in (*out.prompt_logprobs, *out.embeddings))
-    special.update(index for index, sample_index in enumerate(out.sample_indices) if sample_index)
-    special.update(index for index, count in enumerate(out.preemption_counts) if count)
-    for first_rows in (out.cached_counts, out.prefill_us):
-        special.update(index for index, value in enumerate(first_rows) if value >= 0)
+    for mostly_zero in (out.sample_indices, out.preemption_counts):
+        special.update([index for index, value in enumerate(mostly_zero) if value])
+    for mostly_negative in (out.cached_counts, out.prefill_us):
+        special.update([index for index, value in enumerate(mostly_negative) if value >= 0])
     return {index for index in special if index < len(out.request_ids)}
 
 
-def rows_of(out: TokensOut, wanted: Collection[int] | None = None) -> Iterator[Row]:
-    """The rows of a message in order: those with the indices that are wanted, or all."""
-    if wanted is not None and not wanted:
+def rows_of(out: TokensOut, special: Collection[int] | None = None) -> Iterator[Row]:
+    """The rows of a message in order: all, or those that were set apart."""
+    if special is not None and not special:
         return
     finishes = {finish.row_index: finish for finish in out.finishes}
     prompt_logprobs = dict(out.prompt_logprobs)
     embeddings = dict(out.embeddings)
     logprobs = {entry.row_index: entry for entry in out.logprobs}
-    start = 0
-    for index, request_id in enumerate(out.request_ids):
-        end = start + (out.token_counts[index] if out.token_counts else 1)
-        if wanted is None or index in wanted:
-            yield Row(
-                request_id,
-                out.sample_indices[index] if out.sample_indices else 0,
-                out.token_ids[start:end],
-                finishes.get(index),
-                out.cached_counts[index] if out.cached_counts else 0,
-                out.prefill_us[index] if out.prefill_us else -1,
-                out.preemption_counts[index] if out.preemption_counts else 0,
-                {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
-                prompt_logprobs.get(index, ()),
-                embeddings.get(index),
-            )
-        start = end
+    spans = _spans(out) if special is None else ((index, index, index + 1) for index in sorted(special))
+    for index, start, end in spans:
+        yield Row(
+            out.request_ids[index],
+            out.sample_indices[index] if out.sample_indices else 0,
+            out.token_ids[start:end],
+            finishes.get(index),
+            out.cached_counts[index] if out.cached_counts else 0,
+            out.prefill_us[index] if out.prefill_us else -1,
+            out.preemption_counts[index] if out.preemption_counts else 0,
+            {at - start: logprobs[at] for at in range(start, end) if at in logprobs} if logprobs else {},
+            prompt_logprobs.get(index, ()),
+            embeddings.get(index),
+        )
+
+
+def _spans(out: TokensOut) -> Iterator[tuple[int, int, int]]:
+    """Each row's index, and the indices of its first token and of the one after its last."""
+    ends = [*accumulate(out.token_counts or repeat(1, len(out.request_ids)))]
+    return zip(count(), [0, *ends], ends, strict=False)
 
 
 def note_beginning(request: Request, row: Row) -> None:
