@@ -105,7 +105,8 @@ class StateWrites:
     def __init__(self, memory: SlotMemory) -> None:
         self.count = 0
         self._places = memory.places
-        self._parts: list[tuple[int, int, Words]] = []
+        self._firsts, self._counts = array("i"), array("i")
+        self._values: list[Words] = []
 
     def add(self, table: str, slot: int, values: Words) -> None:
         """Write values to the start of the slot's row of a table."""
@@ -113,7 +114,9 @@ class StateWrites:
         count = len(values)
         assert count <= columns, f"{count} values for a row of {table}"
         self.count += count
-        self._parts.append((start + slot * columns, count, values))
+        self._firsts.append(start + slot * columns)
+        self._counts.append(count)
+        self._values.append(values)
 
     def add_slot(self, init: SlotInit) -> None:
         """Write what every new slot starts with."""
@@ -128,11 +131,11 @@ class StateWrites:
         """Addresses and values, int32 [count] each."""
         if not self.count:
             return _NOTHING, _NOTHING
-        firsts, counts, values = zip(*self._parts, strict=True)
-        starts = np.cumsum((0, *counts[:-1]))
+        firsts, counts = np.frombuffer(self._firsts, np.int32), np.frombuffer(self._counts, np.int32)
+        before = counts.cumsum(dtype=np.int32) - counts
         addresses = np.arange(self.count, dtype=np.int32)
-        addresses += np.repeat((np.array(firsts) - starts).astype(np.int32), counts)
-        return addresses, np.frombuffer(bytearray().join(values), dtype=np.int32)
+        addresses += np.repeat(firsts - before, counts)
+        return addresses, np.frombuffer(bytearray().join(self._values), dtype=np.int32)
 
 
 _NOTHING = np.empty(0, dtype=np.int32)
