@@ -19,15 +19,12 @@ from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
-from worker_proc.cuda.step_program import Forward, StepProgram
+from worker_proc.cuda.step_program import GRAPH_LIMIT, Forward, StepProgram
 from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size, gpu_share_bytes, wanted_length
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.slots import TOKEN_MARGIN
 
 logger = logging.getLogger(__name__)
-
-GRAPH_ALLOWANCE = 200
-"""Graphs whose memory is set aside before the cache is sized: those of start-up, and more that come later."""
 
 CAPTURE_SECONDS = 4.0
 """After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
@@ -122,7 +119,7 @@ def _profile(
     graphs = StepProgram(forward, cache, slots, plan, layout, **options, eager=False)
     graphs.run(Bucket(DECODE, 1, 1))
     torch.cuda.synchronize()
-    return GRAPH_ALLOWANCE * max(0, before - torch.cuda.mem_get_info()[0])
+    return GRAPH_LIMIT * max(0, before - torch.cuda.mem_get_info()[0])
 
 
 def _compile(program: StepProgram, buckets: list[Bucket]) -> None:

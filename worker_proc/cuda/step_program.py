@@ -21,6 +21,9 @@ from worker_proc.cuda.buckets import DECODE, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
+GRAPH_LIMIT = 256
+"""Graphs that are kept at most; a start captures 84, and steps beyond the limit run without one."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -162,7 +165,7 @@ class StepProgram:
 
     def _graph_for_step(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         """What the first step of a bucket replays; None if it runs without a graph, as it does where one failed."""
-        if not self.uses_graphs or bucket in self._without_graph:
+        if not self.uses_graphs or bucket in self._without_graph or len(self._graphs) >= GRAPH_LIMIT:
             return None
         try:
             return self._graph(bucket, sampling)

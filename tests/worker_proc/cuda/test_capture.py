@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.step_layout import PlanLayout
+from worker_proc.cuda import step_program
 from worker_proc.cuda.buckets import DECODE, Bucket
 from worker_proc.cuda.step_program import CaptureError, StepProgram
 
@@ -124,6 +125,22 @@ def test_a_capture_that_cannot_be_ended_costs_neither_the_stream_nor_the_memory_
     assert streams == [ours, "torch's", ours] and ended == [(0, "a pool")]
     program.prepare(Bucket(DECODE, 2, 2))
     assert pools == ["a pool", "another pool"] and program.graph_count == 1
+
+
+def test_no_more_graphs_are_kept_than_memory_is_set_aside_for(pretended_graphs, monkeypatch):
+    monkeypatch.setattr(step_program, "GRAPH_LIMIT", 2)
+    program = StepProgram(
+        SimpleNamespace(capturable=True), None, None, torch.zeros(64, dtype=torch.int32), PlanLayout(8, 1),
+        max_tokens=16, vocabulary=8, eager=False,
+    )  # fmt: skip
+    ran = []
+    monkeypatch.setattr(program, "rehearse", lambda _: None)
+    monkeypatch.setattr(program, "_run", lambda _, bucket, sampling: ran.append(bucket.rows) or torch.empty(0))
+    program.uses_graphs = True
+    for rows in (1, 2, 4, 1, 4):
+        program.run(Bucket(DECODE, rows, rows))
+    assert ran == [1, 2, 4, 4], "two are captured and replayed, the third runs each time"
+    assert (program.graph_count, PretendedGraph.captures) == (2, 2)
 
 
 class BrokenRehearsal:
