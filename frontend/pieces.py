@@ -5,6 +5,7 @@ pieces takes the place of decoding and packing it again. Knows nothing of reques
 holds (`ByteDetokenizer.pieces`), the core looks tokens up, and sinks take pieces.
 """
 
+import re
 from collections.abc import Callable
 
 from common.client_messages import Deltas
@@ -52,6 +53,27 @@ class PieceTable(dict[int, "Piece | None"]):
         try:
             piece = Piece(token_id, self._token_bytes(token_id).decode())
         except UnicodeDecodeError:
+            piece = None
+        self[token_id] = piece
+        return piece
+
+
+class PiecesWithout(dict[int, "Piece | None"]):
+    """The pieces of a table in whose text a pattern is not found; None for all other tokens.
+
+    Args:
+        table: of all pieces.
+        pattern: what is looked for.
+    """
+
+    def __init__(self, table: PieceTable, pattern: re.Pattern[str]) -> None:
+        super().__init__()
+        self._table = table
+        self._pattern = pattern
+
+    def __missing__(self, token_id: int) -> Piece | None:
+        piece = self._table[token_id]
+        if piece is not None and self._pattern.search(piece.text):
             piece = None
         self[token_id] = piece
         return piece
