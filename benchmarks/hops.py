@@ -9,7 +9,7 @@ messages, and add up to that run's own whole (medians). All of it once for each 
 the client), side by side. A part named `A to B` begins when A hands the message to ZeroMQ
 and ends when B has it; the first and the last contain the client's own work, and the frontend's decoding and encoding.
 `cpu_us` is CPU time per request, over all threads. `floor_us` is what the six messages would take in a bare ping-pong
-(benchmarks/ping_pong.py) in each of its modes, without a pause or after 2 ms of rest.
+(benchmarks/ping_pong.py), blocking or spinning, without a pause or after 2 ms of rest.
 `decode` is the time between one request's tokens when a step takes half a millisecond: no more than that, if the next
 plan is always there. `burst` sends eight requests at once, each of 16 tokens: 16 steps are the least. `load` is the
 machine's when it began. The last lines are JSON objects, one for each `--busy-poll-ms`.
@@ -48,7 +48,6 @@ DECODE_STEP_MS = 0.5
 DECODE_TOKENS = 256
 BURST_REQUESTS, BURST_TOKENS = 8, 16
 REST_S = 0.002
-MODES: tuple[ping_pong.Mode, ...] = ("blocking", "spinning", "kept")
 BUSY_POLL_MS = (0.0, AUTOMATIC, 5.0, 20.0)
 ROOMS = {"frontend": "frontend", "scheduler": "scheduler_proc", "worker-0": "benchmarks.stub_worker"}
 POINTS: dict[str, tuple[str, Link, Direction, int | None]] = {
@@ -139,17 +138,19 @@ class Run:
         return [(end - start) / 1e3 for start, end in self.spans_ns]
 
 
-def run_requests(processes: Processes, count: int, max_tokens: int = 1, at_once: int = 1) -> Run:
+def run_requests(
+    processes: Processes, count: int, max_tokens: int = 1, at_once: int = 1, warm_up: int = WARM_UP
+) -> Run:
     """One batch of so many requests after another, after a warm-up."""
     random = Random(1)
     batches = [
         [[random.randrange(TOKEN_IDS) for _ in range(PROMPT_TOKENS)] for _ in range(at_once)]
-        for _ in range(count + WARM_UP)
+        for _ in range(count + warm_up)
     ]
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
     spans_ns, cpu_ns = [], processes.cpu_ns()
     for index, prompts in enumerate(batches):
-        if index == WARM_UP:
+        if index == warm_up:
             cpu_ns = processes.cpu_ns()
         start_ns = time.monotonic_ns()
         final = processes.client.generate_batch(prompts, params)[-1]
@@ -157,7 +158,7 @@ def run_requests(processes: Processes, count: int, max_tokens: int = 1, at_once:
     used = processes.cpu_ns()
     cpu_us = {name: round((used[name] - since) / count / 1e3, 1) for name, since in cpu_ns.items()}
     message = generate_message("auto:1", batches[0][0], params, stream=False, options={})
-    return Run(spans_ns[WARM_UP:], cpu_us, (len(message.to_wire()), len(final.to_wire())))
+    return Run(spans_ns[warm_up:], cpu_us, (len(message.to_wire()), len(final.to_wire())))
 
 
 def part_times_us(folder: Path, spans_ns: list[tuple[int, int]]) -> tuple[dict[str, list[float]], dict[str, int]]:
@@ -183,15 +184,15 @@ def matching(folder: Path, process: str, link: Link, direction: Direction, code:
 
 
 def floor_us(folder: Path, sizes: dict[str, int], client_bytes: tuple[int, int], count: int) -> dict[str, float]:
-    """What the six messages of a request take by themselves: in each mode, one after another, and each after a rest."""
+    """What the six messages of a request take by themselves: blocking and spinning, in a row and each after a rest."""
     links = {"internal": [sizes[part] for part in INTERNAL_PARTS], "client": client_bytes}
     totals: dict[str, float] = {}
     for rest_s, suffix in ((0.0, ""), (REST_S, "_rested")):
-        for mode in MODES:
+        for mode, spins in (("blocking", False), ("spinning", True)):
             hops_us: list[float] = []
             for kind, kind_sizes in links.items():
                 where = folder / f"{mode}{suffix}-{kind}"
-                hops_us += ping_pong.hops_us(where, kind, kind_sizes, count, mode=mode, rest_s=rest_s)
+                hops_us += ping_pong.hops_us(where, kind, kind_sizes, count, spins=spins, rest_s=rest_s)
             totals[mode + suffix] = round(sum(hops_us), 1)
     return totals
 
@@ -224,10 +225,10 @@ def measure(count: int, step_ms: float, busy_poll_ms: Sequence[float]) -> list[d
             folder = Path(name)
             with Processes(folder / "plain", step_ms, each_ms) as processes:
                 plain = run_requests(processes, count)
-                decode = run_requests(processes, max(1, count // 40), DECODE_TOKENS)
+                decode = run_requests(processes, max(1, count // 40), DECODE_TOKENS, warm_up=1)
                 burst = measure_burst(processes, max(1, count // 10))
             timeline, sizes = measure_timeline(folder, count, step_ms, each_ms)
-            floor = found[0]["floor_us"] if found else floor_us(folder, sizes, plain.client_bytes, count)
+            floor = found[0]["floor_us"] if found else floor_us(folder, sizes, plain.client_bytes, max(1, count // 4))
         token_us = (statistics.median(decode.whole_us) - statistics.median(plain.whole_us)) / (DECODE_TOKENS - 1)
         found.append({
             "whole_us": figures(plain.whole_us),

@@ -7,7 +7,6 @@ size and on what waits for one client. Every socket closes without lingering unl
 
 import contextlib
 import errno
-import itertools
 import os
 import socket as unix
 import struct
@@ -36,25 +35,11 @@ HANDSHAKE_FAILURES = (
 )
 SOCKET_LIMIT = 65_536
 
-_context_numbers = itertools.count(1)
-
 
 def new_context() -> "zmq.Context[zmq.Socket[bytes]]":
     """The process's ZeroMQ context."""
-    context = _numbered_context()
+    context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, SOCKET_LIMIT)
-    return context
-
-
-def io_thread_name(context: "zmq.Context[zmq.Socket[bytes]]") -> str:
-    """What the kernel calls the I/O thread of a context made here."""
-    return f"{context.get(zmq.THREAD_NAME_PREFIX)}/ZMQbg/IO/0"
-
-
-def _numbered_context() -> "zmq.Context[zmq.Socket[bytes]]":
-    """A context whose threads' names tell them from those of others; the kernel takes 15 characters."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.THREAD_NAME_PREFIX, next(_context_numbers) % 10_000)
     return context
 
 
@@ -155,7 +140,7 @@ def connect_client(
             f"cannot connect to {endpoint!r}: wanted ipc://PATH or tcp://ADDRESS:PORT with a port from 1 to "
             f"{PORT_LIMIT}, such as tcp://127.0.0.1:5555"
         )
-    context = _numbered_context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)

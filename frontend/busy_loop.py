@@ -22,9 +22,8 @@ class BusyLoop:
 
     def note(self) -> None:
         """A message has come or gone."""
-        self._busy.note()
-        self._was_noted = True
-        if not self._turns and self._busy.limit_s:
+        self._was_noted = self._busy.note()
+        if self._was_noted and not self._turns:
             self._turns = True
             self._loop.call_soon(self._turn)
 

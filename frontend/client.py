@@ -300,7 +300,6 @@ class Client:
 
     def _connect(self) -> None:
         self._context, self._socket, self._monitor = connect_client(self.endpoint, self._keys)
-        self._busy.threads = busy_poll.IoThreads(self._context)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)

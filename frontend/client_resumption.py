@@ -88,6 +88,8 @@ class Kept:
 
     def completed(self, final: wire.Final) -> wire.Final:
         """A request's end, with the log probabilities that came before a loss: the engine has only those after it."""
+        if not self.samples:
+            return final
         samples = [self._completed(sample) for sample in final.samples]
         return dataclasses.replace(final, samples=tuple(samples))
 

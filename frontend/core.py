@@ -62,7 +62,7 @@ class Core:
         limits: the engine's, once it is ready.
         stats: the last figures from the scheduler.
         figures: the frontend's own statistics.
-        observers: called when a request ends.
+        observers: called when a request ends, by `later`: at once, or when the process has sent the answer.
         error: why the engine is dead, or restarting.
         session: how often processes of the engine have been restarted.
         token_count: output tokens since start.
@@ -86,8 +86,8 @@ class Core:
         self.stats = EngineStats()
         self.figures = Figures()
         self.observers: list[Observer] = [self.figures.note_end]
-        self.error = ""
-        self.session = session
+        self.later: Callable[..., object] = lambda act, *arguments: act(*arguments)
+        self.error, self.session = "", session
         self.token_count = 0
         self._outbox = Outbox(send, clock)
         self._random = random.Random(seed)
@@ -481,12 +481,12 @@ class Core:
         final = request.final()  # while the request is live: if this fails, it still has its error to come
         self._retire(request)
         request.sink.on_final(final)
-        self._tell_observers(request, str(request.samples[0].finish_reason))
+        self.later(self._tell_observers, request, str(request.samples[0].finish_reason))
 
     def _fail(self, request: Request, error: RequestError) -> None:
         self._retire(request)
         request.sink.on_failed(error)
-        self._tell_observers(request, error.code)
+        self.later(self._tell_observers, request, error.code)
 
     def _retire(self, request: Request) -> None:
         request.timings.last_token_s = request.last_token_s

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from common.busy_poll import BusyPoll, IoThreads, limit_s_for
+from common.busy_poll import BusyPoll, limit_s_for
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import ConfigError, StartupError, WireError, first_line
@@ -94,7 +94,7 @@ class Frontend:
         self._link = link
         self._context = new_context()
         limit_s = limit_s_for(config.server.busy_poll_ms, config.model.device)
-        self._busy = BusyLoop(BusyPoll(limit_s, IoThreads(self._context)))
+        self._busy = BusyLoop(BusyPoll(limit_s))
         self._http: HttpServer | None = None
         self._started = self._failed = False
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
@@ -109,6 +109,7 @@ class Frontend:
         send = sending(self._recorder, Link.REQUESTS, self._send_to_scheduler)
         self._engine = Engine(config, tokenizer, send, self._recorder)
         self._engine.order_profile = link.profile
+        self._engine.core.later = asyncio.get_running_loop().call_soon
         self._traces: StepTraces | None = None
         self._next_deadline_look: asyncio.TimerHandle | None = None
         self._clients = ClientServer(self._engine, router, self._access)
@@ -272,6 +273,7 @@ class Frontend:
             await self._http.stop(LAST_WORDS_S)
         asyncio.get_running_loop().remove_reader(self._link.wake_fd)
         self._clients.close()
+        await asyncio.sleep(0)  # the core's observers have their turn
         if self._access is not None:
             self._access.close()
         self._outputs_reader.close()

@@ -127,6 +127,36 @@ class DecodePlan:
     specialised: bool = False
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """A tile, programs a multiprocessor, what each of them has, and tiles that a beginning counts as; as measured."""
+
+    tile_tokens: int
+    programs: int
+    num_warps: int
+    num_stages: int = 3
+    max_registers: int | None = None
+    start_tiles: int = 1
+
+
+_HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
+_HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
+_HOPPER_8_BITS_FEW = _Sizes(128, 2, 4, start_tiles=0)
+_FEW_ROWS = 32
+"""Up to here teams of warps are faster over 8-bit caches: 32 x 1024 23.1 us instead of 25.6, 1 x 1024 7.7 instead of
+12.9; 64 x 1024 with 32 heads 42.8 instead of 42.6 (int8, NVIDIA H200, docs/log.md)."""
+
+
+def _usual_sizes(max_rows: int, dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
+    if specialised and quantised:
+        return _HOPPER_8_BITS_FEW if max_rows <= _FEW_ROWS else _HOPPER_8_BITS
+    if specialised:
+        return _HOPPER_PLAIN
+    if dim_tile > 128:
+        return _Sizes(32, 2, 4)
+    return _Sizes(64, 4, 2) if quantised else _Sizes(64, 2, 4)
+
+
 def can_specialise(
     shape: HeadShape,
     dtype: torch.dtype,
@@ -137,7 +167,7 @@ def can_specialise(
     capability_major: int = 9,
     triton_version: str = triton.__version__,
 ) -> bool:
-    """Whether kernels/decode_attention_hopper.py computes such calls on a card of that compute capability.
+    """Whether the Hopper kernels compute such calls on a card of that compute capability.
 
     `dtype` is the query's; `quantised`: the cache holds 8-bit elements.
     """
@@ -159,36 +189,30 @@ def launch_plan(
     programs_per_multiprocessor: int | None = None,
     min_tiles: int = 1,
     start_tiles: int | None = None,
+    num_warps: int | None = None,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
-    `specialised` takes the Hopper kernel: pass it only where `can_specialise(...)`. The other keyword arguments are for
-    tests and benchmarks.
+    `specialised` takes a Hopper kernel, by `num_warps` that of single warps or that of teams: pass it only where
+    `can_specialise(...)`. The other keyword arguments are for tests and benchmarks.
     """
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
-    is_wide = quantised and dim_tile <= 128
-    # Tiles, programs a multiprocessor and their warps as measured; programs of one warp fill its shared memory.
-    if specialised:
-        usual_tokens, usual_programs, num_warps = (16, 12, 1) if quantised else (32, 4, 1)
-    elif is_wide:
-        usual_tokens, usual_programs, num_warps = 64, 4, 2
-    else:
-        usual_tokens, usual_programs, num_warps = 64 if dim_tile <= 128 else 32, 2, 4
-    program_count = multiprocessor_count * (programs_per_multiprocessor or usual_programs)
+    sizes = _usual_sizes(max_rows, dim_tile, quantised, specialised)
+    program_count = multiprocessor_count * (programs_per_multiprocessor or sizes.programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
         program_count=program_count,
-        tile_tokens=tile_tokens or usual_tokens,
+        tile_tokens=tile_tokens or sizes.tile_tokens,
         group_rows=group_rows,
         dim_tile=dim_tile,
         rows_tile=triton.next_power_of_2(max_rows),
         min_tiles=min_tiles,
-        start_tiles=start_tiles or (2 if specialised else 1),
-        num_warps=num_warps,
-        num_stages=3,
-        max_registers=None,
+        start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
+        num_warps=num_warps or sizes.num_warps,
+        num_stages=sizes.num_stages,
+        max_registers=sizes.max_registers,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,
@@ -430,11 +454,10 @@ def decode_attention(
     if plan.specialised:
         is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap, quantised=key_scales is not None)
         wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
-        from kernels import decode_attention_hopper
+        from kernels import decode_attention_hopper, decode_attention_team
 
-        decode_attention_hopper.launch(
-            *inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"]
-        )
+        kernel = decode_attention_hopper if plan.num_warps == 1 else decode_attention_team
+        kernel.launch(*inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"])
         return
     merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
     _decode_kernel[(plan.program_count,)](

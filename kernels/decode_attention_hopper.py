@@ -62,7 +62,7 @@ LEVELS = gl.constexpr(127.0 * 128.0)
 
 
 @gluon.jit
-def _add(left, right):
+def add(left, right):
     return left + right
 
 
@@ -141,7 +141,7 @@ def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, tile, tile_end,
 
 
 @gluon.jit
-def _segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride,
+def segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride,
              KV_HEADS: gl.constexpr, TILE: gl.constexpr, START_TILES: gl.constexpr):  # fmt: skip
     """What lies at a place of the line: row, head, the row's length and block table, the place of the head's
     first tile on the line, and which of its tiles are in this piece; none of them past the piece's end."""
@@ -213,7 +213,7 @@ def _hopper_decode_kernel(
     lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
     lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
     tile_counts = (lengths + (TILE - 1)) // TILE
-    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, _add)
+    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, add)
     total = gl.max(ends, axis=0) * KV_HEADS
     piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
     work = program * piece
@@ -221,7 +221,7 @@ def _hopper_decode_kernel(
     statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
 
     read = 0
-    row, head, length, table_ptr, start, first_tile, tile_end = _segment(
+    row, head, length, table_ptr, start, first_tile, tile_end = segment(
         work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
     )
 
@@ -318,7 +318,7 @@ def _hopper_decode_kernel(
         # 6. Ask for the next segment's first tiles: they come while this one's sums are stored.
         row_tiles = (length + (TILE - 1)) // TILE
         next_work = start + tile_end
-        next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = _segment(
+        next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = segment(
             next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
         )
         _ask(

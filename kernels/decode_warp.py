@@ -1,7 +1,8 @@
-"""What the decode kernels of single warps on Hopper have in common: tiles by the copy engine, columns, merging.
+"""What the decode kernels on Hopper have in common: tiles by the copy engine, columns, merging.
 
 A tile holds some tokens of one K/V head, in blocks that are contiguous boxes of the cache; a group's queries are the
-eight columns of what products give. Called by kernels/decode_attention_hopper.py and kernels/fused_decode_warps.py.
+eight columns of what products give. Called by kernels/decode_attention_hopper.py, kernels/decode_attention_team.py and
+kernels/fused_decode_warps.py.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _load_parts(
 def merge(
     output_ptr, partials_ptr, statistics_ptr, first_place, step, first_shift, part_count,
     GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, NUMBERS: gl.constexpr,
-    AHEAD: gl.constexpr = False,
+    AHEAD: gl.constexpr = False, WARPS: gl.constexpr = 1,
 ):  # fmt: skip
     """Merge the parts of one (row, K/V head), NUMBERS sums a thread at a time; AHEAD: while as many are on their way.
 
@@ -158,9 +159,10 @@ def merge(
     the sums, in `statistics` [place, 2, 8] maxima (powers of two) and normalisers. A thread has some dims of one head
     of all parts, so that nothing is exchanged between threads. HEADS: GROUP's power of two.
     """
-    PARTS: gl.constexpr = 32 * NUMBERS // (HEADS * HEAD_DIM)
     LANES: gl.constexpr = 32 // HEADS
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, HEAD_DIM // LANES], [1, HEADS, LANES], [1, 1, 1], [2, 1, 0])
+    DIMS: gl.constexpr = max(1, HEAD_DIM // (LANES * WARPS))
+    PARTS: gl.constexpr = NUMBERS // DIMS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, DIMS], [1, HEADS, LANES], [1, 1, WARPS], [2, 1, 0])
     pair_layout: gl.constexpr = gl.SliceLayout(2, layout)
     row_layout: gl.constexpr = gl.SliceLayout(0, layout)
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(0, pair_layout))

@@ -2,7 +2,7 @@
 
     core.handle(message)       a request, an abort, a flush       -> messages for the frontend
     core.tick()                time has passed                    -> messages for the frontend
-    core.plan_step()           the next step, to be sent at once  -> StepPlan or None
+    core.plan_step(send)       the next step, sent at once        -> StepPlan or None
     core.queue_news(arrived)   who waits, who does no more        -> messages for the frontend
     core.handle_result(result) the oldest step's result           -> messages for the frontend
     core.check()               recount everything
@@ -220,14 +220,15 @@ class SchedulerCore:
 
     # ---- steps
 
-    def plan_step(self) -> StepPlan | None:
-        """The next step, to be sent before anything else happens; None when none may or can be planned now."""
+    def plan_step(self, send: Callable[[StepPlan], None] = lambda plan: None) -> StepPlan | None:
+        """The next step; None when none may or can be planned now. It is sent with `send`, or by the caller before
+        anything else happens."""
         state, count = self.state, len(self.state.in_flight)
         if count > self.limits.run_ahead:
             return None
         if count and not state.step_time.may_run_ahead(count, state.chunk_tokens_in_flight):
             return None
-        plan = self._planner.plan_step()
+        plan = self._planner.plan_step(send)
         if plan is not None:
             flight = self.state.in_flight[-1]
             flight.planned_at_s = self._monotonic()

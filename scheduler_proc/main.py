@@ -31,6 +31,7 @@ from common.messages import (
     NewSession,
     PeerFailed,
     RequestFailed,
+    StepPlan,
     StepResult,
     Stop,
     WorkerReady,
@@ -49,10 +50,10 @@ COMPILATION_INTERVAL_S = 0.001
 CPU_TOKEN_S = 0.004
 """What a prompt token may take on a CPU: the first prompt of all is cut by this, the others by what it took."""
 HOLD_S = 0.0005
-"""How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer, since
-a poll waits whole milliseconds). Prompts that arrive right behind the first one can then join the second step, instead
-of waiting until two decode steps of the first have run. The worker does not idle: a step with a prompt usually takes
-longer than this, and if it does not, its result ends the wait."""
+"""How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer in a
+poll that sleeps, which waits whole milliseconds). Prompts that arrive right behind the first one can then join the
+second step, instead of waiting until two decode steps of the first have run. The worker does not idle: a step with a
+prompt usually takes longer than this, and if it does not, its result ends the wait."""
 SIZE_CLASSES = 20
 """Of steps by their tokens: up to 1, 2, 4, ... 524,288."""
 
@@ -245,6 +246,7 @@ class Loop:
         self._arrived_ids: list[int] = []
         self._changed = False
         self._stats_due_s = 0.0
+        self._wire_us = 0  # of the last plan
         self._hold_until_s = 0.0  # monotonic; 0: no step is held back
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
         self._failure: PeerFailed | None = None
@@ -336,19 +338,21 @@ class Loop:
     def _plan(self) -> None:
         while not self._holds():
             started_ns = time.perf_counter_ns()
-            plan = self._core.plan_step()
+            plan = self._core.plan_step(self._send_plan)
             if plan is None:
                 return
-            planned_ns = time.perf_counter_ns()
-            self._transport.send_plan(plan)
-            sent_ns = time.perf_counter_ns()
-            plan_us, wire_us = (planned_ns - started_ns) // 1000, (sent_ns - planned_ns) // 1000
-            self._figures.add_plan(plan.token_count, plan_us, wire_us)
+            plan_us = (time.perf_counter_ns() - started_ns) // 1000 - self._wire_us
+            self._figures.add_plan(plan.token_count, plan_us, self._wire_us)
             self._link.progress += 1
             self._changed = True
             self._traces.step()
             if plan.chunk_slots and len(self._core.state.in_flight) == 1:
                 self._hold_until_s = self._clocks.monotonic() + HOLD_S
+
+    def _send_plan(self, plan: StepPlan) -> None:
+        started_ns = time.perf_counter_ns()
+        self._transport.send_plan(plan)
+        self._wire_us = (time.perf_counter_ns() - started_ns) // 1000
 
     def _holds(self) -> bool:
         """Whether the next step still waits for prompts that may arrive right behind the first (`HOLD_S`)."""

@@ -15,6 +15,8 @@ does not hold up the others. `admission` decides who gets a slot.
 No clock, no sockets. Called by the core.
 """
 
+from collections.abc import Callable
+
 from common.messages import EARLY_POOLINGS, StepPlan
 from scheduler_proc.admission import Admission
 from scheduler_proc.draft import ChunkRow, Draft, chunk_share
@@ -37,8 +39,13 @@ class Planner:
         self._decode_bound = 1  # tokens that a decode row computes at most; more with speculative decoding
         self._admission = Admission(state)
 
-    def plan_step(self) -> StepPlan | None:
-        """The next step, which the caller sends before anything else happens; None when nothing can run now."""
+    def plan_step(self, send: Callable[[StepPlan], None] = lambda plan: None) -> StepPlan | None:
+        """The next step; None when nothing can run now.
+
+        Args:
+            send: gets the step while the state does not know of it yet, so that the worker need not wait for that. A
+                caller without it sends the step before anything else happens.
+        """
         draft = Draft(self._state.planned_step + 1, self._state.limits.max_num_batched_tokens, self._block_size)
         self._place_decodes(draft)
         draft.budget = self._state.step_time.chunk_budget(draft.budget, decodes=bool(draft.decode_rows))
@@ -47,7 +54,7 @@ class Planner:
         if draft.is_empty:
             return None
         self._top_up(draft)
-        return self._commit(draft)
+        return self._commit(draft, send)
 
     # ---- decode rows
 
@@ -162,10 +169,11 @@ class Planner:
 
     # ---- the plan
 
-    def _commit(self, draft: Draft) -> StepPlan:
-        """Record the step in the state: index the blocks it computes, free the slots of sequences it ends."""
+    def _commit(self, draft: Draft, send: Callable[[StepPlan], None]) -> StepPlan:
+        """Send the step and record it: index the blocks that it computes, free the slots of sequences that it ends."""
         state = self._state
         plan = draft.to_plan(state.cleared_slots, has_grammars=state.grammar_count > 0)
+        send(plan)
         state.cleared_slots = []
         flight = Flight(draft.step_id, draft.decode_rows, len(draft.decode_rows), {})
         flight.released = [[source] for source, _ in draft.copies] + draft.released

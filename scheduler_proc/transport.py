@@ -100,7 +100,7 @@ class SocketTransport:
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
         self._readable: set[object] = set()  # sockets and descriptors that had something when `wait` returned
         limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
-        self._busy = busy_poll.BusyPoll(limit_s, busy_poll.IoThreads(self._context))
+        self._busy = busy_poll.BusyPoll(limit_s)
         self._dropped_count = 0
         self._open_frontend_sockets(config.session)
 
@@ -160,7 +160,6 @@ class SocketTransport:
     def send_plan(self, message: Message) -> None:
         """To every worker."""
         self._send_plan(message.to_wire())
-        self._busy.give_way()
 
     def close(self) -> None:
         """Send what is queued for the frontend, drop the rest."""

@@ -56,7 +56,6 @@ class ThreadReporter:
     Args:
         send: takes a result's bytes; called from the thread alone.
         wake: called from the thread after an error, to get the issuing thread out of its wait.
-        on_step: called from the thread before it waits for a step.
         on_idle: called from the thread when every step handed over has been sent.
     """
 
@@ -64,12 +63,10 @@ class ThreadReporter:
         self,
         send: Callable[[bytes], object],
         wake: Callable[[str], None],
-        *,
-        on_step: Callable[[], None] = lambda: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self._inner = InlineReporter(send)
-        self._wake, self._on_step, self._on_idle = wake, on_step, on_idle
+        self._wake, self._on_idle = wake, on_idle
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._handed_count = self._sent_count = 0
         self._error: Exception | None = None
@@ -113,7 +110,6 @@ class ThreadReporter:
     def _run(self) -> None:
         try:
             while (step := self._steps.get()) is not None:
-                self._on_step()
                 self._inner.report(step)
                 self._sent_count += 1
                 if self.is_idle:

@@ -46,6 +46,7 @@ class SlotMemory:
 
     Attributes:
         memory: int32 [n], everything; the others are views into it.
+        places: name -> where the table starts in it, and the table's columns.
         token_ids: int32 [slots + 1, token_capacity]; the first known_lengths are the request's tokens.
         block_tables: int32 [slots + 1, block_capacity].
         known_lengths, computed_lengths, prompt_lengths: int32 [slots + 1].
@@ -67,12 +68,12 @@ class SlotMemory:
         self.slot_count, self.block_size, self.device = slot_count, block_size, device
         self.block_capacity = div_ceil(max_model_len + TOKEN_MARGIN, block_size)
         self.token_capacity = self.block_capacity * block_size
-        self.columns = {"token_ids": self.token_capacity, "block_tables": self.block_capacity}
-        self.columns |= dict.fromkeys(_LENGTHS, 1) | dict(tables or {})
-        self.offsets: dict[str, int] = {}
+        widths = {"token_ids": self.token_capacity, "block_tables": self.block_capacity}
+        widths |= dict.fromkeys(_LENGTHS, 1) | dict(tables or {})
+        self.places: dict[str, tuple[int, int]] = {}
         end = 0
-        for name, columns in self.columns.items():
-            self.offsets[name] = end
+        for name, columns in widths.items():
+            self.places[name] = end, columns
             end += div_ceil((slot_count + 1) * columns, ALIGNMENT) * ALIGNMENT
         if end > 2**31 - 1:
             raise ConfigError(
@@ -86,8 +87,8 @@ class SlotMemory:
         self.state = SlotState(self.token_ids, self.known_lengths, self.computed_lengths, self.block_tables)
 
     def _table(self, name: str) -> torch.Tensor:
-        size = (self.slot_count + 1) * self.columns[name]
-        return self.memory[self.offsets[name] : self.offsets[name] + size].view(self.slot_count + 1, -1)
+        start, columns = self.places[name]
+        return self.memory[start : start + (self.slot_count + 1) * columns].view(self.slot_count + 1, -1)
 
     def apply(self, addresses: torch.Tensor, values: torch.Tensor) -> None:
         """Carry out writes that were collected in a `StateWrites`; both int32 [n] on this device."""
@@ -103,35 +104,37 @@ class StateWrites:
 
     def __init__(self, memory: SlotMemory) -> None:
         self.count = 0
-        self._memory = memory
-        self._firsts: list[int] = []
-        self._counts: list[int] = []
+        self._places = memory.places
+        self._firsts, self._counts = array("i"), array("i")
         self._values: list[Words] = []
 
     def add(self, table: str, slot: int, values: Words) -> None:
         """Write values to the start of the slot's row of a table."""
-        count, columns = len(values), self._memory.columns[table]
+        start, columns = self._places[table]
+        count = len(values)
         assert count <= columns, f"{count} values for a row of {table}"
         self.count += count
-        self._firsts.append(self._memory.offsets[table] + slot * columns)
+        self._firsts.append(start + slot * columns)
         self._counts.append(count)
         self._values.append(values)
 
     def add_slot(self, init: SlotInit) -> None:
         """Write what every new slot starts with."""
-        self.add("token_ids", init.slot, init.token_ids)
-        self.add("block_tables", init.slot, init.block_ids)
-        for name, length in zip(_LENGTHS, (len(init.token_ids), init.computed_count, init.prompt_count), strict=True):
-            self.add(name, init.slot, array("i", (length,)))
+        slot = init.slot
+        self.add("token_ids", slot, init.token_ids)
+        self.add("block_tables", slot, init.block_ids)
+        self.add("known_lengths", slot, array("i", (len(init.token_ids),)))
+        self.add("computed_lengths", slot, array("i", (init.computed_count,)))
+        self.add("prompt_lengths", slot, array("i", (init.prompt_count,)))
 
     def arrays(self) -> tuple[IntArray, IntArray]:
         """Addresses and values, int32 [count] each."""
         if not self.count:
             return _NOTHING, _NOTHING
-        counts = np.array(self._counts)
-        before = np.cumsum(counts) - counts
+        firsts, counts = np.frombuffer(self._firsts, np.int32), np.frombuffer(self._counts, np.int32)
+        before = counts.cumsum(dtype=np.int32) - counts
         addresses = np.arange(self.count, dtype=np.int32)
-        addresses += np.repeat(np.array(self._firsts) - before, counts).astype(np.int32)
+        addresses += np.repeat(firsts - before, counts)
         return addresses, np.frombuffer(bytearray().join(self._values), dtype=np.int32)
 
 
@@ -173,7 +176,7 @@ class SlotMirror:
 def known_ids(sampling: SlotSampling, vocab_size: int) -> SlotSampling:
     """A slot's parameters without end ids and bad words outside the vocabulary, which are never sampled anyway."""
     ends, words = sampling.end_token_ids, sampling.bad_token_ids
-    if max(ends, default=0) < vocab_size and all(max(word, default=0) < vocab_size for word in words):
+    if max(ends, default=0) < vocab_size and (not words or all(max(word, default=0) < vocab_size for word in words)):
         return sampling
     return replace(
         sampling,

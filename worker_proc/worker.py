@@ -72,7 +72,7 @@ class Worker:
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(link.wake_fd, zmq.POLLIN)
         limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
-        self._busy = busy_poll.BusyPoll(limit_s, busy_poll.IoThreads(self._context))
+        self._busy = busy_poll.BusyPoll(limit_s)
 
     def run(self) -> int:
         """Start, serve until told to stop, return the exit code.
@@ -111,7 +111,7 @@ class Worker:
 
         if not self._busy.limit_s:
             return ThreadReporter(self._send_result, wake)
-        return ThreadReporter(self._send_result, wake, on_step=self._busy.threads.follow, on_idle=self._link.wake)
+        return ThreadReporter(self._send_result, wake, self._link.wake)
 
     def _serve(self, engine: Engine, reporter: Reporter) -> None:
         traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)

@@ -94,7 +94,7 @@ def aspects(workload: Workload, *, hopper: bool) -> Aspects:
     """What can be chosen for a workload; `hopper`: whether the card has the Hopper kernels."""
     if workload.operation == "decode":
         quantised = workload.cache != "auto"
-        single_warps = {"kernel": _single_warps(quantised)} if hopper else {}
+        single_warps = {"kernel": _single_warps(quantised) + _teams(quantised)} if hopper else {}
         return single_warps | _decode_aspects(quantised, hopper)
     if workload.operation == "few_rows":
         return {"kernel": [*_few_rows_choices(), *_few_rows_warps() * hopper]}
@@ -112,10 +112,17 @@ def _tile(tokens: int, warps: int, registers: int | None, programs: int, stages:
 def _single_warps(quantised: bool) -> list[Options]:
     """The Hopper decode kernel: tile, programs a multiprocessor and stages, which together fill its shared memory. And
     the plain kernel, by the plan that it has where there is no other."""
-    sizes = [(32, 8, 3), (32, 6, 4), (64, 4, 3)] if quantised else [(32, 3, 4), (16, 6, 4)]
+    sizes = [(16, 12, 3), (32, 8, 3), (32, 6, 4), (64, 4, 3)] if quantised else [(32, 3, 4), (16, 6, 4)]
     names = ("tile_tokens", "programs_per_multiprocessor", "num_stages")
-    kernel = {"specialised": True}
+    kernel = {"specialised": True, "num_warps": 1, "max_registers": None, "start_tiles": 2}
     return [*(kernel | dict(zip(names, size, strict=True)) for size in sizes), {"specialised": False}]
+
+
+def _teams(quantised: bool) -> list[Options]:
+    """The Hopper decode kernel of several warps, a beginning costing nothing."""
+    wide = [_tile(128, 8, 128, 2), _tile(64, 4, 128, 4), _tile(64, 4, 168, 3, 4), _tile(128, 4, None, 2)]
+    sizes = wide if quantised else [_tile(64, 4, None, 2)]
+    return [{"specialised": True, "start_tiles": 0} | size for size in sizes]
 
 
 def _few_rows_choices() -> list[Options]:

@@ -89,7 +89,8 @@ EXAMPLES = {
             copy_block_ids=array("i", [1, 2]),
             mask_slots=array("H", [3]),
             masks=(b"\x01\x00\x00\x80",),
-        )
+        ),
+        m.StepPlan(step_id=2**40, decode_slots=array("H", [3, 1])),
     ],
     m.decode_from_worker: [
         m.WorkerReady(

@@ -8,6 +8,7 @@ import pytest
 
 from common.messages import EngineStats, SampleFinish, TokensOut
 from common.sampling_params import SamplingParams
+from frontend import Client
 from frontend.core import Core
 from frontend.figures import Histogram, percentile, sizes, times
 from tests.support.frontend_in_memory import Events
@@ -143,3 +144,23 @@ def test_step_figures_add_up_and_survive_a_scheduler_that_starts_anew(timed):
     core.handle(EngineStats(steps=1, parts_us=array("i", [5, 0, 0, 0, 0, 0]), step_sizes=array("i", [1])))
     assert core.figures.step_totals_us()["step_plan_us"] == 4 * 1 + 2 * 10 + 5
     assert core.figures.step_sizes == [4, 1, 2]
+
+
+def test_an_answer_is_sent_before_it_is_counted_and_counted_before_the_end(run_frontend):
+    running, order = run_frontend(), []
+    clients, core = running.frontend._clients, running.frontend._engine.core
+    send = clients._send
+    clients._send = lambda *arguments: order.append("sent") or send(*arguments)
+    core.observers.append(lambda request, outcome: order.append(outcome))
+    with Client(running.endpoint) as client:
+        order.clear()
+        client.generate("The sea", {"max_tokens": 4})
+        client.ping()
+        assert order[:2] == ["sent", "length"]
+        running.scheduler.gate.clear()
+        client.submit("The sky", {"max_tokens": 400})
+        client.ping()
+        order.clear()
+        running.stop()
+    assert order == ["sent", "shutting_down"]
+    assert core.figures.ended == {"length": 1, "shutting_down": 1}

@@ -4,7 +4,8 @@
 with another `gl`: layouts are ignored, tensors are torch tensors, pointers are places of a tensor. What a card would
 let pass by luck is an error here:
 
-- a copy arrives when somebody waits for it, and until then its target holds NaN (or, in bytes, -86);
+- a copy arrives when somebody waits for it, and until then its target holds NaN (or, in bytes, -86); so do
+  asynchronous copies of a thread's own, which come in groups;
 - a wait for a copy that nobody asked for, or with the wrong phase, is named instead of hanging;
 - a barrier that is told another number of bytes than are copied is named;
 - an asynchronous product reads shared memory when its wait comes, not before, and cannot be used until then;
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     mma_v2,
@@ -145,6 +147,33 @@ class Products(threading.local):
         return done[0] if len(done) == 1 else done
 
 
+class CopyGroups:
+    """A program's asynchronous copies of threads, in groups, oldest first."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.groups: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def copy(self, target: Shared, pointer: Pointer, mask: torch.Tensor | bool = True) -> None:
+        """To a tile of shared memory; zeros where masked."""
+        source = _load(pointer, mask)
+        assert list(source.shape) == target.shape, f"{list(source.shape)} elements into {target.shape}"
+        elements = target.elements()
+        elements.fill_(float("nan") if elements.is_floating_point() else -86)
+        self.open.append((elements, source.reshape(elements.shape)))
+
+    def commit(self) -> None:
+        """What was asked for since the last commit is a group."""
+        self.groups.append(self.open)
+        self.open = []
+
+    def wait(self, num_outstanding: int) -> None:
+        """All groups but the newest `num_outstanding` arrive."""
+        while len(self.groups) > num_outstanding:
+            for target, source in self.groups.pop(0):
+                target.copy_(source)
+
+
 def _expect(barrier, count, pred=True):
     if pred:
         barrier.expected_bytes += int(count)
@@ -249,7 +278,7 @@ class _Program:
     """One program: its number, its baton, and its kernels' functions with another language in their globals."""
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
-        self.baton, self.products = Baton(), Products()
+        self.baton, self.products, self.copies = Baton(), Products(), CopyGroups()
         self.functions: dict[JITFunction, FunctionType] = {}
         plain = {each.name: torch_dtype for each, torch_dtype in DTYPES.items()}
         names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -301,6 +330,10 @@ class _Program:
                 wait=lambda barrier, phase: barrier.wait(int(phase)),
             ),
             tma: SimpleNamespace(async_copy_global_to_shared=_copy),
+            async_copy: SimpleNamespace(
+                async_copy_global_to_shared=self.copies.copy, commit_group=self.copies.commit,
+                wait_group=self.copies.wait,
+            ),
             gl: self.language,
         }  # fmt: skip
         for name, value in python.__globals__.items():

@@ -171,9 +171,9 @@ class Shared:
         *outer, columns = self.shape
         if len(self.shape) == 1 or columns == self.width:
             return typed.view(self.shape)
-        rows = outer.pop()
-        halves = typed.view(*outer, columns // self.width, rows, self.width)
-        return halves.movedim(-3, -2)
+        before = len(self.shape) - self.layout.rank  # several tiles
+        halves = typed.view(*outer[:before], columns // self.width, *outer[before:], self.width)
+        return halves.movedim(before, -2)
 
     def index(self, index: torch.Tensor | int) -> Shared:
         size = self.memory.numel() // self.shape[0]
@@ -186,14 +186,14 @@ class Shared:
         return Slice(self.elements()[start : start + length], [length, *self.shape[1:]])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        assert tuple(order) == (1, 0)
+        assert tuple(order) in ((1, 0), (0, 2, 1))
         view = Shared(self.memory, self.torch_dtype, self.shape, self.layout)
         view.turned = not self.turned
         return view
 
     def load(self, layout: object) -> torch.Tensor:
         loaded = self.elements().clone().reshape(self.shape)
-        return loaded.t() if self.turned else loaded
+        return loaded.mT if self.turned else loaded
 
     def store(self, value: torch.Tensor) -> None:
         elements = self.elements()

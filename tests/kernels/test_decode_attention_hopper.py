@@ -34,7 +34,7 @@ def batch_of(lengths: tuple[int, ...], device: str, cache: torch.dtype | None, *
 
 
 def plan(**options) -> dict[str, dict]:
-    return {"plan_options": {"specialised": True} | options}
+    return {"plan_options": {"specialised": True, "num_warps": 1, "tile_tokens": 16} | options}
 
 
 @pytest.mark.parametrize("lengths", [(1,), (31, 32, 33), (400,), (1, 64, 3, 130), (500, 1, 1, 1)])
@@ -61,6 +61,7 @@ def test_head_shapes(head_dim, kv_heads, query_heads, cache, device):
     "block_size, tile_tokens, cache",
     [
         (8, 16, None),
+        (16, 32, None),
         (128, 64, None),
         (32, 64, torch.int8),
         (64, 32, torch.int8),
@@ -128,7 +129,8 @@ def test_what_is_asked_for_early_is_there_already(cache, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_an_early_launch_sees_what_the_kernel_ahead_stores(cache):
+@pytest.mark.parametrize("sizes", [{}, {"num_warps": 4, "tile_tokens": 64}], ids=["single warps", "teams"])
+def test_an_early_launch_sees_what_the_kernel_ahead_stores(sizes, cache):
     skip_unless_here("cuda")
     batch = batch_of(EDGES * 6, "cuda", cache)
     kv_heads, block_size, head_dim = batch.key_cache.shape[1:]
@@ -150,12 +152,13 @@ def test_an_early_launch_sees_what_the_kernel_ahead_stores(cache):
             if tensor is not None:
                 tensor[blocks, :, last % block_size] = 7.0
 
-    launch = launch_plan(rows, query_heads, kv_heads, head_dim, 132, quantised=cache is not None, specialised=True)
+    options = plan(**sizes)["plan_options"] | {"quantised": cache is not None}
+    launch = launch_plan(rows, query_heads, kv_heads, head_dim, 132, **options)
     output = torch.empty_like(batch.query)
     partials = torch.empty(launch.workspace_floats, device="cuda")
     counters = torch.zeros(launch.counter_count, dtype=torch.int32, device="cuda")
     store()
-    expected = run(batch, **plan())
+    expected = run(batch, **plan(**sizes))
     heavy = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(50):
         forget()

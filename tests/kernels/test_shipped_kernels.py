@@ -75,16 +75,32 @@ def test_attention_over_8_bit_caches_compiles(compiler):
 
 
 @pytest.mark.parametrize(
-    ("cache", "programs"),
-    [("fp8", 8), pytest.param("auto", 4, marks=pytest.mark.slow), pytest.param("int8", 8, marks=pytest.mark.slow)],
+    ("cache", "tokens", "programs"),
+    [
+        ("fp8", 16, 12),
+        pytest.param("auto", 32, 4, marks=pytest.mark.slow),
+        pytest.param("int8", 16, 12, marks=pytest.mark.slow),
+    ],
 )
-def test_decode_attention_by_single_warps_compiles(cache, programs, compiler):
+def test_decode_attention_by_single_warps_compiles(cache, tokens, programs, compiler):
     """With a spill or two at most, and with room for as many programs on a multiprocessor as its plan has."""
-    found = ask(compiler, replace(KERNELS["decode"], cache=cache), specialised=True)
+    sizes = {"num_warps": 1, "max_registers": None, "tile_tokens": tokens, "start_tiles": 2}
+    found = ask(compiler, replace(KERNELS["decode"], cache=cache), specialised=True, **sizes)
     assert "failed" not in found, found
     (kernel,) = found["kernels"]
     assert kernel["threads"] == 32 and kernel["stack_bytes"] <= 16, kernel
     assert resident_programs(kernel, CARD["shared_memory_per_block_optin"]) >= programs
+
+
+@pytest.mark.parametrize("cache", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_decode_attention_by_teams_compiles(cache, compiler):
+    """Two teams of eight warps on a multiprocessor. What spills does so outside the loop over tiles."""
+    sizes = {"num_warps": 8, "max_registers": 128, "tile_tokens": 128, "start_tiles": 0}
+    found = ask(compiler, replace(KERNELS["decode"], cache=cache), specialised=True, **sizes)
+    assert "failed" not in found, found
+    (kernel,) = found["kernels"]
+    assert kernel["threads"] == 256 and kernel["stack_bytes"] <= 128, kernel
+    assert resident_programs(kernel, CARD["shared_memory_per_block_optin"]) == 2
 
 
 @pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])

@@ -46,6 +46,21 @@ def test_decode_rows_come_first_and_chunks_take_the_rest():
     assert list(plan.chunk_samples) == [0] and plan.sampled_slots == list(plan.decode_slots)
 
 
+def test_a_plan_is_sent_before_it_is_recorded_and_says_the_same_afterwards():
+    run = engine(run_ahead=1)
+    core, sent = run.core, []
+    for i in range(3):
+        run.send(simple_request(i, prompt_of(20, i), max_tokens=2))
+
+    def send(plan):
+        sent.append((plan, plan.to_wire(), core.state.planned_step, len(core.state.in_flight)))
+
+    for step in (1, 2):
+        plan = core.plan_step(send)
+        assert sent[-1] == (plan, plan.to_wire(), step - 1, step - 1)
+    assert core.plan_step(send) is None and len(sent) == 2
+
+
 @pytest.mark.parametrize("budget", [1, 2, 3, 5])
 def test_nobody_is_served_twice_before_everyone_was_served_once(budget):
     run = engine()

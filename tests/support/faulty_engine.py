@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
@@ -77,7 +76,7 @@ def break_worker() -> Callable[..., int]:
         if access.take():
             broken = True
             atexit.register(wait_for_ever)
-            step = replace(step, arrive=wait_for_ever)
+            step = step._replace(arrive=wait_for_ever)
         return step
 
     runner.CpuRunner.execute = execute_or_fail
@@ -92,8 +91,8 @@ def break_scheduler() -> Callable[..., int]:
     plan_step = core.SchedulerCore.plan_step
     memory = Order(signal.SIGUSR1)
 
-    def plan_or_fail(self: Any) -> Any:
-        plan = plan_step(self)
+    def plan_or_fail(self: Any, *arguments: Any) -> Any:
+        plan = plan_step(self, *arguments)
         if plan is not None and memory.take():
             raise MemoryError
         return plan

@@ -40,17 +40,15 @@ def test_a_thread_sends_what_it_has_in_order_before_it_ends():
     reporter.check()
 
 
-def test_a_thread_says_when_it_waits_and_when_it_has_sent_everything():
+def test_a_thread_says_when_it_has_sent_everything():
     heard: queue.Queue[str] = queue.Queue()
-    reporter = ThreadReporter(
-        lambda _: heard.put("sent"), pytest.fail, on_step=lambda: heard.put("waits"), on_idle=lambda: heard.put("idle")
-    )
+    reporter = ThreadReporter(lambda _: heard.put("sent"), pytest.fail, lambda: heard.put("idle"))
     first = Hanging(1)
     reporter.report(first)
     reporter.report(Step(2))
     first.may_end.set()
     reporter.close()
-    assert list(heard.queue) == ["waits", "sent", "waits", "sent", "idle"]
+    assert list(heard.queue) == ["sent", "sent", "idle"]
 
 
 def test_a_failed_step_wakes_the_issuing_thread_and_raises_there():

@@ -1,0 +1,456 @@
+"""Decode attention for Hopper by teams: the operation of kernels/decode_attention.py by programs of several warps.
+
+A tile is as many tokens of one K/V head for each warp; a warp computes with its own alone. It has a maximum, a
+normaliser and sums of its own, which are the first dimension of all tensors, and so nothing is exchanged between warps
+before a (row, head) or its part ends. Warps meet once a tile, at the copies:
+
+    S [warp, tokens, 8] = K [warp] Q^T            O [warp, head_dim, 8] = V^T [warp] P [warp, tokens, 8]
+
+So one program has a longer piece of the work than one of a single warp (kernels/decode_attention_hopper.py): few pairs
+of row and head are cut, and fewer parts of them go through the workspace, to be merged. The products and the 8-bit
+conversions are that kernel's. Tiles come by asynchronous copies of 16 bytes a thread, since those of the tensor copy
+engine, a box for each block, would put a barrier between each two.
+
+Work is shared out, cut and merged as in kernels/decode_attention.py, the only caller, which also has the layouts. The
+workspace is `launch_plan(..., specialised=True, num_warps=...)`'s. Limits: those of kernels/decode_attention_hopper.py.
+
+With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
+block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
+
+from kernels.decode_attention_hopper import LEVELS, add, segment
+from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
+from kernels.decode_warp import FP8, INT8, QUERIES, block_barrier, left_operands, merge, store_columns
+from kernels.kv_format import cache_format
+from kernels.launch_gluon import let_next_start, wait_for_inputs
+from kernels.paged_kv import compile_options
+
+if TYPE_CHECKING:
+    from kernels.decode_attention import DecodePlan
+
+LOWEST = gl.constexpr(-3.0e38)
+"""The maximum of a warp that has seen no token: below every score, and finite, so that two have a difference."""
+
+ROUND = gl.constexpr(1.5 * 2.0**23)
+"""Added to a float32 below 2^22 it rounds it to an integer, which the lowest bits of the sum are: no conversions."""
+
+
+@gluon.jit
+def _load_query(query_ptr, first_dim: gl.constexpr, step: gl.constexpr, dims: gl.constexpr, layout: gl.constexpr,
+                WARPS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Queries of a group as the columns [WARPS, dims, 8] of a product's right operand, the same for each warp; every
+    `step`-th dim."""
+    rows_layout: gl.constexpr = gl.SliceLayout(2, layout)
+    warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, rows_layout))
+    rows = first_dim + step * gl.arange(0, dims, layout=gl.SliceLayout(0, rows_layout))
+    queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    rows = (warps * 0)[:, None] + rows[None, :]
+    queries = gl.expand_dims(queries[None, :], 1)
+    places = queries * HEAD_DIM + gl.expand_dims(rows, 2)
+    return gl.load(query_ptr + places, mask=queries < GROUP, other=0.0)
+
+
+@gluon.jit
+def _query_operands(query_ptr, mma: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
+                    HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Two right operands of the keys' product, and a factor [WARPS, 8] of what it gives."""
+    column: gl.constexpr = gl.SliceLayout(1, mma)
+    unit = gl.full([WARPS, QUERIES], 1.0, gl.float32, column)
+    if FORMAT == INT8:
+        bytes_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
+        wide = _load_query(query_ptr, 0, 1, HEAD_DIM, bytes_layout, WARPS, GROUP, HEAD_DIM).to(gl.float32)
+        largest = gl.max(gl.abs(wide), axis=1) / LEVELS
+        largest = gl.where(largest > 0.0, largest, 1.0)
+        level = wide * gl.expand_dims(1.0 / largest, 1)  # once a column: a division takes some ten instructions
+        multiple = level * (1.0 / 128.0) + ROUND
+        first = multiple.to(gl.int32, bitcast=True).to(gl.int8)
+        second = (level - (multiple - ROUND) * 128.0 + ROUND).to(gl.int32, bitcast=True).to(gl.int8)
+        unit = gl.convert_layout(largest, column)
+    elif FORMAT == FP8:
+        layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+        first = _load_query(query_ptr, 0, 2, HEAD_DIM // 2, layout, WARPS, GROUP, HEAD_DIM)
+        second = _load_query(query_ptr, 1, 2, HEAD_DIM // 2, layout, WARPS, GROUP, HEAD_DIM)
+        first = (first.to(gl.float32) * FP8_SHIFT).to(first.dtype)
+        second = (second.to(gl.float32) * FP8_SHIFT).to(second.dtype)
+    else:
+        first = _load_query(query_ptr, 0, 1, HEAD_DIM, gl.DotOperandLayout(1, mma, 2), WARPS, GROUP, HEAD_DIM)
+        second = first
+    return first, second, unit
+
+
+@gluon.jit
+def _by_warps(tile, FORMAT: gl.constexpr, WARPS: gl.constexpr):
+    """A tile in shared memory as [WARPS, tokens of a warp, width]; `FORMAT` INT8: as bytes."""
+    TOKENS: gl.constexpr = tile.shape[0] // WARPS
+    SWIZZLE: gl.constexpr = min(128, 2 * tile.shape[1])
+    if FORMAT == INT8:
+        BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=8, rank=3)
+        view = tile._reinterpret(gl.int8, [WARPS, TOKENS, 2 * tile.shape[1]], BYTES)
+    else:
+        UNITS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SWIZZLE, element_bitwidth=16, rank=3)
+        view = tile._reinterpret(tile.dtype, [WARPS, TOKENS, tile.shape[1]], UNITS)
+    return view
+
+
+@gluon.jit
+def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr):
+    """Products [WARPS, tokens, 8] of a tile of keys in shared memory with the queries, without the keys' scales."""
+    TOKENS: gl.constexpr = keys.shape[0] // WARPS
+    keys = _by_warps(keys, FORMAT, WARPS)
+    zeros = gl.zeros([WARPS, TOKENS, QUERIES], gl.float32, mma)
+    if FORMAT == INT8:
+        operand = keys.load(gl.DotOperandLayout(0, mma, 4))
+        none = gl.zeros([WARPS, TOKENS, QUERIES], gl.int32, mma)
+        scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
+    elif FORMAT == FP8:
+        even, odd = left_operands(keys, mma, FORMAT)
+        scores = mma_v2(odd, second, mma_v2(even, first, zeros))
+    else:
+        scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
+    return scores
+
+
+@gluon.jit
+def _load_blocks(table_ptr, tile, tile_end, length, tokens, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr):
+    """The block id of each of some `tokens` of a tile; 0 past the row's or the piece's end."""
+    blocks = (tile * TILE) // BLOCK_SIZE + tokens // BLOCK_SIZE  # one of TILE and BLOCK_SIZE divides the other
+    return gl.load(table_ptr + blocks, mask=(blocks * BLOCK_SIZE < length) & (tile < tile_end), other=0)
+
+
+@gluon.jit
+def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, tile, tile_end, length, tokens,
+                 KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
+    """The scales of a tile's tokens, float32; 0 past the row's or the piece's end."""
+    is_token = (tile * TILE + tokens < length) & (tile < tile_end)
+    in_block = (tile * TILE) % BLOCK_SIZE + tokens % BLOCK_SIZE
+    places = (blocks * KV_HEADS + head) * BLOCK_SIZE + in_block  # below 2^31, or a layer had 256 GB
+    key_scale = gl.load(key_scales_ptr + places, mask=is_token, other=0.0)
+    value_scale = gl.load(value_scales_ptr + places, mask=is_token, other=0.0)
+    return key_scale.to(gl.float32), value_scale.to(gl.float32)
+
+
+@gluon.jit
+def _copy_tile(caches, blocks, head, tile, length, tiles, stage, tokens, units,
+               KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # fmt: skip
+    """Ask for a tile of keys and of values, whose blocks are known; zeros for tokens past the row's end."""
+    key_ptr, value_ptr = caches
+    key_tiles, value_tiles = tiles
+    TILE: gl.constexpr = key_tiles.shape[1]
+    WIDTH: gl.constexpr = key_tiles.shape[2]
+    in_block = (tile * TILE) % BLOCK_SIZE + tokens % BLOCK_SIZE
+    starts = blocks.to(gl.int64) * (KV_HEADS * BLOCK_SIZE * WIDTH) + (head * BLOCK_SIZE + in_block) * WIDTH
+    places = starts[:, None] + units[None, :]
+    is_token = (tile * TILE + tokens < length)[:, None]
+    async_copy.async_copy_global_to_shared(key_tiles.index(stage), key_ptr + places, mask=is_token)
+    async_copy.async_copy_global_to_shared(value_tiles.index(stage), value_ptr + places, mask=is_token)
+
+
+@gluon.jit
+def _ask(
+    first_tile, begin, end, tile_end, read, caches, table_ptr, head, length, tiles, tokens, units,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Ask for those of a segment's first STAGES - 1 tiles that are from `begin` up to `end`; a group of copies for
+    each, also for those past the segment's end. The first of the segment goes to stage `read`."""
+    TILE: gl.constexpr = tiles[0].shape[1]
+    blocks = ()
+    for ahead in gl.static_range(STAGES - 1):
+        blocks += (_load_blocks(table_ptr, first_tile + ahead, tile_end, length, tokens, BLOCK_SIZE, TILE),)
+    for ahead in gl.static_range(STAGES - 1):
+        tile = first_tile + ahead
+        if (tile >= begin) & (tile < end):
+            if tile < tile_end:
+                _copy_tile(
+                    caches, blocks[ahead], head, tile, length, tiles, (read + ahead) % STAGES, tokens, units,
+                    KV_HEADS, BLOCK_SIZE,
+                )  # fmt: skip
+            async_copy.commit_group()
+
+
+@gluon.jit
+def _across_warps(sums, shares, layout: gl.constexpr):
+    """Sums [WARPS, rows, 8], times each warp's `shares`, added up: [rows, 8] in `layout` without its warps."""
+    return gl.sum(gl.convert_layout(sums * gl.expand_dims(shares, 1), layout), axis=0)
+
+
+@gluon.jit
+def _team_decode_kernel(
+    output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
+    counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
+    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
+    token_layout: gl.constexpr = gl.SliceLayout(2, mma)
+    column_layout: gl.constexpr = gl.SliceLayout(1, mma)
+    weights_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    # A thread has all warps' sums of some dims and queries.
+    across: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 4, 8], [1, WARPS, 1], [0, 1, 2])
+    whole: gl.constexpr = gl.SliceLayout(0, across)
+    whole_column: gl.constexpr = gl.SliceLayout(0, whole)
+
+    # 1. Shared memory: `STAGES` tiles of keys and of values; 8-bit elements as pairs.
+    WIDTH: gl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
+    STORED: gl.constexpr = DTYPE if FORMAT == 0 else gl.int16
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * WIDTH), element_bitwidth=16, rank=2)
+    key_tiles = gl.allocate_shared_memory(STORED, [STAGES, TILE, WIDTH], shared)
+    value_tiles = gl.allocate_shared_memory(STORED, [STAGES, TILE, WIDTH], shared)
+    tiles = (key_tiles, value_tiles)
+    caches = (key_ptr, value_ptr)
+    # A thread copies 16 bytes of neighbouring tokens.
+    ROW_LANES: gl.constexpr = WIDTH // 8
+    ROWS: gl.constexpr = TILE * ROW_LANES // (32 * WARPS)
+    copied: gl.constexpr = gl.BlockedLayout([ROWS, 8], [32 // ROW_LANES, ROW_LANES], [WARPS, 1], [1, 0])
+    copy_tokens = gl.arange(0, TILE, layout=gl.SliceLayout(1, copied))
+    units = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, copied))
+    TOKENS: gl.constexpr = TILE // WARPS
+    warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, token_layout))
+    tokens = (warps * TOKENS)[:, None] + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, token_layout))[None, :]
+
+    # 2. Lay all tiles of all rows on one line and take an equal piece of it.
+    line: gl.constexpr = gl.BlockedLayout([max(1, ROWS_TILE // 32)], [32], [WARPS], [0])
+    rows = gl.arange(0, ROWS_TILE, layout=line)
+    row_count = max_rows
+    if HAS_ROW_COUNT:
+        row_count = gl.minimum(gl.load(row_count_ptr), max_rows)
+    is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
+    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
+    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
+    lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
+    tile_counts = (lengths + (TILE - 1)) // TILE
+    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, add)
+    total = gl.max(ends, axis=0) * KV_HEADS
+    piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
+    work = program * piece
+    work_end = gl.minimum(work + piece, total)
+    statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
+
+    read = 0
+    row, head, length, table_ptr, start, first_tile, tile_end = segment(
+        work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
+    )
+
+    # 3. Ask for the first tiles; for that of the new token when the kernel ahead has stored it.
+    never = first_tile + STAGES
+    if PDL:
+        early_end = (length - 1) // TILE
+        _ask(
+            first_tile, first_tile, early_end, tile_end, read, caches, table_ptr, head, length, tiles, copy_tokens,
+            units, KV_HEADS, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
+        wait_for_inputs(PDL)
+        _ask(
+            first_tile, early_end, never, tile_end, read, caches, table_ptr, head, length, tiles, copy_tokens,
+            units, KV_HEADS, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
+    else:
+        _ask(
+            first_tile, first_tile, never, tile_end, read, caches, table_ptr, head, length, tiles, copy_tokens,
+            units, KV_HEADS, BLOCK_SIZE, STAGES,
+        )  # fmt: skip
+
+    # 4. Rows without tokens get zeros.
+    dims: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    for empty in range(program, row_count, programs):
+        if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):
+            empty_ptr = output_ptr + gl.cast(empty, gl.int64) * output_stride
+            for first in range(0, KV_HEADS * GROUP * HEAD_DIM, 256):
+                columns = first + gl.arange(0, 256, layout=dims)
+                zeros = gl.zeros([256], output_ptr.dtype.element_ty, dims)
+                gl.store(empty_ptr + columns, zeros, mask=columns < KV_HEADS * GROUP * HEAD_DIM)
+
+    while work < work_end:
+        # 5. The queries; for 8 bits the scales of the first tile.
+        group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
+        later_blocks = _load_blocks(table_ptr, first_tile + STAGES - 1, tile_end, length, copy_tokens, BLOCK_SIZE, TILE)
+        first_query, second_query, unit = _query_operands(group_ptr, mma, FORMAT, WARPS, GROUP, HEAD_DIM)
+        factor = unit * scale_log2
+        if FORMAT == FP8:
+            factor *= FP8_UNSHIFT
+        maximum = gl.full([WARPS, QUERIES], LOWEST, gl.float32, column_layout)
+        normaliser = gl.zeros([WARPS, QUERIES], gl.float32, column_layout)
+        even_sums = gl.zeros([WARPS, WIDTH, QUERIES], gl.float32, mma)
+        odd_sums = even_sums
+        key_scale = gl.full([WARPS, TOKENS], 1.0, gl.float32, token_layout)
+        value_scale = key_scale
+        next_blocks = gl.zeros([WARPS, TOKENS], gl.int32, token_layout)
+        if FORMAT > 0:
+            blocks = _load_blocks(table_ptr, first_tile, tile_end, length, tokens, BLOCK_SIZE, TILE)
+            key_scale, value_scale = _load_scales(
+                key_scales_ptr, value_scales_ptr, blocks, head, first_tile, tile_end, length, tokens, KV_HEADS,
+                BLOCK_SIZE, TILE,
+            )  # fmt: skip
+            next_blocks = _load_blocks(table_ptr, first_tile + 1, tile_end, length, tokens, BLOCK_SIZE, TILE)
+
+        # 6. Accumulate. When a tile is there, and all warps have done the one before, a later one is asked for in its
+        # place; its blocks have been looked up a tile ahead, scales are loaded a tile ahead, the ids of theirs two.
+        for tile in range(first_tile, tile_end):
+            stage = read % STAGES
+            async_copy.wait_group(STAGES - 2)
+            block_barrier()
+            if tile + STAGES - 1 < tile_end:
+                _copy_tile(
+                    caches, later_blocks, head, tile + STAGES - 1, length, tiles, (read + STAGES - 1) % STAGES,
+                    copy_tokens, units, KV_HEADS, BLOCK_SIZE,
+                )  # fmt: skip
+            async_copy.commit_group()
+            later_blocks = _load_blocks(table_ptr, tile + STAGES, tile_end, length, copy_tokens, BLOCK_SIZE, TILE)
+            this_key_scale = key_scale
+            this_value_scale = value_scale
+            if FORMAT > 0:
+                key_scale, value_scale = _load_scales(
+                    key_scales_ptr, value_scales_ptr, next_blocks, head, tile + 1, tile_end, length, tokens, KV_HEADS,
+                    BLOCK_SIZE, TILE,
+                )  # fmt: skip
+                next_blocks = _load_blocks(table_ptr, tile + 2, tile_end, length, tokens, BLOCK_SIZE, TILE)
+            scores = _scores(key_tiles.index(stage), first_query, second_query, mma, FORMAT, WARPS)
+            if FORMAT > 0:
+                scores = scores * gl.expand_dims(this_key_scale, 2)
+            if (tile + 1) * TILE > length:
+                is_token = gl.expand_dims(tile * TILE + tokens < length, 2)
+                scores = gl.where(is_token, scores, float("-inf"))
+            new_maximum = gl.maximum(maximum, gl.max(scores, axis=1) * factor)
+            weights = gl.exp2(scores * gl.expand_dims(factor, 1) - gl.expand_dims(new_maximum, 1))
+            shrink = gl.exp2(maximum - new_maximum)
+            normaliser = normaliser * shrink + gl.sum(weights, axis=1)
+            maximum = new_maximum
+            even_sums = even_sums * gl.expand_dims(shrink, 1)
+            values = _by_warps(value_tiles.index(stage), FP8, WARPS)
+            first_values, second_values = left_operands(values.permute((0, 2, 1)), mma, FORMAT)
+            if FORMAT == 0:
+                even_sums = mma_v2(first_values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
+            else:
+                odd_sums = odd_sums * gl.expand_dims(shrink, 1)
+                if FORMAT == FP8:
+                    this_value_scale = this_value_scale * FP8_SHIFT
+                weights = (weights * gl.expand_dims(this_value_scale, 2)).to(gl.bfloat16)
+                operand = gl.convert_layout(weights, weights_layout)
+                even_sums = mma_v2(first_values, operand, even_sums)
+                odd_sums = mma_v2(second_values, operand, odd_sums)
+            read += 1
+
+        # 7. Ask for the next segment's first tiles: they come while this one's sums are stored.
+        row_tiles = (length + (TILE - 1)) // TILE
+        next_work = start + tile_end
+        next_row, next_head, next_length, next_table_ptr = row, head, length, table_ptr
+        next_start, next_tile, next_end = start, first_tile, tile_end
+        if next_work < work_end:
+            next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = segment(
+                next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
+            )
+            block_barrier()  # all warps have done the last tile
+            _ask(
+                next_tile, next_tile, next_tile + STAGES, next_end, read, caches, next_table_ptr, next_head,
+                next_length, tiles, copy_tokens, units, KV_HEADS, BLOCK_SIZE, STAGES,
+            )  # fmt: skip
+
+        # 8. Add up over the warps. One that has seen no token has LOWEST, and a share of 0.
+        highest = gl.max(maximum, axis=0)
+        shares = gl.exp2(maximum - highest[None, :])
+        normaliser = gl.convert_layout(gl.sum(normaliser * shares, axis=0), whole_column)
+        highest = gl.convert_layout(highest, whole_column)
+        if FORMAT == FP8:
+            shares = shares * FP8_UNSHIFT
+        even = _across_warps(even_sums, shares, across)
+        odd = even
+        if FORMAT > 0:
+            odd = _across_warps(odd_sums, shares, across)
+
+        # 9. Store: a whole (row, head) at once, or this piece's part of it.
+        group_output_ptr = output_ptr + row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
+        step: gl.constexpr = 1 if FORMAT == 0 else 2
+        if (first_tile == 0) & (tile_end == row_tiles):
+            share = (1.0 / normaliser)[None, :]
+            store_columns(group_output_ptr, even * share, 0, step, 1, whole, GROUP, HEAD_DIM)
+            if FORMAT > 0:
+                store_columns(group_output_ptr, odd * share, 1, step, 1, whole, GROUP, HEAD_DIM)
+        elif tile_end > 0:
+            part = program * 2 + (first_tile == 0).to(gl.int32)
+            part_ptr = partials_ptr + part * (QUERIES * HEAD_DIM)
+            store_columns(part_ptr, even, 0, step, 1, whole, GROUP, HEAD_DIM)
+            if FORMAT > 0:
+                store_columns(part_ptr, odd, 1, step, 1, whole, GROUP, HEAD_DIM)
+            statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=whole_column)
+            gl.store(statistic, highest)
+            gl.store(statistic + QUERIES, normaliser)
+            first_program = start // piece
+            part_count = (start + row_tiles - 1) // piece - first_program + 1
+            counter_ptr = counters_ptr + row * KV_HEADS + head
+            block_barrier()  # all threads' parts are written before the counter says so
+            arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            if arrived == part_count - 1:
+                gl.store(counter_ptr, 0)
+                # A (row, head) starts inside its first program's piece and at the start of every later one's.
+                merge(
+                    group_output_ptr, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
+                    GROUP, HEADS, HEAD_DIM, 32, False, WARPS,
+                )  # fmt: skip
+        work = next_work
+        row, head, length, table_ptr = next_row, next_head, next_length, next_table_ptr
+        start, first_tile, tile_end = next_start, next_tile, next_end
+    let_next_start(PDL)
+
+
+def launch(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    decode_row_count: torch.Tensor | None,
+    partials: torch.Tensor,
+    counters: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    plan: DecodePlan,
+    scale_log2: float,
+    constants: dict[str, int],
+    pdl: bool,
+) -> None:
+    """Launch on arguments that `decode_attention` has checked; `constants`: what all kernels are compiled for."""
+    as_pairs = key_cache.element_size() == 1
+    _team_decode_kernel[(plan.program_count,)](
+        output,
+        query,
+        key_cache.view(torch.int16) if as_pairs else key_cache,
+        value_cache.view(torch.int16) if as_pairs else value_cache,
+        block_tables,
+        row_slots,
+        context_lengths,
+        decode_row_count,
+        partials,
+        counters,
+        key_scales,
+        value_scales,
+        row_slots.shape[0],
+        output.stride(0),
+        query.stride(0),
+        block_tables.stride(0),
+        scale_log2,
+        FORMAT=cache_format(key_cache.dtype),
+        DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
+        HAS_ROW_COUNT=decode_row_count is not None,
+        STAGES=plan.num_stages,
+        HEADS=triton.next_power_of_2(constants["GROUP"]),
+        WARPS=plan.num_warps,
+        PDL=pdl,
+        **constants,
+        num_warps=plan.num_warps,
+        **compile_options(plan.max_registers, pdl),
+    )

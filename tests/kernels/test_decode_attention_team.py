@@ -1,0 +1,109 @@
+"""The decode kernel of teams of warps against its reference: on a GPU, and without one in the emulator."""
+
+import pytest
+import torch
+
+from kernels import decode_attention, decode_attention_team
+from tests.kernels import gluon_emulator
+from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
+from tests.kernels.paged_batches import skip_unless_here
+from tests.kernels.test_decode_attention import check, run
+from tests.kernels.test_decode_attention_hopper import EDGES, batch_of, cache, plan
+
+__all__ = ["cache"]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    skip_unless_here(request.param)
+    if request.param == "cpu":
+        emulated = EmulatedKernel(decode_attention_team._team_decode_kernel)
+        monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", emulated)
+    return request.param
+
+
+def team(warps: int = 4, tile_tokens: int | None = None, programs: int = 2, **options) -> dict[str, dict]:
+    sizes = {"num_warps": warps, "tile_tokens": tile_tokens or 16 * warps, "programs_per_multiprocessor": programs}
+    return plan(**sizes, **options)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (63, 64, 65), (400,), (1, 64, 3, 130), (500, 1, 1, 1)])
+def test_rows_of_any_length_match_the_reference(lengths, device, cache):
+    check(batch_of(lengths, device, cache), **team())
+
+
+@pytest.mark.parametrize("warps, tile_tokens, start_tiles, min_tiles", [(2, 32, 0, 1), (4, 128, 1, 2), (8, 128, 0, 1)])
+def test_sizes_of_a_team(warps, tile_tokens, start_tiles, min_tiles, device, cache):
+    batch = batch_of((150, 2, 37, 300), device, cache, head_dim=128, kv_heads=1, query_heads=2)
+    check(batch, **team(warps, tile_tokens, start_tiles=start_tiles, min_tiles=min_tiles))
+
+
+@pytest.mark.parametrize(
+    "warps, head_dim, kv_heads, query_heads, cache",
+    [
+        (4, 128, 2, 4, None),
+        (4, 128, 1, 8, torch.int8),
+        (2, 128, 2, 6, torch.float8_e4m3fn),
+        (8, 64, 1, 8, torch.int8),
+        (8, 64, 3, 3, torch.float8_e4m3fn),
+    ],
+)
+def test_head_shapes(warps, head_dim, kv_heads, query_heads, cache, device):
+    batch = batch_of((290, 7), device, cache, head_dim=head_dim, kv_heads=kv_heads, query_heads=query_heads)
+    check(batch, **team(warps, programs=3))
+
+
+@pytest.mark.parametrize(
+    "block_size, cache",
+    [(8, None), (128, None), (32, torch.int8), (128, torch.int8), (8, torch.float8_e4m3fn)],
+)
+def test_blocks(block_size, cache, device):
+    check(batch_of((100, 128, 1), device, cache, block_size=block_size), **team(programs=1))
+
+
+def test_equal_rows_are_not_cut_where_pairs_fit_the_programs(cache, monkeypatch):
+    """Few tiles, of many tokens, of which a beginning costs none: then a piece is a pair, and no counter is needed."""
+    merged = []
+    monkeypatch.setattr(gluon_emulator, "_atomic_add", lambda *_, **__: merged.append(1))
+    kernel = EmulatedKernel(decode_attention_team._team_decode_kernel)
+    monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", kernel)
+    batch = batch_of((250,) * 5, "cpu", cache, kv_heads=1, query_heads=2)
+    check(batch, **team(4, 64, start_tiles=0))  # 20 tiles for 6 programs: 4 for each of 5
+    assert not merged
+
+
+def test_many_parts_merge(device, cache):
+    batch = batch_of((700,), device, cache, head_dim=128, kv_heads=1, query_heads=2)
+    check(batch, **team(2, 32, programs=16 if device == "cpu" else 1))
+
+
+def test_padding_and_empty_rows_get_zeros(device, cache):
+    batch = batch_of((40, 9, 0, 64, 5), device, cache, padding=(1, 4))
+    result = run(batch, **team())
+    assert not result[[1, 2, 4]].any()
+    check(batch, **team())
+
+
+def test_rows_past_the_decode_rows_are_left_alone(device, cache):
+    batch = batch_of((40, 90, 20, 300), device, cache)
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    whole, result = run(batch, **team()), run(batch, decode_row_count=count, **team())
+    assert result[2:].isnan().all(), "rows of the prefill kernel were written"
+    assert torch.allclose(result[:2].float(), whole[:2].float(), atol=1e-2)
+
+
+def test_what_is_asked_for_early_is_there_already(cache, monkeypatch):
+    """The queries are not, nor the new tokens, in whatever tile they are."""
+    kernel = decode_attention_team._team_decode_kernel
+    batch = batch_of(EDGES, "cpu", cache)
+    monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", EmulatedKernel(kernel))
+    expected = run(batch, **team(2, 32))
+    stored = (batch.key_cache, batch.value_cache, batch.key_scales, batch.value_scales)
+    new, size = [], batch.key_cache.shape[2]
+    for slot, last in zip(batch.row_slots.tolist(), (batch.context_lengths - 1).tolist(), strict=True):
+        block, place = int(batch.block_tables[slot, last // size]), last % size
+        new += [part[block, :, place] for part in stored if part is not None]
+    ahead = KernelAhead(batch.query, *new)
+    monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", EmulatedKernel(kernel, ahead))
+    monkeypatch.setattr(decode_attention, "launch_options", lambda output: {"PDL": True, "launch_pdl": True})
+    assert torch.equal(run(batch, pdl=True, **team(2, 32)), expected)
