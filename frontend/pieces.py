@@ -1,8 +1,8 @@
 """Pieces of text, one per token, each made once for all streams that say the token.
 
 What nearly every token adds to a text, and what is sent to clients for it, depends on nothing but the token: a table of
-pieces takes the place of decoding and packing it again. Knows nothing of requests. The detokenizer says when the table
-holds (`ByteDetokenizer.pieces`), the core looks tokens up, and sinks take pieces.
+pieces takes the place of decoding and packing it again. Knows nothing of requests. A sample says when the table holds
+(`Sample.pieces`), the core looks tokens up, and sinks take pieces.
 """
 
 import re
@@ -72,6 +72,8 @@ class PiecesWithout(dict[int, "Piece | None"]):
         self._pattern = pattern
 
     def __missing__(self, token_id: int) -> Piece | None:
+        if len(self) >= PIECES_LIMIT:
+            self.clear()
         piece = self._table[token_id]
         if piece is not None and self._pattern.search(piece.text):
             piece = None

@@ -156,6 +156,7 @@ def test_a_table_of_pieces_stays_small_and_right(monkeypatch):
     without = PiecesWithout(table, re.compile("[34]"))
     assert [without[token_id] is not None for token_id in (3, 5, 7, 24, 25)] == [False, True, False, False, True]
     assert without[5] is table[5]
+    assert all(without[token_id] is None or len(without) <= 100 for token_id in range(500))
 
 
 def test_a_piece_is_packed_once():
