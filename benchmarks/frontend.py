@@ -58,7 +58,7 @@ class Frontend:
     """The real frontend process behind a scripted scheduler; a context manager."""
 
     def __init__(self, folder: Path, step_interval_s: float, **options: Any) -> None:
-        options = {"http": False, "uds": f"{folder}/http.sock", **options}
+        options = {"http": False, "uds": f"{folder}/http.sock", "busy_poll_ms": 0.0, **options}  # polling is no work
         server = ServerOptions(client_endpoint=f"ipc://{folder}/client.sock", **options)
         config = EngineConfig(server=server, run_dir=str(folder), model_dir=str(default_model_dir()))
         (folder / "config.json").write_text(config.to_json())
