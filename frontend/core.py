@@ -30,7 +30,6 @@ from common.wire import INT32_MAX
 from frontend.events import Sink, Timings
 from frontend.figures import Figures
 from frontend.outbox import Outbox
-from frontend.pieces import Piece
 from frontend.request import Request, Sample, error_of
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
 from frontend.token_rows import Row, is_sound, note_beginning, rows_of, set_apart, silent_index, stop_token
@@ -330,7 +329,7 @@ class Core:
             if sample.finish_reason is not None or self._stream_interval > 1:
                 request.emit(sample, text, (token_id,), self._stream_interval)
             else:
-                request.sink.on_token(sample.index, Piece(token_id, text))
+                request.sink.on_token(sample.index, sample.piece_of(token_id, text))
         if sample.finish_reason is not None:
             self._sample_ended(request, sample, early=True)
 

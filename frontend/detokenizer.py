@@ -55,7 +55,14 @@ class ByteTable(dict[int, bytes]):
 
 
 class Detokenizer(Protocol):
-    """The incremental decoder of one sample."""
+    """The incremental decoder of one sample.
+
+    Attributes:
+        pieces: says what a token completes, without `push`, while nothing is held back, if it has a piece there; None
+            if that always depends on the tokens before it.
+    """
+
+    pieces: PieceTable | None
 
     def push(self, token_id: int) -> str:
         """The text that one more token completes."""
@@ -63,11 +70,9 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """The rest of the text, at the end."""
 
-    def pieces(self) -> PieceTable | None:
-        """The table that says what the next token completes, without `push`; None if that depends on earlier ones.
-
-        It holds from one token to the next, as long as each has a piece in it.
-        """
+    @property
+    def holds_back(self) -> bool:
+        """Whether what the next token completes depends on those before it."""
 
 
 class ByteDetokenizer:
@@ -79,9 +84,10 @@ class ByteDetokenizer:
             False if it continues a prompt.
     """
 
-    __slots__ = ("_pending", "_strip_count", "_table")
+    __slots__ = ("_pending", "_strip_count", "_table", "pieces")
 
     def __init__(self, table: ByteTable, *, at_start: bool = True) -> None:
+        self.pieces: PieceTable | None = table.pieces
         self._table = table
         self._pending = b""
         self._strip_count = table.stripped_spaces if at_start else 0
@@ -108,9 +114,10 @@ class ByteDetokenizer:
         pending, self._pending = self._pending, b""
         return pending.decode("utf-8", "replace")
 
-    def pieces(self) -> PieceTable | None:
-        """The tokens as text, while no part of a character is held back and the text has begun."""
-        return None if self._pending or self._strip_count else self._table.pieces
+    @property
+    def holds_back(self) -> bool:
+        """Whether a character is incomplete, or the spaces at the start are being stripped."""
+        return bool(self._pending or self._strip_count)
 
     def _strip(self, text: str) -> str:
         if not text:
@@ -132,9 +139,10 @@ class WindowDetokenizer:
         decode: the tokenizer's decoding of a list of ids.
     """
 
-    __slots__ = ("_context_index", "_decode", "_done_index", "_ids")
+    __slots__ = ("_context_index", "_decode", "_done_index", "_ids", "pieces")
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.pieces: PieceTable | None = None
         self._decode = decode
         self._ids: list[int] = []
         self._context_index = 0
@@ -156,9 +164,10 @@ class WindowDetokenizer:
         kept = rest.rstrip(REPLACEMENT)
         return rest if kept == rest else kept + REPLACEMENT
 
-    def pieces(self) -> PieceTable | None:
-        """None: every token may depend on those before it."""
-        return None
+    @property
+    def holds_back(self) -> bool:
+        """Always: any token may depend on those before it."""
+        return True
 
     def _advance(self, before: str, after: str) -> str:
         self._context_index, self._done_index = self._done_index, len(self._ids)

@@ -1,10 +1,11 @@
 """Pieces of text, one per token, each made once for all streams that say the token.
 
 What nearly every token adds to a text, and what is sent to clients for it, depends on nothing but the token: a table of
-pieces takes the place of decoding and packing it again. Knows nothing of requests. The detokenizer says when the table
-holds (`ByteDetokenizer.pieces`), the core looks tokens up, and sinks take pieces.
+pieces takes the place of decoding and packing it again. Knows nothing of requests. A sample says when the table holds
+(`Sample.pieces`), the core looks tokens up, and sinks take pieces.
 """
 
+import re
 from collections.abc import Callable
 
 from common.client_messages import Deltas
@@ -52,6 +53,29 @@ class PieceTable(dict[int, "Piece | None"]):
         try:
             piece = Piece(token_id, self._token_bytes(token_id).decode())
         except UnicodeDecodeError:
+            piece = None
+        self[token_id] = piece
+        return piece
+
+
+class PiecesWithout(dict[int, "Piece | None"]):
+    """The pieces of a table in whose text a pattern is not found; None for all other tokens.
+
+    Args:
+        table: of all pieces.
+        pattern: what is looked for.
+    """
+
+    def __init__(self, table: PieceTable, pattern: re.Pattern[str]) -> None:
+        super().__init__()
+        self._table = table
+        self._pattern = pattern
+
+    def __missing__(self, token_id: int) -> Piece | None:
+        if len(self) >= PIECES_LIMIT:
+            self.clear()
+        piece = self._table[token_id]
+        if piece is not None and self._pattern.search(piece.text):
             piece = None
         self[token_id] = piece
         return piece

@@ -13,7 +13,7 @@ from common.errors import RequestError
 from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
 from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
-from frontend.pieces import PieceTable
+from frontend.pieces import Piece, PiecesWithout, PieceTable
 from frontend.prompt_logprobs import PromptLogprobs
 from frontend.stop_strings import StopMatcher, StopStrings
 from frontend.tokenizer import Tokenizer
@@ -32,8 +32,8 @@ class Sample:
     """
 
     __slots__ = (
-        "_detokenizer", "_is_plain", "_matcher", "_request", "finish_reason", "index", "last_token_s", "logprobs",
-        "pending", "pieces", "preemption_count", "stop_reason", "text_parts", "token_ids",
+        "_detokenizer", "_known_pieces", "_matcher", "_plain_pieces", "_request", "finish_reason", "index",
+        "last_token_s", "logprobs", "pending", "pieces", "preemption_count", "stop_reason", "text_parts", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int) -> None:
@@ -52,8 +52,9 @@ class Sample:
             skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
-        self._is_plain = params.detokenize and self._matcher is None
-        self.pieces: PieceTable | None = None
+        self._known_pieces = self._detokenizer.pieces
+        self._plain_pieces = self._pieces_without_stops()
+        self.pieces: PieceTable | PiecesWithout | None = None
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None = None, *, silent: bool = False) -> str:
         """Take one more token.
@@ -75,9 +76,14 @@ class Sample:
             text = self._match(text)
         if text:
             self.text_parts.append(text)
-        if self._is_plain:
-            self.pieces = self._detokenizer.pieces()
+        depends = self._detokenizer.holds_back or (self._matcher is not None and self._matcher.holds_back)
+        self.pieces = None if depends or self.finish_reason is not None else self._plain_pieces
         return text
+
+    def piece_of(self, token_id: int, text: str) -> Piece:
+        """A token with the text that `add` gave for it; nearly always that of other streams."""
+        known = None if self._known_pieces is None else self._known_pieces[token_id]
+        return known if known is not None and known.text == text else Piece(token_id, text)
 
     def take_up(self, known: SampleSoFar) -> None:
         """Bring the sample to where it was when an earlier frontend was lost; the text so far is not shown again."""
@@ -118,6 +124,13 @@ class Sample:
             self.stop_reason,
             tuple(self.logprobs) if self._request.params.logprobs is not None else None,
         )
+
+    def _pieces_without_stops(self) -> PieceTable | PiecesWithout | None:
+        """The tokens that are all that is shown for them, and in whose text no stop string begins."""
+        if self._known_pieces is None or not self._request.params.detokenize:
+            return None
+        stops = self._request.stops
+        return self._known_pieces if stops is None else PiecesWithout(self._known_pieces, stops.first_character)
 
     def _match(self, text: str) -> str:
         assert self._matcher is not None
@@ -164,10 +177,8 @@ class Request:
 
     __slots__ = (
         "cached_count", "client_key", "embedding", "end_token_ids", "first", "fruitless_count", "message", "name",
-        "open_count",
-        "params", "pooling", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sent_count", "sink",
-        "starts_text", "stops",
-        "stream", "timings", "tokenizer", "waits", "was_sent",
+        "open_count", "params", "pooling", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "sent_count",
+        "sink", "starts_text", "stops", "stream", "timings", "tokenizer", "waits", "was_sent",
     )  # fmt: skip
 
     def __init__(

@@ -63,6 +63,11 @@ class StopMatcher:
         self._held = pending[emitted_count:]
         return pending[:emitted_count], None
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether the end of the text may be the start of a stop string."""
+        return bool(self._held)
+
     def flush(self) -> str:
         """What is still held back, at the end of the text."""
         held, self._held = self._held, ""

@@ -93,8 +93,8 @@ class Deltas:
     @staticmethod
     def row_end(text: str, token_id: int) -> bytes:
         """The rest of a row that has one token, and neither log probabilities nor an end."""
-        values = (text, array_bytes(array("i", (token_id,))), (), None, None)
-        return b"".join(map(pack_value, values))
+        values = pack((text, array_bytes(array("i", (token_id,))), (), None, None))
+        return values[1:]  # without the header of an array of five
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Deltas":

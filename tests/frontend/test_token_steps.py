@@ -1,6 +1,7 @@
 """Steps of many rows: each sample gets the same from the loop that takes nearly every token as the general way."""
 
 import dataclasses
+import re
 from array import array
 
 from hypothesis import given
@@ -11,7 +12,7 @@ from common.sampling_params import SamplingParams
 from frontend import pieces
 from frontend.core import Core
 from frontend.events import Final
-from frontend.pieces import Piece, PieceTable
+from frontend.pieces import Piece, PiecesWithout, PieceTable
 from tests.support.frontend_in_memory import Events
 
 LIMITS = m.EngineReady(max_model_len=2048, max_num_seqs=256, block_size=16, block_count=4096, vocab_size=400)
@@ -132,7 +133,8 @@ def test_sentencepiece_tokens_give_the_same_either_way(fallback_tokenizer, cours
 
 def test_the_usual_token_does_not_go_the_general_way(byte_tokenizer, monkeypatch):
     """Also beside rows of other kinds: in a busy engine some request begins or ends in most steps."""
-    run = Run(byte_tokenizer, [({}, True, False)] * 3 + [({"n": 2}, True, False)], 1, is_general=False)
+    kinds = [({}, True, False), ({"stop": ("zq", "q")}, True, False), ({}, True, False), ({"n": 2}, True, False)]
+    run = Run(byte_tokenizer, kinds, 1, is_general=False)
     first = [(number, 0, 70, "", 0) for number in range(4)]
     run.step([*first, (3, 1, 70, "", 0)], None)
     monkeypatch.setattr(Core, "_extend_by_one", None)
@@ -151,6 +153,10 @@ def test_a_table_of_pieces_stays_small_and_right(monkeypatch):
         assert piece is None or (piece.token_id, piece.text) == (token_id, str(token_id))
         assert len(table) <= 100
     assert table[3] is table[3], "one object for all streams"
+    without = PiecesWithout(table, re.compile("[34]"))
+    assert [without[token_id] is not None for token_id in (3, 5, 7, 24, 25)] == [False, True, False, False, True]
+    assert without[5] is table[5]
+    assert all(without[token_id] is None or len(without) <= 100 for token_id in range(500))
 
 
 def test_a_piece_is_packed_once():
