@@ -13,7 +13,7 @@ from common.errors import RequestError
 from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
 from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
-from frontend.pieces import PieceTable
+from frontend.pieces import WITHOUT_TEXT, PieceTable
 from frontend.prompt_logprobs import PromptLogprobs
 from frontend.stop_strings import StopMatcher, StopStrings
 from frontend.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ class Sample:
     """
 
     __slots__ = (
-        "_detokenizer", "_is_plain", "_matcher", "_request", "finish_reason", "index", "last_token_s", "logprobs",
+        "_detokenizer", "_matcher", "_request", "finish_reason", "index", "last_token_s", "logprobs",
         "pending", "pieces", "preemption_count", "stop_reason", "text_parts", "token_ids",
     )  # fmt: skip
 
@@ -52,7 +52,6 @@ class Sample:
             skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
-        self._is_plain = params.detokenize and self._matcher is None
         self.pieces: PieceTable | None = None
 
     def add(self, token_id: int, logprobs: TokenLogprobs | None = None, *, silent: bool = False) -> str:
@@ -75,8 +74,8 @@ class Sample:
             text = self._match(text)
         if text:
             self.text_parts.append(text)
-        if self._is_plain:
-            self.pieces = self._detokenizer.pieces()
+        if self._matcher is None:
+            self.pieces = self._detokenizer.pieces() if self._request.params.detokenize else WITHOUT_TEXT
         return text
 
     def take_up(self, known: SampleSoFar) -> None:

@@ -93,8 +93,8 @@ class Deltas:
     @staticmethod
     def row_end(text: str, token_id: int) -> bytes:
         """The rest of a row that has one token, and neither log probabilities nor an end."""
-        values = (text, array_bytes(array("i", (token_id,))), (), None, None)
-        return b"".join(map(pack_value, values))
+        end = pack((text, array_bytes(array("i", (token_id,))), (), None, None))
+        return end[1:]  # without its own header of one byte: the row's stands in `row_start`
 
     @classmethod
     def from_fields(cls, fields: list[Any]) -> "Deltas":
