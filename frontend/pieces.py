@@ -79,3 +79,7 @@ class PiecesWithout(dict[int, "Piece | None"]):
             piece = None
         self[token_id] = piece
         return piece
+
+
+WITHOUT_TEXT = PieceTable(lambda token_id: b"")
+"""For requests that want token ids alone."""

@@ -13,7 +13,7 @@ from common.errors import RequestError
 from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
 from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
-from frontend.pieces import Piece, PiecesWithout, PieceTable
+from frontend.pieces import WITHOUT_TEXT, Piece, PiecesWithout, PieceTable
 from frontend.prompt_logprobs import PromptLogprobs
 from frontend.stop_strings import StopMatcher, StopStrings
 from frontend.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class Sample:
             skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text
         )
         self._matcher = StopMatcher(request.stops) if request.stops else None
-        self._known_pieces = self._detokenizer.pieces
+        self._known_pieces = self._detokenizer.pieces if params.detokenize else WITHOUT_TEXT
         self._plain_pieces = self._pieces_without_stops()
         self.pieces: PieceTable | PiecesWithout | None = None
 
@@ -127,7 +127,7 @@ class Sample:
 
     def _pieces_without_stops(self) -> PieceTable | PiecesWithout | None:
         """The tokens that are all that is shown for them, and in whose text no stop string begins."""
-        if self._known_pieces is None or not self._request.params.detokenize:
+        if self._known_pieces is None:
             return None
         stops = self._request.stops
         return self._known_pieces if stops is None else PiecesWithout(self._known_pieces, stops.first_character)

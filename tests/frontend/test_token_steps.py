@@ -133,7 +133,8 @@ def test_sentencepiece_tokens_give_the_same_either_way(fallback_tokenizer, cours
 
 def test_the_usual_token_does_not_go_the_general_way(byte_tokenizer, monkeypatch):
     """Also beside rows of other kinds: in a busy engine some request begins or ends in most steps."""
-    kinds = [({}, True, False), ({"stop": ("zq", "q")}, True, False), ({}, True, False), ({"n": 2}, True, False)]
+    params = [{}, {"stop": ("zq", "q")}, {"detokenize": False}, {"n": 2}]
+    kinds = [(each, True, False) for each in params]
     run = Run(byte_tokenizer, kinds, 1, is_general=False)
     first = [(number, 0, 70, "", 0) for number in range(4)]
     run.step([*first, (3, 1, 70, "", 0)], None)
