@@ -142,14 +142,14 @@ class _Sizes:
 _HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
 _HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
 _HOPPER_8_BITS_FEW = _Sizes(128, 2, 4, start_tiles=0)
-_FEW_ROWS = 32
+FEW_ROWS = 32
 """Up to here teams of warps are faster over 8-bit caches: 32 x 1024 23.1 us instead of 25.6, 1 x 1024 7.7 instead of
 12.9; 64 x 1024 with 32 heads 42.8 instead of 42.6 (int8, NVIDIA H200, docs/log.md)."""
 
 
 def _usual_sizes(max_rows: int, dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
     if specialised and quantised:
-        return _HOPPER_8_BITS_FEW if max_rows <= _FEW_ROWS else _HOPPER_8_BITS
+        return _HOPPER_8_BITS_FEW if max_rows <= FEW_ROWS else _HOPPER_8_BITS
     if specialised:
         return _HOPPER_PLAIN
     if dim_tile > 128:

@@ -94,12 +94,12 @@ def test_decode_attention_by_single_warps_compiles(cache, tokens, programs, comp
 
 @pytest.mark.parametrize("cache", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_decode_attention_by_teams_compiles(cache, compiler):
-    """Two teams of eight warps on a multiprocessor. What spills does so outside the loop over tiles."""
-    sizes = {"num_warps": 8, "max_registers": 128, "tile_tokens": 128, "start_tiles": 0}
+    """Two teams of four warps on a multiprocessor, without spills."""
+    sizes = {"num_warps": 4, "max_registers": None, "tile_tokens": 128, "start_tiles": 0}
     found = ask(compiler, replace(KERNELS["decode"], cache=cache), specialised=True, **sizes)
     assert "failed" not in found, found
     (kernel,) = found["kernels"]
-    assert kernel["threads"] == 256 and kernel["stack_bytes"] <= 128, kernel
+    assert (kernel["threads"], kernel["stack_bytes"]) == (128, 0), kernel
     assert resident_programs(kernel, CARD["shared_memory_per_block_optin"]) == 2
 
 

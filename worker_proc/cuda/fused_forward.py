@@ -351,7 +351,9 @@ class FusedForward:
     def _decode_plan(self, rows: int, quantised: bool, specialised: bool) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        return decode.launch_plan(row_class(rows), *sizes, quantised=quantised, specialised=specialised)
+        is_few = quantised and specialised and rows <= decode.FEW_ROWS  # these have a kernel of their own
+        most_rows = decode.FEW_ROWS if is_few else row_class(rows)
+        return decode.launch_plan(most_rows, *sizes, quantised=quantised, specialised=specialised)
 
     def _prefill_plan(
         self, bucket: Bucket, block_size: int, sliding_window: int, quantised: bool

@@ -193,3 +193,13 @@ def test_a_prompts_attention_has_the_same_bits_however_it_is_cut(
     assert torch.isfinite(whole).all()
     assert torch.equal(in_tiles, whole) and torch.equal(behind, whole[128:])
     torch.testing.assert_close(anywhere, whole, rtol=2**-6, atol=2**-9)  # tiles of other queries
+
+
+@pytest.mark.parametrize(
+    ("rows", "quantised", "num_warps"), [(32, True, 4), (17, True, 4), (33, True, 1), (32, False, 1)]
+)
+def test_few_rows_over_8_bit_caches_are_decoded_by_teams_of_warps(rows, quantised, num_warps):
+    sizes = SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128)
+    forward = SimpleNamespace(config=sizes, _multiprocessors=132)
+    plan = FusedForward._decode_plan(forward, rows, quantised, True)
+    assert plan.num_warps == num_warps and plan.rows_tile >= rows
