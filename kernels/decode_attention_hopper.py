@@ -42,14 +42,13 @@ from kernels.decode_warp import (
     INT8,
     QUERIES,
     allocate_tiles,
-    block_barrier,
     box_rows_of,
     cache_descriptor,
     clean,
     copy_tile,
     left_operands,
-    merge,
-    store_columns,
+    store_piece,
+    zero_empty_rows,
 )
 from kernels.kv_format import cache_format
 from kernels.launch_gluon import let_next_start, wait_for_inputs
@@ -328,33 +327,11 @@ def _hopper_decode_kernel(
 
         # 7. Store: a whole (row, head) at once, or this piece's part of it.
         group_output_ptr = output_ptr + row.to(gl.int64) * output_stride + head * (GROUP * HEAD_DIM)
-        step: gl.constexpr = 1 if FORMAT == 0 else 2
-        if (first_tile == 0) & (tile_end == row_tiles):
-            share = (1.0 / normaliser)[None, :]
-            store_columns(group_output_ptr, even_sums * share, 0, step, 1, mma, GROUP, HEAD_DIM)
-            if FORMAT > 0:
-                store_columns(group_output_ptr, odd_sums * share, 1, step, 1, mma, GROUP, HEAD_DIM)
-        elif tile_end > 0:
-            part = program * 2 + (first_tile == 0).to(gl.int32)
-            part_ptr = partials_ptr + part * (QUERIES * HEAD_DIM)
-            store_columns(part_ptr, even_sums, 0, step, 1, mma, GROUP, HEAD_DIM)
-            if FORMAT > 0:
-                store_columns(part_ptr, odd_sums, 1, step, 1, mma, GROUP, HEAD_DIM)
-            statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
-            gl.store(statistic, maximum)
-            gl.store(statistic + QUERIES, normaliser)
-            first_program = start // piece
-            part_count = (start + row_tiles - 1) // piece - first_program + 1
-            counter_ptr = counters_ptr + row * KV_HEADS + head
-            block_barrier()  # all threads' parts are written before the counter says so
-            arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-            if arrived == part_count - 1:
-                gl.store(counter_ptr, 0)
-                # A (row, head) starts inside its first program's piece and at the start of every later one's.
-                merge(
-                    group_output_ptr, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
-                    GROUP, HEADS, HEAD_DIM, 64,
-                )  # fmt: skip
+        store_piece(
+            group_output_ptr, partials_ptr, statistics_ptr, counters_ptr, even_sums, odd_sums, maximum, normaliser,
+            row, head, start, first_tile, tile_end, row_tiles, piece, program, mma, column_layout,
+            FORMAT, KV_HEADS, GROUP, HEADS, HEAD_DIM, 64,
+        )  # fmt: skip
         work = next_work
         row, head, length, table_ptr = next_row, next_head, next_length, next_table_ptr
         start, first_tile, tile_end = next_start, next_tile, next_end
@@ -362,14 +339,9 @@ def _hopper_decode_kernel(
     # 8. Rows without tokens get zeros.
     wait_for_inputs(PDL)  # also a program without work: who waits for this kernel waits for those before it
     let_next_start(PDL)
-    dims: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-    for empty in range(program, row_count, programs):
-        if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):
-            empty_ptr = output_ptr + gl.cast(empty, gl.int64) * output_stride
-            for first in range(0, KV_HEADS * GROUP * HEAD_DIM, 256):
-                columns = first + gl.arange(0, 256, layout=dims)
-                zeros = gl.zeros([256], output_ptr.dtype.element_ty, dims)
-                gl.store(empty_ptr + columns, zeros, mask=columns < KV_HEADS * GROUP * HEAD_DIM)
+    zero_empty_rows(
+        output_ptr, slots_ptr, lengths_ptr, program, programs, row_count, output_stride, KV_HEADS * GROUP * HEAD_DIM
+    )
 
 
 def launch(

@@ -196,6 +196,63 @@ def merge(
     )  # fmt: skip
 
 
+@gluon.jit
+def store_piece(
+    output_ptr, partials_ptr, statistics_ptr, counters_ptr, even, odd, maximum, normaliser, row, head, start,
+    first_tile, tile_end, row_tiles, piece, program, layout: gl.constexpr, column_layout: gl.constexpr,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, NUMBERS: gl.constexpr, WARPS: gl.constexpr = 1,
+):  # fmt: skip
+    """Store a (row, head) at once if the program has all of it, else its part; the last to store one merges them.
+
+    output_ptr: the group's; even, odd: sums [dim, 8], of every second dim over 8-bit caches; maximum, normaliser: [8];
+    start: of the (row, head) in the work, of which a program has `piece`.
+    """
+    step: gl.constexpr = 1 if FORMAT == 0 else 2
+    if (first_tile == 0) & (tile_end == row_tiles):
+        share = (1.0 / normaliser)[None, :]
+        store_columns(output_ptr, even * share, 0, step, 1, layout, GROUP, HEAD_DIM)
+        if FORMAT > 0:
+            store_columns(output_ptr, odd * share, 1, step, 1, layout, GROUP, HEAD_DIM)
+    elif tile_end > 0:
+        part = program * 2 + (first_tile == 0).to(gl.int32)
+        part_ptr = partials_ptr + part * (QUERIES * HEAD_DIM)
+        store_columns(part_ptr, even, 0, step, 1, layout, GROUP, HEAD_DIM)
+        if FORMAT > 0:
+            store_columns(part_ptr, odd, 1, step, 1, layout, GROUP, HEAD_DIM)
+        statistic = statistics_ptr + part * (2 * QUERIES) + gl.arange(0, QUERIES, layout=column_layout)
+        gl.store(statistic, maximum)
+        gl.store(statistic + QUERIES, normaliser)
+        first_program = start // piece
+        part_count = (start + row_tiles - 1) // piece - first_program + 1
+        counter_ptr = counters_ptr + row * KV_HEADS + head
+        block_barrier()  # all threads' parts are written before the counter says so
+        arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == part_count - 1:
+            gl.store(counter_ptr, 0)
+            # A (row, head) starts inside its first program's piece and at the start of every later one's.
+            merge(
+                output_ptr, partials_ptr, statistics_ptr, 2 * first_program, 2, 1, part_count,
+                GROUP, HEADS, HEAD_DIM, NUMBERS, False, WARPS,
+            )  # fmt: skip
+
+
+@gluon.jit
+def zero_empty_rows(
+    output_ptr, slots_ptr, lengths_ptr, program, programs, row_count, output_stride, ROW: gl.constexpr,
+    WARPS: gl.constexpr = 1,
+):  # fmt: skip
+    """Zeros, ROW numbers each, for this program's share of the rows without tokens."""
+    dims: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    for empty in range(program, row_count, programs):
+        if (gl.load(slots_ptr + empty) < 0) | (gl.load(lengths_ptr + empty) <= 0):
+            empty_ptr = output_ptr + gl.cast(empty, gl.int64) * output_stride
+            for first in range(0, ROW, 256):
+                columns = first + gl.arange(0, 256, layout=dims)
+                zeros = gl.zeros([256], output_ptr.dtype.element_ty, dims)
+                gl.store(empty_ptr + columns, zeros, mask=columns < ROW)
+
+
 def cache_descriptor(cache_tensor: torch.Tensor, tile_tokens: int) -> TensorDescriptor:
     """Boxes of one block, or tile, of one K/V head, 128 bytes wide; travels by value with the launch."""
     block_size, head_dim = cache_tensor.shape[2:]
