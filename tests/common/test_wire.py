@@ -34,7 +34,7 @@ def test_each_reader_takes_its_type_only(method, good, bad):
 )
 @pytest.mark.parametrize("before", [[], [None], [5, None]])
 def test_a_field_behind_the_end_is_missing_and_not_nil(method, before):
-    """Whatever the fields before it are: nil at the start of a message is not the nil that is missing at its end."""
+    """Also where the message's first field is nil, which index -0 would find."""
     read = FieldReader("M", before)
     for _ in before:
         read.anything("earlier")
