@@ -153,6 +153,16 @@ def test_a_field_of_another_type_is_refused(decode, message):
             decode(pack([code, *broken]))
 
 
+@pytest.mark.parametrize("counts", [(), (1, 1)], ids=["no counts", "counts"])
+@pytest.mark.parametrize("token_ids", [(), (5,), (5, 6, 7)])
+def test_rows_and_tokens_that_do_not_add_up_are_refused(counts, token_ids):
+    message = m.TokensOut(
+        request_ids=array("i", [1, 2]), token_ids=array("i", token_ids), token_counts=array("B", counts)
+    )
+    with pytest.raises(WireError, match=f"TokensOut: {len(token_ids)} tokens"):
+        m.decode_for_frontend(message.to_wire())
+
+
 @pytest.mark.parametrize("decode", EXAMPLES, ids=lambda decode: decode.__name__)
 def test_codes_of_other_links_are_refused(decode):
     own = {type(message) for message in EXAMPLES[decode]}

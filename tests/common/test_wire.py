@@ -29,6 +29,27 @@ def test_each_reader_takes_its_type_only(method, good, bad):
             getattr(FieldReader("M", [value]), method)("field")
 
 
+@pytest.mark.parametrize(
+    "method", ["integer", "optional_integer", "optional_number", "optional_text", "flag", "blob", "mapping", "anything"]
+)
+@pytest.mark.parametrize("before", [[], [None], [5, None]])
+def test_a_field_behind_the_end_is_missing_and_not_nil(method, before):
+    """Also where the message's first field is nil, which index -0 would find."""
+    read = FieldReader("M", before)
+    for _ in before:
+        read.anything("earlier")
+    with pytest.raises(WireError, match=rf"M\.field: the message ends before this field \({len(before)} fields\)"):
+        getattr(read, method)("field")
+
+
+@pytest.mark.parametrize("method", ["optional_integer", "optional_number", "optional_text", "anything"])
+def test_a_nil_is_passed_over_once(method):
+    with FieldReader("M", [None, None, 5]) as read:
+        assert getattr(read, method)("first") is None
+        assert getattr(read, method)("second") is None
+        assert read.integer("third") == 5
+
+
 def test_bounds_hold_for_lists_texts_and_arrays():
     with pytest.raises(WireError, match="at most 2 items"):
         FieldReader("M", [[1, 2, 3]]).entries("field", int, 2)

@@ -9,6 +9,8 @@ import zmq
 from common import client_messages as wire
 from common.errors import RequestError
 from frontend import Client
+from frontend.client_records import ClientRecord, ClientSink
+from frontend.pieces import Piece
 
 
 class Raw:
@@ -61,6 +63,18 @@ def known_clients(running) -> int:
         return len(running.frontend._clients._clients)
 
     return asyncio.run_coroutine_threadsafe(count(), running.frontend._ended.get_loop()).result(20)
+
+
+def test_a_token_has_the_next_flush_handle_its_client():
+    touched: dict[bytes, ClientRecord] = {}
+    client = ClientRecord(touched, b"me")
+    sink = ClientSink(client, "a", 1, lambda work: None)
+    for _ in range(2):
+        sink.on_token(0, Piece(70, "sea"))
+        sink.on_token(0, Piece(71, "!"))
+        assert touched.pop(b"me") is client, "what the flush does"
+        (message,) = client.messages()
+        assert [delta.text for _, delta in wire.decode_to_client(message).entries] == ["sea", "!"]
 
 
 def test_pings_at_once_are_all_answered_in_order(connect, shared_frontend):

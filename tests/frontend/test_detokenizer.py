@@ -52,6 +52,16 @@ def test_pieces_do_not_depend_on_how_the_ids_arrive(fallback_tokenizer, ids):
     assert runs.sub(REPLACEMENT, whole) == runs.sub(REPLACEMENT, valid.decode("utf-8", "replace").removeprefix(" "))
 
 
+@given(ids=st.lists(st.integers(0, 280)), at_start=st.booleans())
+@example(ids=[1, 260], at_start=True)  # a token without text, then the space that is stripped
+def test_a_piece_says_what_the_next_token_completes_while_nothing_is_held_back(fallback_tokenizer, ids, at_start):
+    detokenizer = fallback_tokenizer.detokenizer(at_start=at_start)
+    for token_id in ids:
+        piece = None if detokenizer.holds_back else detokenizer.pieces[token_id]
+        text = detokenizer.push(token_id)
+        assert piece is None or piece.text == text
+
+
 @pytest.mark.parametrize("character", ["é", "海", "🌊"])
 def test_a_cut_character_is_one_replacement_at_the_end_and_never_before(byte_tokenizer, fallback_tokenizer, character):
     raw_ids = [byte_tokenizer.id_of(piece) for piece in _byte_level_pieces(character)]

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from frontend import pieces
 from frontend.core import Core
 from frontend.events import Final
 from frontend.pieces import Piece, PiecesWithout, PieceTable
+from frontend.token_rows import NOBODY, rows_of, set_apart
 from tests.support.frontend_in_memory import Events
 
 LIMITS = m.EngineReady(max_model_len=2048, max_num_seqs=256, block_size=16, block_count=4096, vocab_size=400)
@@ -164,6 +166,32 @@ def test_a_piece_is_packed_once():
     piece = Piece(70, "sea")
     assert piece.row_end == b""
     assert piece.pack_row_end() is piece.row_end
+
+
+ENTRY = m.TokenLogprobs(1, -0.5, 1, array("i"), array("f"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"finishes": (m.SampleFinish(1, "length"),)},
+        {"logprobs": (ENTRY,)},
+        {"prompt_logprobs": ((1, (ENTRY,)),)},
+        {"embeddings": ((1, array("f", [1.0])),)},
+        {"sample_indices": array("B", [0, 1, 0])},
+        {"preemption_counts": array("B", [0, 1, 0])},
+        {"cached_counts": array("i", [-1, 0, -1])},
+        {"prefill_us": array("i", [-1, 0, -1])},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_a_row_with_anything_more_than_a_token_is_set_apart(more):
+    """A zero that says something counts too: no token came from the cache, the prompt took less than a microsecond."""
+    out = m.TokensOut(request_ids=array("i", [7, 8, 9]), token_ids=array("i", [70, 71, 72]), **more)
+    request_ids, special = set_apart(out)
+    assert (list(request_ids), special) == ([7, NOBODY, 9], {1})
+    (row,) = rows_of(out, special)
+    assert (row.request_id, list(row.token_ids)) == (8, [71])
 
 
 def test_an_end_of_a_row_that_is_not_there_ends_nobody(byte_tokenizer):

@@ -190,6 +190,14 @@ def test_a_plan_that_does_not_fit_the_slots_is_refused(plan, text):
         Host(fill_on_cpu).run(plan, padding=0)
 
 
+def test_a_step_without_blocks_appends_none_of_the_step_before():
+    host = Host(fill_by_reference)
+    host.run(chunk(5, 1, blocks=1, new_slots=(init(blocks=1),), block_ids=array("i", [9])), padding=0)
+    host.sampled(0, 7)
+    host.run(StepPlan(step_id=2, decode_slots=array("H", [0])), padding=0)
+    assert host.memory.block_tables[0, :4].tolist() == [0, 9, 0, 0]
+
+
 def test_scratch_row_takes_what_padding_writes():
     memory = SlotMemory(SLOTS, MAX_LEN, BLOCK, torch.device("cpu"))
     memory.token_ids[-1] = 7

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.step_layout import PlanLayout
+from kernels.step_layout import HEADER, PlanLayout
 from worker_proc.cuda import step_program
 from worker_proc.cuda.buckets import DECODE, Bucket
 from worker_proc.cuda.step_program import CaptureError, StepProgram
@@ -141,6 +141,18 @@ def test_no_more_graphs_are_kept_than_memory_is_set_aside_for(pretended_graphs, 
         program.run(Bucket(DECODE, rows, rows))
     assert ran == [1, 2, 4, 4], "two are captured and replayed, the third runs each time"
     assert (program.graph_count, PretendedGraph.captures) == (2, 2)
+
+
+def test_a_rehearsal_sees_an_empty_plan_and_leaves_the_real_one(monkeypatch):
+    """The whole header is empty: a rehearsal has no rows, and no writes to slots either."""
+    plan = torch.arange(1, 65, dtype=torch.int32)
+    forward = SimpleNamespace(capturable=True, shortened=lambda: "a short pass")
+    program = StepProgram(forward, None, None, plan, PlanLayout(8, 1), max_tokens=16, vocabulary=8, eager=False)
+    seen = []
+    monkeypatch.setattr(program, "_run", lambda forward, *_, **__: seen.append((forward, plan.tolist())))
+    program.rehearse(Bucket(DECODE, 2, 2))
+    assert seen == [("a short pass", [0] * HEADER + list(range(HEADER + 1, 65)))]
+    assert plan.tolist() == list(range(1, 65))
 
 
 class BrokenRehearsal:

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from common.messages import SlotInit, SlotSampling, StepPlan
+from kernels.sampling_state import SEED_HIGH, SEED_LOW
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import HEADER, PlanLayout
 from tests.kernels.closeness import DEVICE
 from worker_proc.cuda import runner as runner_module
+from worker_proc.cuda.slots import DeviceSlots, KernelRules, add_sampling
 from worker_proc.cuda.staging import COPY_UNIT, StagedPlan, device_buffer, write_apart
 from worker_proc.slots import SlotMemory, StateWrites
 
@@ -56,6 +58,30 @@ def test_writes_arrive_behind_a_plan_of_any_size_and_apart(seed):
 
 def test_a_buffer_ends_where_a_copy_may():
     assert device_buffer(LAYOUT, torch.device("cpu")).shape[0] % COPY_UNIT == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "rules"),
+    [
+        (SlotSampling(end_token_ids=(2, 3)), KernelRules(0, 0, 0)),
+        (SlotSampling(bias_token_ids=array("i", [5]), bias_values=array("f", [1.0])), KernelRules(1, 0, 0)),
+        (SlotSampling(end_token_ids=(2, 3), min_output_count=4), KernelRules(0, 2, 0)),
+        (SlotSampling(bad_token_ids=((5,), (6, 7), (8,))), KernelRules(0, 0, 3)),
+    ],
+    ids=["none", "biases", "banned", "bad words"],
+)
+def test_each_kind_of_rule_alone_goes_to_the_kernel(sampling, rules):
+    assert KernelRules.of(sampling) == rules
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, 0x8000_0001_FFFF_FFFE])
+def test_a_seed_of_any_size_arrives_whole(seed):
+    slots = DeviceSlots(2, 16, 4, 80, torch.device("cpu"))
+    writes = StateWrites(slots)
+    add_sampling(writes, plan_of(SlotSampling(seed=seed)).new_slots[0], 80)
+    slots.apply(*map(torch.from_numpy, writes.arrays()))
+    low, high = (int(slots.sampling.choices[1, column]) % 2**32 for column in (SEED_LOW, SEED_HIGH))
+    assert low + (high << 32) == seed
 
 
 def plan_of(sampling: SlotSampling, **rows) -> StepPlan:
