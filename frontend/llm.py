@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from common import client_messages as wire
-from common.busy_poll import AUTOMATIC, limit_s_for
+from common.busy_poll import limit_s_for
 from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
+from common.config import EngineConfig
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
 from common.sampling_params import SamplingParams
 from frontend.client import Client
@@ -144,13 +145,13 @@ class LLM:
     """
 
     def __init__(self, model: str = "default", **options: Any) -> None:
-        arguments = command_line(model, options)
-        busy_poll_s = limit_s_for(float(options.get("busy_poll_ms", AUTOMATIC)), options.get("device", "auto"))
+        config = config_from_options(**{"model": str(model), "http": False, **options})
+        busy_poll_s = limit_s_for(config.server.busy_poll_ms, config.model.device)
         parent_read_fd, parent_write_fd = os.pipe()
         with tempfile.TemporaryDirectory(prefix="trireme-llm-") as folder:
             ready_file = Path(folder) / "ready.json"
             process = subprocess.Popen(
-                [*arguments, "--ready-file", str(ready_file), "--parent-pipe", str(parent_read_fd)],
+                [*command_line(config), "--ready-file", str(ready_file), "--parent-pipe", str(parent_read_fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -303,13 +304,8 @@ class EngineLog:
         logger.log(self._level, "%s", line)
 
 
-def command_line(model: str, options: Mapping[str, Any]) -> list[str]:
-    """The command that starts the engine.
-
-    Raises:
-        ConfigError: an option that does not exist, or a value that is refused.
-    """
-    config = config_from_options(**{"model": str(model), "http": False, **options})
+def command_line(config: EngineConfig) -> list[str]:
+    """The command that starts the engine."""
     return [sys.executable, str(LAUNCH), "serve", *to_arguments(config)]
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from common import client_messages as wire
-from common.cli import OptionParser, config_from
+from common.cli import OptionParser, config_from, config_from_options
 from common.errors import ConfigError, RequestError, StartupError
 from frontend import llm
 
 
 def test_options_become_the_command_line_of_the_engine():
     options = {"max_model_len": 64, "enforce_eager": True, "served_model_name": ("a", "b"), "dtype": "float32"}
-    arguments = llm.command_line("folder", options)
+    arguments = llm.command_line(config_from_options(model="folder", http=False, **options))
     assert arguments[0] == sys.executable
     config = config_from(OptionParser(prog="launch.py").parse(arguments[3:]))
     assert (config.model.model, config.model.max_model_len, config.model.dtype) == ("folder", 64, "float32")
@@ -29,11 +29,12 @@ def test_unknown_options_are_refused():
         llm.LLM("folder", max_len=5)
 
 
-def test_an_engine_that_does_not_start_says_why(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"busy_poll_ms": None, "device": None}], ids=["none", "left as they are"])
+def test_an_engine_that_does_not_start_says_why(options, monkeypatch):
     script = "import sys; print('noise', file=sys.stderr); sys.exit('trireme: no such model')"
     monkeypatch.setattr(llm, "command_line", lambda *_: [sys.executable, "-c", script])
     with pytest.raises(StartupError, match=r"exit code 1\): no such model$"):
-        llm.LLM("folder")
+        llm.LLM("folder", **options)
 
 
 def test_the_engines_log_goes_to_a_logger_with_its_levels(caplog):
