@@ -129,13 +129,11 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """A tile, programs a multiprocessor, what each of them has, and tiles that a beginning counts as; as measured."""
+    """A tile, programs a multiprocessor, warps of each, and tiles that a beginning counts as; as measured."""
 
     tile_tokens: int
     programs: int
     num_warps: int
-    num_stages: int = 3
-    max_registers: int | None = None
     start_tiles: int = 1
 
 
@@ -211,8 +209,8 @@ def launch_plan(
         min_tiles=min_tiles,
         start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
         num_warps=num_warps or sizes.num_warps,
-        num_stages=sizes.num_stages,
-        max_registers=sizes.max_registers,
+        num_stages=3,
+        max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,

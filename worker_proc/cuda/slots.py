@@ -67,8 +67,8 @@ class KernelRules:
     @classmethod
     def of(cls, sampling: SlotSampling) -> "KernelRules":
         """Each list goes to the kernel as a whole or not at all."""
-        if not (sampling.bias_token_ids or sampling.bad_token_ids or sampling.min_output_count):
-            return NO_RULES
+        if not has_rules(sampling):
+            return _NO_RULES
         biases, words = len(sampling.bias_token_ids), [word for word in sampling.bad_token_ids if word]
         banned = len(sampling.end_token_ids) if sampling.min_output_count else 0
         words_fit = len(words) <= MAX_BAD_WORDS and all(len(word) <= BAD_WORD_TOKENS for word in words)
@@ -77,7 +77,12 @@ class KernelRules:
         )
 
 
-NO_RULES = KernelRules(0, 0, 0)
+_NO_RULES = KernelRules(0, 0, 0)
+
+
+def has_rules(sampling: SlotSampling) -> bool:
+    """Whether a slot has any rules for single tokens, be they carried out by the kernel or by `special_rows`."""
+    return bool(sampling.bias_token_ids or sampling.bad_token_ids or sampling.min_output_count)
 
 
 def add_sampling(writes: StateWrites, init: SlotInit, vocab_size: int) -> None:

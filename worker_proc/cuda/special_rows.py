@@ -13,7 +13,7 @@ import torch
 
 from common.messages import SlotInit, SlotSampling
 from kernels.sampling_state import fill_counts
-from worker_proc.cuda.slots import NO_RULES, DeviceSlots, KernelRules, is_penalised
+from worker_proc.cuda.slots import DeviceSlots, KernelRules, has_rules, is_penalised
 from worker_proc.logprobs import LogprobTable, logprob_tensors
 from worker_proc.slots import known_ids
 from worker_proc.transfer import to_device, to_host
@@ -93,7 +93,7 @@ class SpecialRows:
 
     def _rules_of(self, init: SlotInit) -> SlotRules | None:
         """What of the slot's rules does not fit the kernel's tables."""
-        if KernelRules.of(init.sampling) is NO_RULES:
+        if not has_rules(init.sampling):
             return None
         fitting = KernelRules.of(known_ids(init.sampling, self._slots.vocab_size))  # as `add_sampling` has it
         sampling = known_ids(init.sampling, self._vocabulary)
