@@ -140,8 +140,9 @@ def connect_client(
             f"cannot connect to {endpoint!r}: wanted ipc://PATH or tcp://ADDRESS:PORT with a port from 1 to "
             f"{PORT_LIMIT}, such as tcp://127.0.0.1:5555"
         )
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] | None = None
     try:
+        context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)
@@ -156,7 +157,8 @@ def connect_client(
         _allow_ipv6(socket, endpoint)
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        context.destroy(linger=0)
+        if context is not None:
+            context.destroy(linger=0)
         raise StartupError(f"cannot connect to {endpoint!r}: {_reason(error, endpoint)}") from None
     return context, socket, monitor
 

@@ -1,5 +1,6 @@
 """Who may bind an endpoint."""
 
+import errno
 import threading
 
 import pytest
@@ -98,6 +99,20 @@ def test_what_is_no_endpoint_is_not_connected_to(endpoint):
     """ZeroMQ takes port 70000 for port 4464."""
     with pytest.raises(StartupError, match="cannot connect to .*: wanted ipc://PATH or tcp://ADDRESS:PORT with"):
         connect_client(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(zmq, "Context"), (zmq.Context, "socket"), (zmq.Socket, "get_monitor_socket"), (zmq.Socket, "connect")],
+    ids=["context", "socket", "monitor", "connection"],
+)
+def test_whatever_finds_no_room_says_so_in_our_words(owner, name, monkeypatch, tmp_path):
+    def find_no_room(*arguments):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(owner, name, find_no_room)
+    with pytest.raises(StartupError, match="cannot connect to .*client.sock': Too many open files"):
+        connect_client(f"ipc://{tmp_path}/client.sock")
 
 
 def test_a_port_in_use_names_the_option(context):
