@@ -67,47 +67,40 @@ def idle_runner() -> CudaRunner:
     return runner
 
 
-def prompts(step_id: int, count: int, length: int, cleared: int = 0) -> StepPlan:
-    """A plan that frees the slots of as many prompts, and starts and computes new ones there."""
-    blocks = -(-(length + 1) // BLOCK_SIZE)
-    inits = tuple(
-        SlotInit(
-            slot=slot, token_ids=array("i", range(slot, slot + length)), prompt_count=length, computed_count=0,
-            block_ids=array("i", range(slot * blocks, (slot + 1) * blocks)),
-            sampling=SlotSampling(temperature=0.6, top_p=0.9, seed=slot),
-        )
-        for slot in range(count)
+def new_slot(slot: int, length: int, block_ids: range) -> SlotInit:
+    """A slot with a prompt of so many tokens."""
+    return SlotInit(
+        slot=slot, token_ids=array("i", range(slot, slot + length)), prompt_count=length, computed_count=0,
+        block_ids=array("i", block_ids), sampling=SlotSampling(temperature=0.6, top_p=0.9, seed=slot),
     )  # fmt: skip
+
+
+def prompt_plan(step_id: int, slots: list[SlotInit], cleared: int = 0) -> StepPlan:
+    """A plan that frees the first `cleared` slots, and starts and computes new ones."""
     return StepPlan(
-        step_id=step_id, new_slots=inits, cleared_slots=array("H", range(cleared)),
-        chunk_slots=array("H", range(count)), chunk_token_counts=array("i", [length] * count),
-        chunk_samples=array("B", [1] * count), chunk_block_counts=array("i", [0] * count),
+        step_id=step_id, new_slots=tuple(slots), cleared_slots=array("H", range(cleared)),
+        chunk_slots=array("H", range(len(slots))), chunk_token_counts=array("i", [each.prompt_count for each in slots]),
+        chunk_samples=array("B", [1] * len(slots)), chunk_block_counts=array("i", [0] * len(slots)),
     )  # fmt: skip
 
 
 def prompt_plans(count: int, length: int, steps: int) -> Iterator[StepPlan]:
     """Steps of nothing but new prompts."""
-    yield from (prompts(step, count, length, cleared=count if step > 1 else 0) for step in range(1, steps + 1))
+    blocks = -(-(length + 1) // BLOCK_SIZE)
+    slots = [new_slot(slot, length, range(slot * blocks, (slot + 1) * blocks)) for slot in range(count)]
+    yield from (prompt_plan(step, slots, cleared=count if step > 1 else 0) for step in range(1, steps + 1))
 
 
 def decode_plans(rows: int, steps: int) -> Iterator[StepPlan]:
     """A prompt for each row, each a token longer than the last, then decode steps."""
     lengths = [17 + row % BLOCK_SIZE for row in range(rows)]
     blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-    next_block = 0
-    inits = []
-    for slot, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
-        ids = array("i", range(next_block, next_block + count))
-        next_block += count
-        inits.append(SlotInit(
-            slot=slot, token_ids=array("i", range(length)), prompt_count=length, computed_count=0, block_ids=ids,
-            sampling=SlotSampling(temperature=0.6, top_p=0.9, seed=slot),
-        ))  # fmt: skip
-    slots = array("H", range(rows))
-    yield StepPlan(
-        step_id=1, new_slots=tuple(inits), chunk_slots=slots, chunk_token_counts=array("i", lengths),
-        chunk_samples=array("B", [1] * rows), chunk_block_counts=array("i", [0] * rows),
-    )  # fmt: skip
+    ends = [*itertools.accumulate(blocks)]
+    yield prompt_plan(1, [
+        new_slot(slot, length, range(end - count, end))
+        for slot, (length, count, end) in enumerate(zip(lengths, blocks, ends, strict=True))
+    ])  # fmt: skip
+    slots, next_block = array("H", range(rows)), ends[-1]
     for step in range(2, steps + 1):
         lengths = [length + 1 for length in lengths]
         counts = array("B", [length > count * BLOCK_SIZE for length, count in zip(lengths, blocks, strict=True)])
