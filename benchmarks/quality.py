@@ -31,8 +31,9 @@ from tokenizers import Tokenizer
 
 from benchmarks import records
 from benchmarks.paged_model import PagedModel
+from common.processors import usable_cores
 from worker_proc.attention import attention
-from worker_proc.engine import choose_device, set_threads, usable_cores
+from worker_proc.engine import choose_device, set_threads
 from worker_proc.fetch_model import fetch_model
 from worker_proc.loader import load_model, resolve_dtype
 from worker_proc.model_config import read_model_config

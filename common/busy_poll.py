@@ -7,7 +7,6 @@ The price is a processor for each loop of an engine that is at work, so it is on
 (`limit_s_for`). Used by all processes and by the client SDK; knows no messages.
 """
 
-import contextlib
 import math
 import os
 import threading
@@ -16,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zmq
+
+from common.processors import granted_cores
 
 AUTOMATIC = -1.0
 """The option's value that leaves it to the machine."""
@@ -38,20 +39,8 @@ def limit_s_for(option_ms: float, device: str = "auto") -> float:
     """
     if option_ms >= 0:
         return option_ms / 1000
-    is_worth_it = device != "cpu" and _has_gpu() and usable_cpus() >= LEAST_CPUS
+    is_worth_it = device != "cpu" and _has_gpu() and granted_cores() >= LEAST_CPUS
     return AUTOMATIC_MS / 1000 if is_worth_it else 0.0
-
-
-def usable_cpus(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """How many processors this process may use, by its affinity and by its control group's share of their time."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # no limit has "max" for a number
-        quota_us, period_us = (cgroup / "cpu.max").read_text().split()
-        return min(count, int(quota_us) / int(period_us))
-    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # version 1, where no limit is -1
-        quota = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
-        return min(count, quota / int((cgroup / "cpu/cpu.cfs_period_us").read_text())) if quota > 0 else count
-    return count
 
 
 def _has_gpu() -> bool:

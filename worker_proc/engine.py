@@ -1,7 +1,6 @@
 """Assembles a worker's parts: device, model, cache, runner. `worker.py` is the process around them."""
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
 from common.messages import StepPlan
+from common.processors import usable_cores
 from worker_proc.fixed_order_model import aligned_threads
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
 from worker_proc.loader import load_model, resolve_dtype
@@ -148,11 +148,6 @@ def device_name(device: torch.device) -> str:
 def set_threads(count: int) -> None:
     """Threads of torch's own pool; 0 takes the cores that this process may use."""
     torch.set_num_threads(count or usable_cores())
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from common.child import watch_supervisor
 from common.config import EngineConfig, step_limits, with_changes
 from common.findings import MAY_BE_FETCHED, Findings, size_text
 from common.model_cache import is_hub_id
-from worker_proc.engine import check_options, choose_device, usable_cores
+from common.processors import usable_cores
+from worker_proc.engine import check_options, choose_device
 from worker_proc.fetch_model import find_model
 from worker_proc.kv_cache import (
     CacheSize,

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import zmq
@@ -131,26 +130,5 @@ def test_of_several_that_poll_alone_the_others_sleep():
 )
 def test_the_machine_decides_unless_the_option_does(monkeypatch, option_ms, device, gpu, cpus, wanted_ms):
     monkeypatch.setattr(busy_poll, "_has_gpu", lambda: gpu)
-    monkeypatch.setattr(busy_poll, "usable_cpus", lambda: cpus)
+    monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert limit_s_for(option_ms, device) * 1000 == pytest.approx(wanted_ms)
-
-
-@pytest.mark.parametrize(
-    ("files", "wanted"),
-    [
-        ({}, 16),
-        ({"cpu.max": "max 100000\n"}, 16),
-        ({"cpu.max": "250000 100000\n"}, 2.5),
-        ({"cpu.max": "6400000 100000\n"}, 16),
-        ({"cpu.max": "nonsense"}, 16),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 16),
-        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4),
-    ],
-    ids=repr,
-)
-def test_a_control_group_limits_the_processors(tmp_path: Path, monkeypatch, files, wanted):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert busy_poll.usable_cpus(tmp_path) == wanted
