@@ -166,6 +166,7 @@ def test_decoding_is_timed_by_the_kernel_that_the_engine_takes(monkeypatch):
         bench_decode_attention.kernel_calls(shape, bench_decode_attention.plan_of(shape))[0]()
         decode_chain.two_launches(decode_chain.DecodeChain([20, 5], cache, decode_chain.SMOKE), 0)
     assert [plan.specialised for plan, _ in plans] == [True] * 6
+    assert [plan.num_warps for plan, _ in plans] == [1] * 3 + [4] * 3, "few rows over 8 bits: by teams of warps"
     assert [pdl for _, pdl in plans] == [False, False, True] * 2, "early behind the kernel that stores, as in a step"
     dtype = attention_trials.device_and_dtype()[1]
     assert asked == [(HeadShape(2, 1, 64, 16), dtype, quantised) for quantised in (False, True) for _ in range(3)]

@@ -351,9 +351,8 @@ class FusedForward:
     def _decode_plan(self, rows: int, quantised: bool, specialised: bool) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        is_few = quantised and specialised and rows <= decode.FEW_ROWS  # these have a kernel of their own
-        most_rows = decode.FEW_ROWS if is_few else row_class(rows)
-        return decode.launch_plan(most_rows, *sizes, quantised=quantised, specialised=specialised)
+        kernel = {"quantised": quantised, "specialised": specialised}
+        return decode.launch_plan(decode_row_class(rows, **kernel), *sizes, **kernel)
 
     def _prefill_plan(
         self, bucket: Bucket, block_size: int, sliding_window: int, quantised: bool
@@ -382,6 +381,12 @@ def head_norms(attention: LlamaAttention) -> dict[str, Any]:
 def row_class(rows: int) -> int:
     """What a kernel's tile of rows is rounded up to: few sizes, since each is compiled by itself."""
     return next(size for size in (64, 256, decode.MAX_ROWS) if size >= rows)
+
+
+def decode_row_class(rows: int, *, quantised: bool, specialised: bool) -> int:
+    """As `row_class`, for the decode kernel: few rows over an 8-bit cache have one of their own on Hopper."""
+    is_few = quantised and specialised and rows <= decode.FEW_ROWS
+    return decode.FEW_ROWS if is_few else row_class(rows)
 
 
 def rope_table(model: LlamaForCausalLM, max_positions: int) -> torch.Tensor:
