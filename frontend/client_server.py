@@ -337,6 +337,7 @@ class ClientServer:
             return
 
         async def encode_and_submit() -> None:
+            """The same when the engine is known, the prompt encoded and, for a request taken up, its turn has come."""
             try:
                 if waits:
                     await self._until_known(message.timeout_ms)

@@ -140,6 +140,27 @@ def _load_scales(key_scales_ptr, value_scales_ptr, blocks, head, tile, tile_end,
 
 
 @gluon.jit
+def share_of_work(
+    slots_ptr, lengths_ptr, row_count, program, programs, KV_HEADS: gl.constexpr, TILE: gl.constexpr,
+    START_TILES: gl.constexpr, MIN_TILES: gl.constexpr, ROWS_TILE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """All tiles of all rows on one line, in equal pieces: where each row ends [ROWS_TILE], the length of a piece, and
+    from where to where this program's piece reaches."""
+    line: gl.constexpr = gl.BlockedLayout([max(1, ROWS_TILE // 32)], [32], [WARPS], [0])
+    rows = gl.arange(0, ROWS_TILE, layout=line)
+    is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
+    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
+    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
+    lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
+    tile_counts = (lengths + (TILE - 1)) // TILE
+    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, add)
+    total = gl.max(ends, axis=0) * KV_HEADS
+    piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
+    work = program * piece
+    return ends, piece, work, gl.minimum(work + piece, total)
+
+
+@gluon.jit
 def segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride,
              KV_HEADS: gl.constexpr, TILE: gl.constexpr, START_TILES: gl.constexpr):  # fmt: skip
     """What lies at a place of the line: row, head, the row's length and block table, the place of the head's
@@ -202,21 +223,12 @@ def _hopper_decode_kernel(
     SUM_ROWS: gl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
 
     # 2. Lay all tiles of all rows on one line and take an equal piece of it.
-    line: gl.constexpr = gl.BlockedLayout([max(1, ROWS_TILE // 32)], [32], [1], [0])
-    rows = gl.arange(0, ROWS_TILE, layout=line)
     row_count = max_rows
     if HAS_ROW_COUNT:
         row_count = gl.minimum(gl.load(row_count_ptr), max_rows)
-    is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
-    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
-    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
-    lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
-    tile_counts = (lengths + (TILE - 1)) // TILE
-    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, add)
-    total = gl.max(ends, axis=0) * KV_HEADS
-    piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
-    work = program * piece
-    work_end = gl.minimum(work + piece, total)
+    ends, piece, work, work_end = share_of_work(
+        slots_ptr, lengths_ptr, row_count, program, programs, KV_HEADS, TILE, START_TILES, MIN_TILES, ROWS_TILE, 1
+    )
     statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
 
     read = 0

@@ -28,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
-from kernels.decode_attention_hopper import LEVELS, add, segment
+from kernels.decode_attention_hopper import LEVELS, segment, share_of_work
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import FP8, INT8, QUERIES, block_barrier, left_operands, store_piece, zero_empty_rows
 from kernels.kv_format import cache_format
@@ -222,21 +222,12 @@ def _team_decode_kernel(
     tokens = (warps * TOKENS)[:, None] + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, token_layout))[None, :]
 
     # 2. Lay all tiles of all rows on one line and take an equal piece of it.
-    line: gl.constexpr = gl.BlockedLayout([max(1, ROWS_TILE // 32)], [32], [WARPS], [0])
-    rows = gl.arange(0, ROWS_TILE, layout=line)
     row_count = max_rows
     if HAS_ROW_COUNT:
         row_count = gl.minimum(gl.load(row_count_ptr), max_rows)
-    is_row = rows < row_count  # edge: rows past the bucket or past the decode rows
-    slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
-    lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
-    lengths = gl.where(slots >= 0, lengths, 0)  # edge: padding rows have no tiles
-    tile_counts = (lengths + (TILE - 1)) // TILE
-    ends = gl.associative_scan(gl.where(lengths > 0, tile_counts + START_TILES, 0), 0, add)
-    total = gl.max(ends, axis=0) * KV_HEADS
-    piece = gl.maximum((total + programs - 1) // programs, MIN_TILES)
-    work = program * piece
-    work_end = gl.minimum(work + piece, total)
+    ends, piece, work, work_end = share_of_work(
+        slots_ptr, lengths_ptr, row_count, program, programs, KV_HEADS, TILE, START_TILES, MIN_TILES, ROWS_TILE, WARPS
+    )
     statistics_ptr = partials_ptr + programs * (2 * QUERIES * HEAD_DIM)
 
     read = 0
