@@ -189,12 +189,12 @@ class Supervisor:
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 
     def announce_loss(self, lost: ProcessLost) -> None:
-        """Tell the other processes, and give the frontend a moment to tell its clients."""
+        """Tell the other processes, and give the frontend a moment to tell its clients; before it serves it has none."""
         frontend = self._peers.get("frontend")
-        serving = frontend is not None and frontend.ready_after_s is not None and lost.process != "frontend"
+        if frontend is None or frontend.ready_after_s is None or lost.process == "frontend":
+            return
         self._order([name for name in self._peers if name != lost.process], PeerFailed(lost.process, str(lost)))
-        if serving:
-            self._wait_ended(["frontend"], FAILURE_NOTICE_S)
+        self._wait_ended(["frontend"], FAILURE_NOTICE_S)
 
     def close(self) -> None:
         """End at once whatever is still running, and release all resources."""

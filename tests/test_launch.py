@@ -160,6 +160,16 @@ def test_a_refused_configuration_is_told_in_its_own_words(engine: Engine):
     assert caught.value.exit_code == 2
 
 
+def test_a_failed_start_is_told_by_nobody_else(engine: Engine, monkeypatch):
+    """The frontend logged it a second time, if it was told before it was ended."""
+    with pytest.raises(ProcessLost, match="^worker-0 failed") as caught:
+        engine.start(worker="config", frontend="slow")
+    told: list[object] = []
+    monkeypatch.setattr(engine.supervisor, "_order", lambda *order: told.append(order))
+    engine.supervisor.announce_loss(caught.value)
+    assert told == []
+
+
 def test_a_crash_at_import_shows_its_error(engine: Engine):
     with pytest.raises(ProcessLost, match=r"scheduler ended with exit code 1: ModuleNotFoundError: No module named"):
         engine.start(scheduler="import")
