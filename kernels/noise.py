@@ -75,6 +75,27 @@ def noise_bits(first, second, token_id):
 
 
 @triton.jit
+def noise_bits_of_run(first, second, start, lane):
+    """`noise_bits` of the ids `start + lane`, for lanes below 2^16 and a `start` that has no bit in common with any.
+
+    All have their upper 16 bits in common, so that the hash's first shift gives the same for all; and eight neighbours
+    have all but three bits in common. What is common is computed once.
+    """
+    common = start.to(tl.uint32, bitcast=True) ^ second
+    common = common ^ (common >> 16)
+    if HAS_PTX:
+        # The compiler knows how `first` was made, and would repeat its last step for each lane.
+        first = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [first], dtype=tl.uint32, is_pure=True, pack=1)
+    x = ((lane & -8).to(tl.uint32, bitcast=True) ^ common) ^ (lane & 7).to(tl.uint32, bitcast=True)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    x = (x ^ (x >> 16)) ^ first
+    x = x * 0x9E3779B1
+    return x ^ (x >> 15)
+
+
+@triton.jit
 def _log(x):
     """The logarithm of normal numbers; on a GPU its own instruction, off by at most 2^-22 (absolutely near 1)."""
     if HAS_PTX:
@@ -93,3 +114,12 @@ def gumbel(bits):
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039)
     series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * 0.25)))
     return -_log(tl.where(u < 0.015625, series, -_log(1.0 - u)))
+
+
+@triton.jit
+def gumbel_bound(bits):
+    """At least `gumbel(bits)`, from one logarithm: -log(u), and 0.0003 more than what logarithms can be off by.
+
+    -log(1 - u) exceeds u, but hardly for the small u that large noise comes from.
+    """
+    return 22.181 - _log(bits.to(tl.float32) + 0.5)

@@ -18,8 +18,12 @@ yields -1, so that its request can be failed; a row without a sample (padding, o
 yields -2. The chosen id goes to `out_ids` for the host, and on the device to slot_token_ids[s, p], whose known length
 grows by one.
 
-How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card. A row without truncation
-needs only each chunk's best score. Otherwise each piece of 256 leaves its maximum and each chunk its mass; from these
+How: `_scan_kernel` reads the logits once, in chunks of 4,096 that are spread over the card, and leaves the maximum of
+each piece of 256. Without truncation that is the maximum of what scores can be at most: `gumbel_bound` costs one
+logarithm and little beside the hash. `_choose_kernel` computes scores in the piece with the largest bound and, seldom,
+in others whose bounds that piece's best score does not exceed. The choice is as if all scores had been computed.
+
+With truncation the piece maxima are those of v, and each chunk also leaves its mass; from these
 `_choose_kernel` finds a bound below which no kept id can lie, gathers the candidates above it, and finds the exact
 thresholds among them by comparing each with each or, if they are many, by a search over the ordered bits of the
 floats. Mass is summed in 64-bit integers, so the result does not depend on the order of the candidates. For top-p it is
@@ -39,7 +43,8 @@ search runs over all: slower, and as exact. The last program of a row to finish 
 
 Measured on an H200 at commit cf6694d by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
 for 1 / 64 / 256 rows: greedy 4.4 / 20 / 53 us (2.9 TB/s at 256 rows, 64 % of the read limit of that run; torch's
-argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91.
+argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91. All of that
+was before the scan left bounds; since then not measured.
 """
 
 from dataclasses import dataclass
@@ -50,7 +55,15 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
-from kernels.noise import MASK, gumbel_reference, noise_bits_reference
+from kernels.noise import (
+    HAS_PTX,
+    MASK,
+    gumbel_bound,
+    gumbel_reference,
+    noise_bits_of_run,
+    noise_bits_reference,
+    noise_keys,
+)
 from kernels.sampling_state import (
     ALLOWED_ROW,
     BAD_WORD_COUNT,
@@ -70,6 +83,7 @@ from kernels.sampling_state import (
     PIECE,
     PRESENCE,
     REPETITION,
+    SCAN_PROGRAMS,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
@@ -82,12 +96,13 @@ from kernels.sampling_state import (
 from kernels.truncation import (
     adjusted,
     at_temperature,
+    best_by_bounds,
     gather,
     has_adjustments,
     is_binned,
     is_truncated,
-    noisy_scores,
     pivot_of,
+    temperature_factor,
     truncated_choice,
 )
 
@@ -168,11 +183,12 @@ class SamplingPlan:
 
 
 def launch_plan(row_count: int, vocabulary: int) -> SamplingPlan:
-    """A program a chunk to scan; to choose, as many a row as keep the card busy."""
+    """As many programs a row as keep the card busy; to scan, at most one a chunk."""
     chunks = triton.cdiv(vocabulary, CHUNK)
+    scanners = min(chunks, max(1, SCAN_PROGRAMS // max(row_count, 1)))
     gatherers = min(chunks, max(1, GATHER_PROGRAMS // max(row_count, 1)))
     piece_tile = triton.next_power_of_2(chunks * (CHUNK // PIECE))
-    return SamplingPlan((row_count, chunks), (row_count, gatherers), chunks, piece_tile)
+    return SamplingPlan((row_count, scanners), (row_count, gatherers), chunks, piece_tile)
 
 
 def bytes_moved(row_count: int, vocabulary: int, element_bytes: int) -> int:
@@ -185,54 +201,73 @@ def _scan_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, settings, work, VOCABULARY,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # 1. Locate and load one chunk of one row. A NaN counts as infinity: reductions lose NaNs, and both fail the row.
+    # 1. Locate the row and this program's share of its chunks; read how it samples.
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
+    share = tl.program_id(1)
+    shares = tl.num_programs(1)
     lane = tl.arange(0, CHUNK)
-    token_id = chunk * CHUNK + lane
-    inside = token_id < VOCABULARY  # the vocabulary's end, or ids that the tokenizer lacks
     wait_for_inputs(PDL)
-    place = logits + row * logits_stride + token_id
-    if chunk * CHUNK + CHUNK <= VOCABULARY:
-        x = tl.load(place).to(tl.float32)  # without a mask these are wide loads, whatever the vocabulary is
-    else:
-        x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot >= 0) & (tl.load(sample_rows + row) >= 0):
+        choice = settings[1] + slot * 16
         known = tl.load(known_lengths + slot)
-        x = tl.where(x != x, float("inf"), x)  # noqa: PLR0124
-        at = row * CHUNKS + chunk
         truncated = is_truncated(slot, settings, VOCABULARY)
-        # 2. For logprobs: piece maxima and mass of the raw logits.
-        if tl.load(settings[1] + slot * 16 + 1) >= 0:
-            _store_pieces(x, work[4], work[5], at, CHUNK, PIECE)
-        if has_adjustments(slot, settings):
-            x = adjusted(x, token_id, inside, slot, known, settings)
-        x = at_temperature(x, slot, settings)
-        if truncated:
-            # 3. For thresholds: the same of what is sampled from.
-            top = _store_pieces(x, work[2], work[3], at, CHUNK, PIECE)
-            tl.store(work[0] + at, top)
-        else:
-            # 4. Otherwise the chunk's best score, and the lowest id that has it.
-            x = noisy_scores(x, token_id, slot, known, settings)
-            top = tl.max(x, axis=0)
-            best = tl.min(tl.where(x == top, lane, CHUNK), axis=0)
-            tl.store(work[0] + at, top)
-            tl.store(work[1] + at, chunk * CHUNK + best)
+        noisy = (tl.load(settings[0] + slot * 8) > 0) & (truncated == 0)
+        wants_logprobs = tl.load(choice + 1) >= 0
+        changed = has_adjustments(slot, settings)
+        factor = temperature_factor(slot, settings)
+        first, second = noise_keys(tl.load(choice + 6), tl.load(choice + 7), known)
+        for chunk in range(share * CHUNKS // shares, (share + 1) * CHUNKS // shares):
+            # 2. Load a chunk.
+            start = chunk * CHUNK
+            token_id = start + lane
+            inside = token_id < VOCABULARY  # the vocabulary's end, or ids that the tokenizer lacks
+            place = logits + row * logits_stride + start + lane
+            if start + CHUNK <= VOCABULARY:
+                x = tl.load(place).to(tl.float32)  # without a mask these are wide loads, whatever the vocabulary is
+            else:
+                x = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+            at = tl.program_id(0) * CHUNKS + chunk
+            # 3. For logprobs: piece maxima and mass of the raw logits.
+            if wants_logprobs:
+                maxima = _store_maxima(x, work[2], at, CHUNK, PIECE)
+                tl.store(work[3] + at, _mass(x, maxima))
+            # 4. For the choice: piece maxima of what is sampled from, or of bounds of its scores; mass for thresholds.
+            if changed:
+                x = adjusted(x, token_id, inside, slot, known, settings)
+            x = at_temperature(x, factor)
+            if noisy:
+                x += gumbel_bound(noise_bits_of_run(first, second, start, lane))
+            maxima = _store_maxima(x, work[0], at, CHUNK, PIECE)
+            if truncated:
+                tl.store(work[1] + at, _mass(x, maxima))
 
 
 @triton.jit
-def _store_pieces(x, piece_maxima, chunk_sums, at, CHUNK: tl.constexpr, PIECE: tl.constexpr):
-    """Store each piece's maximum and the chunk's mass relative to its own maximum, which is returned."""
+def _larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _store_maxima(x, piece_maxima, at, CHUNK: tl.constexpr, PIECE: tl.constexpr):
+    """Store the pieces' maxima and return them. A NaN counts as infinity: both fail the row."""
     PIECES: tl.constexpr = CHUNK // PIECE
-    maxima = tl.max(tl.reshape(x, (PIECES, PIECE)), axis=1)
-    top = tl.max(maxima, axis=0)
-    mass = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), axis=0)
+    if HAS_PTX:
+        maxima = tl.reduce(tl.reshape(x, (PIECES, PIECE)), 1, _larger_or_nan)
+        maxima = tl.where(maxima != maxima, float("inf"), maxima)  # noqa: PLR0124
+    else:
+        x = tl.where(x != x, float("inf"), x)  # noqa: PLR0124
+        maxima = tl.max(tl.reshape(x, (PIECES, PIECE)), axis=1)
     tl.store(piece_maxima + at * PIECES + tl.arange(0, PIECES), maxima)
-    tl.store(chunk_sums + at, mass)
-    return top
+    return maxima
+
+
+@triton.jit
+def _mass(x, maxima):
+    """The sum of a chunk's unnormalised probabilities, 1 for its largest."""
+    top = tl.max(maxima, axis=0)
+    return tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), axis=0)
 
 
 @triton.jit
@@ -242,11 +277,11 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
     PIECES: tl.constexpr = CHUNK // PIECE
     piece = tl.arange(0, PIECE_TILE)
-    maxima = tl.load(work[4] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf"))
+    maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf"))
     top = tl.max(maxima, axis=0)
     chunk_maxima = tl.max(tl.reshape(maxima, (CHUNK_TILE, PIECES)), axis=1)
     chunk = tl.arange(0, CHUNK_TILE)
-    mass = tl.load(work[5] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+    mass = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
     log_mass = top + tl.log(tl.sum(mass * tl.exp(chunk_maxima - top), axis=0))
     raw = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
     tl.store(out_logprobs + row, raw - log_mass)
@@ -296,40 +331,39 @@ def _choose_kernel(
             tl.store(out_ids + row, -2)
     else:
         known = tl.load(known_lengths + slot)
-        chunk = tl.arange(0, CHUNK_TILE)
-        scores = tl.load(work[0] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-        top = tl.max(scores, axis=0)
+        piece = tl.arange(0, PIECE_TILE)
+        maxima = tl.load(work[0] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf"))
+        top = tl.max(maxima, axis=0)
         valid = (top > float("-inf")) & (top < float("inf"))
         mine = gatherer == 0
         chosen = 0
-        # 2. Without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
+        # 2. Without truncation: look where the best can be. Otherwise gather; the last program to finish chooses.
         if valid:
             if is_truncated(slot, settings, VOCABULARY):
-                piece = tl.arange(0, PIECE_TILE)
-                in_row = piece < CHUNKS * PIECES
-                maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
-                sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-                row_mass = tl.sum(sums * tl.exp(scores - top), axis=0)
+                chunk = tl.arange(0, CHUNK_TILE)
+                chunk_maxima = tl.max(tl.reshape(maxima, (CHUNK_TILE, PIECES)), axis=1)
+                sums = tl.load(work[1] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+                row_mass = tl.sum(sums * tl.exp(chunk_maxima - top), axis=0)
                 pivot = pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY)
                 if pivot > float("-inf"):
                     gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY,
                            CHUNKS, CHUNK, PIECE, CANDIDATES, BINS)  # fmt: skip
                 tl.debug_barrier()
-                mine = tl.atomic_add(work[8] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
+                mine = tl.atomic_add(work[6] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
-                    count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
+                    count = tl.atomic_add(work[6] + row * 2, 0, sem="acquire")
                     chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
                                               VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE, CANDIDATES,
                                               BINS, INTERVAL)  # fmt: skip
                     tl.debug_barrier()
                     if is_binned(pivot, slot, settings, VOCABULARY):
                         empty = tl.zeros((BINS,), tl.int64)
-                        tl.store(work[9] + row * BINS + tl.arange(0, BINS), empty)
-                    tl.store(work[8] + row * 2, 0)
-                    tl.store(work[8] + row * 2 + 1, 0)
+                        tl.store(work[7] + row * BINS + tl.arange(0, BINS), empty)
+                    tl.store(work[6] + row * 2, 0)
+                    tl.store(work[6] + row * 2 + 1, 0)
             elif mine:
-                ids = tl.load(work[1] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0x7FFFFFFF)
-                chosen = tl.min(tl.where(scores == top, ids, 0x7FFFFFFF), axis=0)
+                chosen = best_by_bounds(maxima, row, logits, logits_stride, slot, known, settings, VOCABULARY, PIECE,
+                                        PIECE_TILE)  # fmt: skip
         # 3. Report, and feed the next step.
         if mine:
             tl.store(out_ids + row, tl.where(valid, chosen, -1))
@@ -374,8 +408,8 @@ def _check(
     ):
         check_tensor(name, tensor, shape, dtype, like=logits)
     chunks = triton.cdiv(vocabulary, CHUNK)
-    if workspace.best_scores.shape[0] < rows or workspace.best_scores.shape[1] != chunks:
-        raise ValueError(f"workspace: wanted {rows} rows of {chunks} chunks, got {list(workspace.best_scores.shape)}")
+    if workspace.chunk_sums.shape[0] < rows or workspace.chunk_sums.shape[1] != chunks:
+        raise ValueError(f"workspace: wanted {rows} rows of {chunks} chunks, got {list(workspace.chunk_sums.shape)}")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-CHUNK = 4096  # logits a program scans
+CHUNK = 4096  # logits that a program scans at once
 CANDIDATES = 16_384  # the most that are gathered for a row
 FEW = 128  # candidates that are compared each with each
 TILE = 2048  # candidates, or logits, that the search looks at together
@@ -17,6 +17,7 @@ PASS_TILE = 4096  # the same for what goes over them once
 PIECE = 256  # logits that share a maximum
 BINS = 2048  # intervals of value in which the candidates' mass is counted
 INTERVAL = 2048  # values of one interval that are searched
+SCAN_PROGRAMS = 512  # programs over which a launch spreads the scan: about as many as a large card runs at once
 GATHER_PROGRAMS = 128  # programs over which a launch spreads the gathering; each finds the row's bound by itself
 
 FAILED_ID = -1
@@ -97,10 +98,13 @@ def fill_counts(counts_row: torch.Tensor, token_ids: torch.Tensor, prompt_length
 
 @dataclass(frozen=True)
 class SamplingWorkspace:
-    """What the first launch leaves for the second; `tickets` and `bins` are zero between steps."""
+    """What the first launch leaves for the second; `tickets` and `bins` are zero between steps.
 
-    best_scores: torch.Tensor
-    best_ids: torch.Tensor
+    piece_maxima [rows, pieces] float32        of what is sampled from; of bounds of the scores where nothing truncates
+    chunk_sums   [rows, chunks] float32        mass of each chunk, 1 for its largest; only where something truncates
+    raw_...                                    the same of the raw logits; only where logprobs are wanted
+    """
+
     piece_maxima: torch.Tensor
     chunk_sums: torch.Tensor
     raw_piece_maxima: torch.Tensor
@@ -118,8 +122,6 @@ class SamplingWorkspace:
         pieces = chunks * (CHUNK // PIECE)
         integers = {"dtype": torch.int32, "device": device}
         return cls(
-            best_scores=torch.empty(max_rows, chunks, device=device),
-            best_ids=torch.empty(max_rows, chunks, **integers),
             piece_maxima=torch.empty(max_rows, pieces, device=device),
             chunk_sums=torch.empty(max_rows, chunks, device=device),
             raw_piece_maxima=torch.empty(max_rows, pieces, device=device),
@@ -133,6 +135,5 @@ class SamplingWorkspace:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """In the order that the kernels take them."""
-        return (self.best_scores, self.best_ids, self.piece_maxima, self.chunk_sums, self.raw_piece_maxima,
-                self.raw_chunk_sums, self.candidates, self.candidate_ids, self.tickets, self.bins,
-                self.interval)  # fmt: skip
+        return (self.piece_maxima, self.chunk_sums, self.raw_piece_maxima, self.raw_chunk_sums, self.candidates,
+                self.candidate_ids, self.tickets, self.bins, self.interval)  # fmt: skip

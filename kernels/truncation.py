@@ -1,4 +1,5 @@
-"""The parts of `kernels.sampling` that decide what a row keeps: adjusted logits, and thresholds found without a sort.
+"""The parts of `kernels.sampling` that a row's choice is made of: adjusted logits, scores with noise, and what a row
+keeps, by thresholds found without a sort.
 
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
 each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
@@ -67,19 +68,22 @@ def adjusted(x, token_id, inside, slot, known, settings):
 
 
 @triton.jit
-def at_temperature(x, slot, settings):
-    """Logits over the temperature; unchanged at 0."""
+def temperature_factor(slot, settings):
+    """What logits are multiplied with, since a division for each would cost more than its noise; 1 at temperature 0."""
     temperature = tl.load(settings[0] + slot * 8)
-    if temperature > 0:
-        # A division for each logit would cost more than its noise. The product is rounded here, and never becomes part
-        # of a fused multiply-add: a value must be the same number wherever it is looked at.
-        inverse = 1.0 / temperature
-        if HAS_PTX:
-            x = tl.inline_asm_elementwise(
-                "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, inverse], dtype=tl.float32, is_pure=True, pack=1
-            )
-        else:
-            x = x * inverse
+    return 1.0 / tl.where(temperature > 0, temperature, 1.0)
+
+
+@triton.jit
+def at_temperature(x, factor):
+    """Logits over the temperature. The product is rounded here, and never becomes part of a fused multiply-add: a value
+    must be the same number wherever it is looked at."""
+    if HAS_PTX:
+        x = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, factor], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        x = x * factor
     return x
 
 
@@ -152,7 +156,7 @@ def _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settin
     x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
     if has_adjustments(slot, settings):
         x = adjusted(x, token_id, inside, slot, known, settings)
-    return at_temperature(x, slot, settings)
+    return at_temperature(x, temperature_factor(slot, settings))
 
 
 @triton.jit
@@ -162,8 +166,8 @@ def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, k
     lane = tile * TILE + tl.arange(0, TILE)
     inside = lane < count
     if gathered:
-        token_id = tl.load(work[7] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
-        x = tl.load(work[6] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+        token_id = tl.load(work[5] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
+        x = tl.load(work[4] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
     else:
         token_id = lane
         x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
@@ -250,7 +254,7 @@ def _interval_values(wanted, gathered, count, row, logits, logits_stride, work, 
             least = tl.minimum(least, tl.min(tl.where(held, x, top), axis=0))
             largest = tl.maximum(largest, tl.max(tl.where(held, x, float("-inf")), axis=0))
             place = held_count + tl.cumsum(held.to(tl.int32), axis=0) - 1
-            tl.store(work[10] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
+            tl.store(work[8] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
             held_count += here
     tl.debug_barrier()
     return held_count, least, largest
@@ -262,7 +266,7 @@ def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, kno
                     BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
     """`(order key, found)`: as `_kept_from` for top-p, from the intervals' mass; not found if one holds too many."""
     place = tl.arange(0, BINS)
-    masses = tl.load(work[9] + row * BINS + place, cache_modifier=".cg")
+    masses = tl.load(work[7] + row * BINS + place, cache_modifier=".cg")
     total = _fixed(row_mass)
     if tl.load(settings[0] + slot * 8 + 2) > 0:
         total = tl.sum(masses, axis=0)  # what min-p left
@@ -280,7 +284,7 @@ def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, kno
         found = (held_count > 0) & ((held_count <= INTERVAL) | (least == largest))
         if found & (held_count <= FEW):
             few = tl.arange(0, FEW)
-            x = tl.load(work[10] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
+            x = tl.load(work[8] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
             mass = tl.sum(tl.where(x[None, :] >= x[:, None], _mass_of(x, top)[None, :], 0), axis=1)
             reached = (above + mass >= target) & (few < held_count)
             low = tl.maximum(low, tl.max(tl.where(reached, _order_key(x), low), axis=0))
@@ -288,7 +292,7 @@ def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, kno
             high = _order_key(largest) + 1
             inner = tl.arange(0, 8) + 1
             lane = tl.arange(0, INTERVAL)
-            x = tl.load(work[10] + row * INTERVAL + lane, mask=lane < held_count, other=float("-inf"))
+            x = tl.load(work[8] + row * INTERVAL + lane, mask=lane < held_count, other=float("-inf"))
             while high - low > 1:
                 threshold = low + (high - low) * inner // 9
                 sums = tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
@@ -303,8 +307,8 @@ def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row
     """The chosen id among at most FEW candidates, each compared with each: no rounds."""
     lane = tl.arange(0, FEW)
     inside = lane < count
-    token_id = tl.load(work[7] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
-    x = tl.load(work[6] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+    token_id = tl.load(work[5] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
+    x = tl.load(work[4] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
     greater = x[None, :] > x[:, None]
     top_k = tl.load(settings[1] + slot * 16)
     has_k = (top_k > 0) & (top_k < VOCABULARY)
@@ -373,7 +377,7 @@ def gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, 
     binned = is_binned(pivot, slot, settings, VOCABULARY)
     piece = tl.arange(0, PIECES)
     for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
-        holds = tl.load(work[2] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
+        holds = tl.load(work[0] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
         if tl.max(holds.to(tl.int32), axis=0) > 0:
             token_id = chunk * CHUNK + piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
             inside = (token_id < VOCABULARY) & holds[:, None]  # pieces without a candidate are not read
@@ -381,14 +385,42 @@ def gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, 
             kept = (inside & (x >= pivot)).to(tl.int32)
             in_piece = tl.sum(kept, axis=1)
             before = tl.cumsum(in_piece, axis=0) - in_piece
-            base = tl.atomic_add(work[8] + row * 2, tl.sum(in_piece, axis=0), sem="relaxed")
+            base = tl.atomic_add(work[6] + row * 2, tl.sum(in_piece, axis=0), sem="relaxed")
             place = base + before[:, None] + tl.cumsum(kept, axis=1) - 1
             fits = (kept > 0) & (place < CANDIDATES)
-            tl.store(work[6] + row * CANDIDATES + place, x, mask=fits)
-            tl.store(work[7] + row * CANDIDATES + place, token_id, mask=fits)
+            tl.store(work[4] + row * CANDIDATES + place, x, mask=fits)
+            tl.store(work[5] + row * CANDIDATES + place, token_id, mask=fits)
             if binned:
-                bins = work[9] + row * BINS + _bin_of(x, top, pivot, BINS)
+                bins = work[7] + row * BINS + _bin_of(x, top, pivot, BINS)
                 tl.atomic_add(bins, _mass_of(x, top), mask=kept > 0, sem="relaxed")
+
+
+@triton.jit
+def best_by_bounds(bounds, row, logits, logits_stride, slot, known, settings, VOCABULARY, PIECE: tl.constexpr,
+                   PIECE_TILE: tl.constexpr):  # fmt: skip
+    """The id with the best score of a row that keeps the whole vocabulary, the lowest among equals.
+
+    bounds: [PIECE_TILE], what no score of each piece exceeds. Pieces are looked at in the order of their bounds until
+    none that is left can win, which is nearly always so after the first.
+    """
+    piece = tl.arange(0, PIECE_TILE)
+    best_id = 0x7FFFFFFF
+    best = float("-inf")
+    bound = tl.max(bounds, axis=0)
+    while (bound >= best) & (bound > float("-inf")):
+        here = tl.min(tl.where(bounds == bound, piece, PIECE_TILE), axis=0)
+        token_id = here * PIECE + tl.arange(0, PIECE)
+        x = _logits_at(token_id, token_id < VOCABULARY, row, logits, logits_stride, slot, known, settings)
+        x = noisy_scores(x, token_id, slot, known, settings)
+        score = tl.max(x, axis=0)
+        score_id = tl.min(tl.where(x == score, token_id, 0x7FFFFFFF), axis=0)
+        better = (score > best) | ((score == best) & (score_id < best_id))
+        best_id = tl.where(better, score_id, best_id)
+        best = tl.maximum(best, score)
+        bounds = tl.where(piece == here, float("-inf"), bounds)
+        # A score that reaches its bound can only be equalled, and by higher ids.
+        bound = tl.where(score == bound, float("-inf"), tl.max(bounds, axis=0))
+    return best_id
 
 
 @triton.jit

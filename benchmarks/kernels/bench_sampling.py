@@ -3,7 +3,8 @@ once.
 
 python -m benchmarks.kernels.bench_sampling --output benchmarks/results/sampling.jsonl
 
-The logits of a row are normal with a deviation of 3; `flat` rows have 0.01, which makes top-p search the whole row.
+The logits of a row are normal with a deviation of 3; `flat` rows have 0.01, which makes top-p search the whole row, and
+`masked` ones allow all ids but every eighth.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ VOCABULARY = 151_936
 SETTINGS = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
+    "sampled_masked": {"temperature": 1.0, "mask": 0x7F7F7F7F},
     "top_k20_p80": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
     "top_p95": {"temperature": 0.7, "top_p": 0.95},
     "flat_top_p95": {"temperature": 0.7, "top_p": 0.95, "deviation": 0.01},
@@ -32,6 +34,8 @@ def sampling_call(rows: int, logits: torch.Tensor, setting: dict) -> Callable[[]
 
     device, vocabulary = logits.device, logits.shape[1]
     state = columns.SamplingState.allocate(rows, vocabulary, device, count_rows=1, allowed_rows=1)
+    state.allowed[:] = setting.get("mask", 0)
+    state.choices[:, columns.ALLOWED_ROW] = 0 if "mask" in setting else -1
     state.numbers[:, columns.TEMPERATURE] = setting.get("temperature", 0.0)
     state.numbers[:, columns.TOP_P] = setting.get("top_p", 1.0)
     state.numbers[:, columns.MIN_P] = setting.get("min_p", 0.0)

@@ -146,6 +146,34 @@ def test_every_setting_in_one_batch_equals_the_reference(vocabulary):
         assert bench.launch(logits) == want
 
 
+def test_programs_that_scan_several_chunks_choose_the_same(monkeypatch):
+    """Two programs a row, for two chunks and for three."""
+    settings = [SETTINGS[1], SETTINGS[3], SETTINGS[14], {"logprobs": 3}]
+    monkeypatch.setattr("kernels.sampling.SCAN_PROGRAMS", 2 * len(settings))
+    vocabulary = 4 * CHUNK + 5
+    bench = Bench(len(settings), vocabulary, vocabulary)
+    for row, setting in enumerate(settings):
+        bench.set(row, seed=row + 77, **setting)
+    logits = logits_of(len(settings), vocabulary, seed=3)
+    want = bench.want(logits)
+    assert bench.launch(logits) == want
+    assert bench.out.top_ids[3, :3].tolist() == logits[3].topk(3).indices.tolist()
+
+
+def test_the_best_score_need_not_lie_in_the_piece_with_the_best_bound():
+    """Two ids in two pieces, with logits that give the second the better bound: it says little where noise is small."""
+    rows, vocabulary, pair = 16, 600, torch.tensor([5, 300])
+    logits = torch.full((rows, vocabulary), float("-inf"), device=DEVICE)
+    bits = noise_bits_reference(torch.arange(rows)[:, None], torch.tensor(10), pair)
+    bench = Bench(rows, vocabulary, vocabulary)
+    for row, (first, second) in enumerate((bits + 0.5).log().tolist()):
+        logits[row, 5], logits[row, 300] = 2.0, 2.01 + second - first
+        bench.set(row, seed=row, temperature=1.0)
+    want = bench.want(logits)
+    assert 0 < want.count(5) < rows, "either must win in some rows"
+    assert bench.launch(logits) == want
+
+
 @pytest.mark.parametrize(("room", "levels"), [(16, 0), (1, 0), (16, 4), (512, 0)])
 def test_more_candidates_than_fit_are_searched_in_the_row(room, levels):
     """The interval that top-p's threshold lies in fits (16), or does not (1), or holds one value many times; 512
@@ -284,6 +312,7 @@ def test_plan():
     plan = launch_plan(1, 151_936)
     assert plan.scan_grid == (1, 38) and plan.choose_grid == (1, 38) and plan.piece_tile == 1024
     assert launch_plan(256, 151_936).choose_grid == (256, 1) and launch_plan(64, 151_936).choose_grid == (64, 2)
+    assert launch_plan(256, 151_936).scan_grid == (256, 2) and launch_plan(1000, 151_936).scan_grid == (1000, 1)
 
 
 def test_wrong_arguments_are_named():
