@@ -137,7 +137,7 @@ def break_scheduler() -> Callable[..., int]:
 
 
 def break_frontend() -> Callable[..., int]:
-    """The frontend's main with a decoder that can run out of memory, and an end that waits until health was asked for."""
+    """The frontend's main with a decoder that can run out of memory, and an end that waits to be asked for health."""
     from frontend import main
     from frontend.http import utilities
 
