@@ -149,7 +149,7 @@ class SchedulerCore:
     def _too_long(self, message: AddRequest) -> RequestFailed | None:
         """The refusal of a request that can never fit."""
         limits = self.limits
-        output_count = max(len(output) for _, output in message.open_samples())
+        output_count = max(len(output) for _, output in message.open_samples()) if message.outputs else 0
         count = len(message.prompt_token_ids) + output_count
         what = f"the prompt has {count} tokens"
         if output_count:
