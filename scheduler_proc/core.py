@@ -224,7 +224,7 @@ class SchedulerCore:
         """The next step; None when none may or can be planned now. It is sent with `send`, or by the caller before
         anything else happens."""
         state, count = self.state, len(self.state.in_flight)
-        if count > self.limits.run_ahead:
+        if count > self.limits.run_ahead or not state.has_work:
             return None
         if count and not state.step_time.may_run_ahead(count, state.chunk_tokens_in_flight):
             return None
