@@ -42,6 +42,7 @@ Sources: [1] Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -62,12 +63,11 @@ from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
     HeadShape,
-    attend_row,
     check_options,
     check_paged_inputs,
     compile_options,
-    gather_row,
     gluon_attends,
+    paged_attention_reference,
     row_of_work,
     soft_capped,
     wanted,
@@ -85,27 +85,13 @@ def decode_attention_reference(
     block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     context_lengths: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> torch.Tensor:
-    """Result [max_rows, query_heads, head_dim] in `dtype` throughout; zeros for padding rows. Synchronises."""
-    result = torch.zeros(len(row_slots), *query.shape[1:], dtype=dtype, device=query.device)
-    for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
-        if slot < 0 or length == 0:
-            continue
-        key, value = (
-            gather_row(cache, block_tables[slot], length, dtype, scales)
-            for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
-        )
-        result[row] = attend_row(
-            query[row : row + 1], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
-        )[0]
-    return result
+    """Result [max_rows, query_heads, head_dim]; zeros for padding rows. `options`: of `paged_attention_reference`, of
+    whose rows each has one token. Synchronises."""
+    rows = len(row_slots)
+    cache = (key_cache, value_cache, block_tables, row_slots, context_lengths)
+    return paged_attention_reference(query[:rows], *cache, torch.arange(rows + 1), **options)
 
 
 @dataclass(frozen=True)

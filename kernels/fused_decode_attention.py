@@ -63,7 +63,7 @@ from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.new_token import NewTokens, new_queries, norm_gains, rotation, stored_new_token
-from kernels.paged_kv import LOG2_E, HeadShape, attend_row, gather_row, gluon_attends
+from kernels.paged_kv import LOG2_E, HeadShape, gluon_attends, paged_attention_reference
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
@@ -110,15 +110,10 @@ def fused_decode_attention_reference(
         qkv, k_cache, v_cache, torch.tensor(places, device=qkv.device), (context_lengths - 1).clamp(min=0), rope_table,
         query_heads, q_weight, k_weight, eps, k_scales, v_scales,
     )  # fmt: skip
-    result = torch.zeros(query.shape, device=qkv.device)
-    for row, (slot, n) in enumerate(zip(slots, lengths, strict=True)):
-        if real[row]:
-            key, value = (
-                gather_row(cache, block_tables[slot], n, torch.float32, scales)
-                for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
-            )
-            result[row] = attend_row(query[row : row + 1], key, value, scale=scale)[0]
-    return result
+    cache = (k_cache, v_cache, block_tables, row_slots, context_lengths)
+    return paged_attention_reference(
+        query, *cache, torch.arange(len(slots) + 1), scale=scale, key_scales=k_scales, value_scales=v_scales
+    )
 
 
 def supports(head_dim: int, group: int, rotary_dim: int, sliding_window: int) -> bool:
