@@ -46,7 +46,6 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.decode_tile import (
-    as_vectors,
     attend_tile,
     is_native,
     load_tile,
@@ -55,7 +54,6 @@ from kernels.decode_tile import (
     prefetch_tile,
     query_parts,
     split_sums,
-    tile_places,
     whole_sums,
 )
 from kernels.fused_decode_parts import fused_decode_parts_kernel
@@ -206,24 +204,23 @@ def _fused_decode_kernel(
     elif split < active:
         table = block_tables + slot.to(tl.int64) * table_stride
         DTYPE: tl.constexpr = qkv.dtype.element_ty
-        WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
-        k_tiles, v_tiles = as_vectors(k_cache, FORMAT), as_vectors(v_cache, FORMAT)
         # 2. Load the first tile of keys and values, which earlier steps wrote, and what turns the new token's heads.
         first = split * share
         last = tl.minimum(first + share, tiles)
         lane = tl.arange(0, TILE)
         inside = first * TILE + lane < cached
-        tile_place = tile_places(table, first * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-        keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
-        values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+        keys, key_scale, values, value_scale, tile_place = load_tile(
+            k_cache, v_cache, k_scales, v_scales, table, first * TILE, inside, head,
+            KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
+        )  # fmt: skip
         new_block = tl.load(table + (length - 1) // BLOCK_SIZE).to(tl.int64)
         rope_row = rope_table + (length - 1).to(tl.int64) * HEAD_DIM
         cos, sin = rotation(rope_row, column, HALF)
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         k_gain, k_partner_gain = norm_gains(k_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(as_vectors(next_k_cache, FORMAT), tile_place, inside, WIDTH, PDL)
-            prefetch_tile(as_vectors(next_v_cache, FORMAT), tile_place, inside, WIDTH, PDL)
+            prefetch_tile(next_k_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
+            prefetch_tile(next_v_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
         wait_for_inputs(PDL)
         # 3. The group's queries, and the new token's key and value, which split 0 stores and attends to.
         source = qkv + row.to(tl.int64) * qkv_stride
@@ -247,9 +244,10 @@ def _fused_decode_kernel(
                 even_sums, odd_sums, DTYPE, FORMAT, NATIVE,
             )  # fmt: skip
             inside = ((tile + 1) * TILE + lane < cached) & (tile + 1 < last)
-            tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-            keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
-            values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+            keys, key_scale, values, value_scale, _ = load_tile(
+                k_cache, v_cache, k_scales, v_scales, table, (tile + 1) * TILE, inside, head,
+                KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
+            )  # fmt: skip
         accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
         # 5. Store the result, or this split's part of it.
         if active == 1:
