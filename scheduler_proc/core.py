@@ -14,6 +14,7 @@ messages and times in the same order give the same plans.
 import heapq
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 
 from common.messages import (
     AbortRequests,
@@ -297,7 +298,7 @@ class SchedulerCore:
 
     def stats(self) -> EngineStats:
         """Where the engine stands; without `parts_us` and `step_sizes`, which the process measures."""
-        state, counters = self.state, self.state.counters
+        state = self.state
         swapped_count = sum(sequence.status is Status.SWAPPED for sequence in state.preempted)
         return EngineStats(
             running_count=state.running_count,
@@ -306,17 +307,8 @@ class SchedulerCore:
             total_block_count=self.limits.block_count,
             free_block_count=state.pool.free_count,
             cached_block_count=state.pool.cached_count,
-            steps=counters.steps,
-            preemptions=counters.preemptions,
             evictions=state.pool.evictions,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            output_tokens=counters.output_tokens,
-            last_decode_rows=counters.last_decode_rows,
-            last_chunk_tokens=counters.last_chunk_tokens,
-            decode_tokens=counters.decode_tokens,
-            chunk_tokens=counters.chunk_tokens,
+            **asdict(state.counters),
         )
 
     def check(self) -> None:

@@ -81,7 +81,7 @@ class Flight:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters since start, and the composition of the last step."""
+    """Counters since start, and the composition of the last step: fields of `EngineStats` by their names there."""
 
     steps: int = 0
     preemptions: int = 0
