@@ -6,13 +6,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Here, before any test is imported: `@settings` keeps what it finds then. Other programs on the machine are no fault of
-# ours, and an example that fails is the fault of whoever changed something: each run makes up the same ones.
-hypothesis.settings.register_profile(
-    "trireme", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("trireme")
-
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share their cores; worker_proc/main.py says why
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices as small as the tests' gain nothing from a second thread
 
@@ -22,6 +15,13 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] /
 import torch
 
 from kernels import interpreter
+
+# Here, before any test is imported: `@settings` keeps what it finds then. Other programs on the machine are no fault of
+# ours, and an example that fails is the fault of whoever changed something: each run makes up the same ones.
+hypothesis.settings.register_profile(
+    "trireme", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("trireme")
 
 if not torch.cuda.is_available():
     interpreter.enable()  # before any test imports a kernel: one that is imported earlier is not interpreted
