@@ -150,7 +150,7 @@ class SchedulerCore:
     def _too_long(self, message: AddRequest) -> RequestFailed | None:
         """The refusal of a request that can never fit."""
         limits = self.limits
-        output_count = max(len(output) for _, output in message.open_samples())
+        output_count = max(len(output) for _, output in message.open_samples()) if message.outputs else 0
         count = len(message.prompt_token_ids) + output_count
         what = f"the prompt has {count} tokens"
         if output_count:
@@ -225,7 +225,7 @@ class SchedulerCore:
         """The next step; None when none may or can be planned now. It is sent with `send`, or by the caller before
         anything else happens."""
         state, count = self.state, len(self.state.in_flight)
-        if count > self.limits.run_ahead:
+        if count > self.limits.run_ahead or not state.has_work:
             return None
         if count and not state.step_time.may_run_ahead(count, state.chunk_tokens_in_flight):
             return None

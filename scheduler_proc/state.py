@@ -142,6 +142,11 @@ class State:
         return len(self.prefilling) + len(self.decoding)
 
     @property
+    def has_work(self) -> bool:
+        """Whether any sequence has tokens that are not planned yet."""
+        return bool(self.decoding or self.prefilling or self.preempted or len(self.waiting))
+
+    @property
     def is_idle(self) -> bool:
         """Nothing to do and nothing in flight."""
         return not self.requests and not self.in_flight
