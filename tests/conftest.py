@@ -9,16 +9,16 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share their cores; worker_proc/main.py says why
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices as small as the tests' gain nothing from a second thread
 
-# Our servers are on this machine, whatever proxy leads to others.
-for name in ("NO_PROXY", "no_proxy"):
-    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1,localhost"]))
-
 # Importing transformers' models makes torch create this folder, in the system's temporary one by default.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "torchinductor"))
 
 import torch
 
 from kernels import interpreter
+
+# Our servers are on this machine, whatever proxy leads to others.
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1,localhost"]))
 
 # Here, before any test is imported: `@settings` keeps what it finds then. Other programs on the machine are no fault of
 # ours, and an example that fails is the fault of whoever changed something: each run makes up the same ones.
