@@ -423,7 +423,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def test_what_a_child_writes_reaches_our_stderr(capfd):
-    child = run_child_script("import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
+    child = run_child_script("import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(4)")
     child._process.wait()
     assert child.describe_end() == "child ended with exit code 4: err"
     child.close()
