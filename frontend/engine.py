@@ -68,8 +68,9 @@ class RequestStream:
 
     Attributes:
         request: what the core knows of it.
-        direct: for each sample, a function that may take new text while the reader waits; if it returns False, the text
-            comes through the iteration. For readers that need nothing but the text of deltas.
+        direct: for each sample, a function that may take new text while the reader waits; if it returns False, it may
+            be asked once more, and then the text comes through the iteration. For readers that need nothing but the
+            text of deltas.
 
     Raises:
         RequestError: from the iteration, if the request fails after it was accepted.
@@ -107,11 +108,11 @@ class RequestStream:
                 self._ended = True
                 return self._final
             self._wake = asyncio.get_running_loop().create_future()
-            self._is_awaited = True
+            self._set_awaited(True)
             try:
                 await self._wake
             finally:
-                self._is_awaited = False
+                self._set_awaited(False)
 
     async def final(self) -> Final:
         """Skip the deltas and wait for the end."""
@@ -176,8 +177,18 @@ class RequestStream:
         self._error = error
         self._awake()
 
+    def _set_awaited(self, is_awaited: bool) -> None:
+        """The reader waits from now on, or not; the core offers tokens to `direct` itself, unless a recorder stands
+        between us, which would not see them."""
+        if is_awaited == self._is_awaited:
+            return
+        self._is_awaited = is_awaited
+        if self.request.sink is self:
+            for sample, take in zip(self.request.samples, self.direct, strict=False):
+                sample.direct = take if is_awaited else None
+
     def _awake(self) -> None:
-        self._is_awaited = False
+        self._set_awaited(False)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 

@@ -85,7 +85,8 @@ class TokenIntake:
                 sample.last_token_s = now_s
                 sample.token_ids.append(token_id)
                 sample.text_parts.append(piece.text)
-                if request.stream:
+                direct = sample.direct
+                if (direct is None or not direct(piece.text)) and request.stream:
                     request.sink.on_token(0, piece)
             except BaseException as error:
                 self._on_error(request, error)
