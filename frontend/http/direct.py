@@ -9,12 +9,15 @@ What the tokens of one message write is gathered until the core is through with 
 the system's network code, in turns for each token, would push each other out of the processor's caches.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.types import Scope
+
+from frontend.events import Shortcut
 
 CYCLE_KEY = "trireme.cycle"
 """Where our protocol leaves uvicorn's record of a response in the request's scope."""
@@ -94,32 +97,39 @@ class DirectWriter:
         self.close()
         self._cycle.transport.close()
 
-    def of(self, render: Callable[[str], bytes]) -> Callable[[str], bool]:
-        """A function that writes what `render` makes of a text.
+    def of(self, render: Callable[[str], bytes]) -> Shortcut:
+        """Writes what `render` makes of a text; renders nothing if the text has to take the slow path."""
+        return _RenderedEvents(self, render)
 
-        It returns False, without rendering, if the text has to take the slow path: the client may be slow, or gone.
-        """
-
-        def write(text: str) -> bool:
-            if not self.is_ready:
-                return False
-            if event := render(text):
-                self.writes.writers.append(self)
-                self.writes.chunks.append(b"%x\r\n%b\r\n" % (len(event), event))
-                self.silent = False
-            return True
-
-        return write
-
-    def of_texts(self, start: bytes, end: bytes) -> Callable[[str], bool]:
+    def of_texts(self, start: bytes, end: bytes) -> Shortcut:
         """The same for events that consist of the text, as JSON, between two constants."""
-        return _TextEvents(self, start, end).write
+        return _TextEvents(self, start, end)
+
+
+class _RenderedEvents:
+    __slots__ = ("_render", "_writer")
+
+    def __init__(self, writer: DirectWriter, render: Callable[[str], bytes]) -> None:
+        self._writer = writer
+        self._render = render
+
+    def take(self, text: str) -> bool:
+        """See `Shortcut`."""
+        writer = self._writer
+        if not writer.is_ready:
+            return False
+        if event := self._render(text):
+            writer.writes.writers.append(writer)
+            writer.writes.chunks.append(b"%x\r\n%b\r\n" % (len(event), event))
+            writer.silent = False
+        return True
 
 
 class _TextEvents:
     """The events of one choice whose tokens are shown as text only: nearly every token takes this way.
 
-    All of it is in one function, and all that it needs in few objects: by the next step they have left the caches.
+    All of it is in one function, and all that it needs in few objects, since none of them is in a cache any more when
+    the next token comes.
     """
 
     __slots__ = ("_chunk_end", "_constant_bytes", "_start", "_writer")
@@ -127,11 +137,11 @@ class _TextEvents:
     def __init__(self, writer: DirectWriter, start: bytes, end: bytes) -> None:
         self._writer = writer
         self._start = start
-        self._chunk_end = end + b"\r\n"
+        self._chunk_end = _ended(end)
         self._constant_bytes = len(start) + len(end)
 
-    def write(self, text: str) -> bool:
-        """See `DirectWriter.of`."""
+    def take(self, text: str) -> bool:
+        """See `Shortcut`."""
         writer = self._writer
         if not writer.is_ready:
             return False
@@ -144,3 +154,9 @@ class _TextEvents:
             writes.chunks.append(b"".join((first_line, self._start, json, self._chunk_end)))
             writer.silent = False
         return True
+
+
+@functools.lru_cache(maxsize=64)
+def _ended(end: bytes) -> bytes:
+    """The end of a chunk: one object for all streams, which stays in the caches."""
+    return end + b"\r\n"

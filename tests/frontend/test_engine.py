@@ -45,14 +45,15 @@ def test_no_text_overtakes_what_waits_for_the_reader(memory_engine, count):
     """The direct way is open while the reader waits for more, and closed from the first text that it does not take."""
     encode, taken = memory_engine.engine.tokenizer.encode, []
 
-    def take(text: str) -> bool:
-        if "c" not in text:
-            taken.append(text)
-        return "c" not in text
+    class Shortcut:
+        def take(self, text: str) -> bool:
+            if "c" not in text:
+                taken.append(text)
+            return "c" not in text
 
     async def main():
         stream = await memory_engine.engine.generate([5, 6], SamplingParams(max_tokens=9))
-        stream.direct = [take]
+        stream.shortcuts = [Shortcut()]
         reading = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         for letter in "abcd":

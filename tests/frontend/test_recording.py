@@ -107,13 +107,14 @@ def test_what_is_started_again_has_a_recording_of_its_own(config, capsys):
 def test_tokens_that_go_straight_to_a_connection_are_recorded_too(config, capsys):
     taken = []
 
-    def take(text: str) -> bool:
-        taken.append(text)
-        return True
+    class Shortcut:
+        def take(self, text: str) -> bool:
+            taken.append(text)
+            return True
 
     async def stream(running):
         events = await running.engine.generate([5, 6], SamplingParams(max_tokens=9))
-        events.direct = [take]
+        events.shortcuts = [Shortcut()]
         reading = asyncio.ensure_future(events.final())
         await asyncio.sleep(0)
         for token_id in (5, 6, 7, 8):

@@ -165,11 +165,11 @@ def test_a_client_that_reads_now_and_then_gets_every_token_in_order(seed, make_a
 def test_without_our_protocol_and_after_the_end_everything_goes_the_long_way():
     without = DirectWriter({})
     without.open()
-    assert not without.of(str.encode)("x") and not without.of_texts(b"", b"")("x")
+    assert not without.of(str.encode).take("x") and not without.of_texts(b"", b"").take("x")
     connection = Connection()
     connection.chunked_encoding = True
     writer = DirectWriter({CYCLE_KEY: connection})
-    write = writer.of_texts(b"<", b">")
+    write = writer.of_texts(b"<", b">").take
     assert not write("before the head is written")
     writer.open()
     assert writer.silent and write("") and writer.silent
@@ -193,7 +193,7 @@ def test_what_goes_the_long_way_is_not_read_by_a_parser_before():
     connection.pause(True)
     writer.open()
     seen = []
-    write = writer.of(lambda text: seen.append(text) or text.encode())
+    write = writer.of(lambda text: seen.append(text) or text.encode()).take
     assert not write("a") and not seen
     connection.pause(False)
     assert write("b") and seen == ["b"]
@@ -207,7 +207,7 @@ def test_a_text_of_any_length_is_one_chunk(size):
     connection.chunked_encoding = True
     writer = DirectWriter({CYCLE_KEY: connection})
     writer.open()
-    assert writer.of_texts(b"<", b">")("a" * size)
+    assert writer.of_texts(b"<", b">").take("a" * size)
     connection.step_writes.flush()
     assert connection.direct_count == 1 and connection.body == b'<"%b">' % (b"a" * size)
 
@@ -224,7 +224,7 @@ def test_a_connection_that_fails_is_closed_and_holds_up_no_other(caplog):
         connection.chunked_encoding, connection.transport.step_writes = True, writes
         writer = DirectWriter({CYCLE_KEY: connection})
         writer.open()
-        takers.append(writer.of_texts(b"", b""))
+        takers.append(writer.of_texts(b"", b"").take)
     assert all(take("a") for take in takers)
     writes.flush()
     assert [connection.body for connection in connections] == [b'"a"', b"", b'"a"']
@@ -241,4 +241,4 @@ def test_a_connection_that_cannot_take_chunks_gets_none():
     connection.chunked_encoding = False
     writer = DirectWriter({CYCLE_KEY: connection})
     writer.open()
-    assert not writer.of(str.encode)("x") and not writer.of_texts(b"", b"")("x")
+    assert not writer.of(str.encode).take("x") and not writer.of_texts(b"", b"").take("x")
