@@ -28,8 +28,8 @@ from kernels.new_token import new_queries, norm_gains, repeated, rotation, store
 
 @triton.jit
 def fused_decode_parts_kernel(
-    qkv, output, k_cache, v_cache, k_scales, v_scales, next_k_cache, next_v_cache, block_tables, row_slots,
-    context_lengths, rope_table, q_weight, k_weight, partials, counters,
+    qkv, output, key_cache, value_cache, key_scales, value_scales, next_key_cache, next_value_cache,
+    block_tables, row_slots, context_lengths, rope_table, q_weight, k_weight, partials, counters,
     qkv_stride, output_stride, table_stride, eps, scale_log2,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -66,21 +66,21 @@ def fused_decode_parts_kernel(
         table = block_tables + slot.to(tl.int64) * table_stride
         DTYPE: tl.constexpr = qkv.dtype.element_ty
         WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
-        k_tiles, v_tiles = as_vectors(k_cache, FORMAT), as_vectors(v_cache, FORMAT)
+        k_tiles, v_tiles = as_vectors(key_cache, FORMAT), as_vectors(value_cache, FORMAT)
         # 2. Load the first tile of keys and values, which earlier steps wrote, and what turns the new token's heads.
         first = split * share
         last = tl.minimum(first + share, tiles)
         lane = tl.arange(0, TILE)
         inside = first * TILE + lane < cached
         tile_place = tile_places(table, first * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-        keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
-        values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+        keys, key_scale = load_tile(k_tiles, key_scales, tile_place, inside, WIDTH, FORMAT)
+        values, value_scale = load_tile(v_tiles, value_scales, tile_place, inside, WIDTH, FORMAT)
         rope_row = rope_table + (length - 1).to(tl.int64) * HEAD_DIM
         cos, sin = rotation(rope_row, column, HALF)
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(as_vectors(next_k_cache, FORMAT), tile_place, inside, WIDTH, PDL)
-            prefetch_tile(as_vectors(next_v_cache, FORMAT), tile_place, inside, WIDTH, PDL)
+            prefetch_tile(as_vectors(next_key_cache, FORMAT), tile_place, inside, WIDTH, PDL)
+            prefetch_tile(as_vectors(next_value_cache, FORMAT), tile_place, inside, WIDTH, PDL)
         pair = row * KV_HEADS + head
         part = pair * SPLITS + split
         sums_place = partials + part * (ROWS * HEAD_DIM)
@@ -98,7 +98,7 @@ def fused_decode_parts_kernel(
             q = new_queries(source, head, column, is_column, q_gain, q_partner_gain, cos, sin, eps,
                             GROUP, HEAD_DIM, HALF, HAS_NORM, HEADS)  # fmt: skip
             k, v = stored_new_token(
-                source, k_cache, v_cache, k_scales, v_scales, head, new_place, column, is_column[None, :],
+                source, key_cache, value_cache, key_scales, value_scales, head, new_place, column, is_column[None, :],
                 k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
             )  # fmt: skip
             score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
@@ -128,8 +128,8 @@ def fused_decode_parts_kernel(
                 if tile + 1 < last:
                     inside = (tile + 1) * TILE + lane < cached
                     tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-                    keys, key_scale = load_tile(k_tiles, k_scales, tile_place, inside, WIDTH, FORMAT)
-                    values, value_scale = load_tile(v_tiles, v_scales, tile_place, inside, WIDTH, FORMAT)
+                    keys, key_scale = load_tile(k_tiles, key_scales, tile_place, inside, WIDTH, FORMAT)
+                    values, value_scale = load_tile(v_tiles, value_scales, tile_place, inside, WIDTH, FORMAT)
             accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
             if parts > 1:
                 tl.store(sums_place + query[:, None] * HEAD_DIM + column[None, :], accumulator, mask=is_query)
