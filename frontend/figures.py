@@ -98,10 +98,10 @@ class Figures:
     """The statistics of one frontend.
 
     Attributes:
-        first_token_s: arrival to first token, one value per request.
+        first_token_s: arrival to first token, one value per request; none for one that began before this frontend.
         gap_s: between two steps of a sample that brought tokens.
         mean_gap_s: a request's mean time between tokens.
-        latency_s: arrival to end.
+        latency_s: arrival to end, of the same requests.
         queue_s: submission to the first step that computes some of the prompt; prefill_s: from there to the first
             token; decode_s: from there to the last; inference_s: both.
         prompt_tokens, output_tokens, max_tokens, sample_counts: per request, how many of each.
@@ -133,7 +133,7 @@ class Figures:
     def note_first_token(self, request: Request) -> None:
         """A request has its first token."""
         timings = request.timings
-        if timings.first_token_s is not None:
+        if timings.first_token_s is not None and not request.began_before:
             self.first_token_s.add(timings.first_token_s - timings.arrived_s)
 
     def note_gaps(self, now_s: float) -> None:
@@ -147,7 +147,7 @@ class Figures:
         """A request has ended."""
         self.ended[outcome] += 1
         timings, usage = request.timings, request.usage()
-        if timings.finished_s is not None:
+        if timings.finished_s is not None and not request.began_before:
             self.latency_s.add(timings.finished_s - timings.arrived_s)
         self.prompt_tokens.add(usage.prompt_tokens)
         self.output_tokens.add(usage.completion_tokens)
