@@ -17,6 +17,10 @@ SHOWN = frozenset({1.0, 1.5, 2.0, 3.0, 5.0, 7.5})
 """Those of them that are exported: finer ones would only make the export long."""
 
 
+GOOD_ENDS = frozenset({"stop", "length", "abort"})
+"""How a request ends that does not end with an error."""
+
+
 class Histogram:
     """Counts of values by bucket.
 
@@ -101,7 +105,7 @@ class Figures:
         first_token_s: arrival to first token, one value per request; none for one that began before this frontend.
         gap_s: between two steps of a sample that brought tokens.
         mean_gap_s: a request's mean time between tokens.
-        latency_s: arrival to end, of the same requests.
+        latency_s: arrival to end, of the same requests. Here and below without those that were refused.
         queue_s: submission to the first step that computes some of the prompt; prefill_s: from there to the first
             token; decode_s: from there to the last; inference_s: both.
         prompt_tokens, output_tokens, max_tokens, sample_counts: per request, how many of each.
@@ -144,9 +148,11 @@ class Figures:
         self.previous_s.clear()
 
     def note_end(self, request: Request, outcome: str) -> None:
-        """A request has ended."""
+        """A request has ended. One that was refused is counted and no more: it would make latencies look short."""
         self.ended[outcome] += 1
         timings, usage = request.timings, request.usage()
+        if outcome not in GOOD_ENDS and timings.first_token_s is None:
+            return
         if timings.finished_s is not None and not request.began_before:
             self.latency_s.add(timings.finished_s - timings.arrived_s)
         self.prompt_tokens.add(usage.prompt_tokens)
