@@ -1,7 +1,10 @@
 """Who may bind an endpoint."""
 
 import errno
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
@@ -113,6 +116,47 @@ def test_whatever_finds_no_room_says_so_in_our_words(owner, name, monkeypatch, t
     monkeypatch.setattr(owner, name, find_no_room)
     with pytest.raises(StartupError, match="cannot connect to .*client.sock': Too many open files"):
         connect_client(f"ipc://{tmp_path}/client.sock")
+
+
+WITH_FEW_FILES = """
+import os, resource, sys, zmq
+from common.errors import StartupError
+from common.sockets import connect_client, new_context
+
+def context_with_a_socket():
+    context = new_context()
+    return context, context.socket(zmq.PULL)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+clients = [lambda: connect_client(sys.argv[1]), lambda: connect_client("tcp://127.0.0.1:9")]
+for free in range(14):
+    for make in (*clients, context_with_a_socket):
+        held = []
+        try:
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            for file in held[len(held) - free:]:
+                os.close(file)
+        try:
+            context = make()[0]
+        except StartupError as error:
+            assert "Too many open files" in str(error) and free < 9, (free, error)
+        else:
+            context.destroy(linger=0)
+            assert free > 5, free
+        for file in held[:len(held) - free]:
+            os.close(file)
+print("all", free)
+"""
+
+
+def test_a_process_with_few_file_descriptors_left_is_told_and_lives(tmp_path):
+    """ZeroMQ aborted the whole program where a client found two to four."""
+    command = [sys.executable, "-c", WITH_FEW_FILES, f"ipc://{tmp_path}/client.sock"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=False)
+    assert done.stdout == "all 13\n", done.stderr
 
 
 def test_a_port_in_use_names_the_option(context):
