@@ -24,6 +24,9 @@ TEMPERATURE_FLOOR = 1e-5
 REPETITION_PENALTY_MIN = 0.01
 """Below it, logits divided by it leave the range of float32."""
 SEED_MAX = 2**63 - 1
+_NUMBER_TYPES = frozenset((bool, float, int, type(None)))
+KNOWN_LIMIT = 256
+"""Maps of parameters that are remembered with what they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,22 +185,36 @@ class SamplingParams:
 
     def to_wire(self) -> dict[str, Any]:
         """A map of what differs from the defaults, for msgpack."""
-        differing = {}
-        for name, default in _DEFAULTS.items():
-            value = getattr(self, name)
-            if value != default:
-                differing[name] = _plain(value)
-        return differing
+        values = self.__dict__
+        return {name: _plain(values[name]) for name, default in _DEFAULTS.items() if values[name] != default}
 
     @classmethod
     def from_wire(cls, values: Any) -> "SamplingParams":
         """Build from a received map; every value is checked as if a user had typed it.
+
+        Requests often have the same few numbers but for the seed: these are checked once, and then remembered.
 
         Raises:
             RequestError: an unknown name, or a value that is refused.
         """
         if not isinstance(values, dict):
             raise RequestError(f"sampling parameters: wanted a map, got {type(values).__name__}")
+        key = _numbers_key(values)
+        if key is None:
+            return cls._checked(values)
+        known = _known.get(key)
+        if known is None:
+            if len(_known) >= KNOWN_LIMIT:
+                _known.clear()
+            known = _known[key] = cls._checked({**values, "seed": None})
+        seed = values.get("seed")
+        if seed is None:
+            return known
+        _check_int("seed", seed, -SEED_MAX - 1, SEED_MAX)
+        return known.with_values(seed=seed)
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any]) -> "SamplingParams":
         unknown = [str(name) for name in values if name not in _DEFAULTS]
         if unknown:
             near = difflib.get_close_matches(unknown[0], _DEFAULTS, n=1)
@@ -207,6 +224,8 @@ class SamplingParams:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _NUMBER_TYPES:
+        return value
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, StructuredOutputs):
@@ -291,6 +310,15 @@ _DEFAULTS: dict[str, Any] = {
     item.name: item.default_factory() if callable(item.default_factory) else item.default
     for item in fields(SamplingParams)
 }
+
+
+_known: dict[tuple[Any, ...], SamplingParams] = {}
+
+
+def _numbers_key(values: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What tells maps of numbers apart, whatever their seeds; None for one that holds other values too."""
+    entries = [(name, type(value), value) for name, value in values.items() if name != "seed"]  # True is no 1
+    return tuple(entries) if _NUMBER_TYPES.issuperset([kind for _, kind, _ in entries]) else None
 
 
 _MASK64 = 2**64 - 1

@@ -239,7 +239,7 @@ class FieldReader:
         value = next(self._left, _END)
         if type(value) is not list or len(value) > limit:
             raise self._fail(what, f"an array of at most {limit} items", value)
-        return tuple(map(item, value))
+        return tuple(map(item, value)) if value else ()
 
     def mapping(self, what: str, limit: int = 256) -> dict[str, Any]:
         """A map of at most `limit` entries with string keys; the values are the caller's to check."""

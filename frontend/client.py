@@ -46,6 +46,8 @@ T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
+_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
+
 _one_that_polls = threading.Lock()
 """Held by the one client of this program that polls busily: several would be in each other's way, since one thread runs
 at a time."""
@@ -340,17 +342,20 @@ class Client:
                 self._state.give_up(self._connection.refusal)
 
     def _drain(self) -> None:
+        """Take what has come, until nobody waits for more: what comes later is found in the next wait."""
         with contextlib.suppress(zmq.Again):
             while True:
-                data = self._socket.recv(zmq.NOBLOCK)
+                data = self._socket.recv(_NO_WAIT)
                 self._busy.note()
                 for message in self._state.take(data):
-                    self._socket.send(message.to_wire(), zmq.NOBLOCK)
+                    self._socket.send(message.to_wire(), _NO_WAIT)
+                if not (self._state.live_count and int(self._socket.get(_EVENTS)) & _READABLE):
+                    return
 
     def _look_at_connection(self) -> None:
         if self._socket.closed:
             self._reconnect()
-        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+        while int(self._monitor.get(_EVENTS)) & _READABLE:
             if self._connection.note(self._monitor.recv_multipart()):
                 self._drain()  # the engine's last words came before the end
                 self._state.lose(self._connection.lost())
@@ -366,7 +371,7 @@ class Client:
             raise EngineDeadError("this client is closed")
         with self._in_use:
             self._await_connection()
-            self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+            self._socket.send(data, _NO_WAIT)  # no high-water mark: it never waits
             self._busy.note()
             if inbox is not None:
                 self._state.note_sent(inbox, message)

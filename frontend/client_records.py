@@ -50,7 +50,7 @@ class ClientSink:
         sample_count: int,
         start: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._row_starts = [wire.Deltas.row_start(request_id, index) for index in range(sample_count)]
+        self._row_starts: list[bytes] = []
         self._start = start
         self.client = client
         self.request_id = request_id
@@ -66,7 +66,13 @@ class ClientSink:
         client = self.client
         if not client.rows:
             client.touch()
-        client.rows.append(self._row_starts[sample_index] + (piece.row_end or piece.pack_row_end()))
+        starts = self._row_starts or self._make_row_starts()
+        client.rows.append(starts[sample_index] + (piece.row_end or piece.pack_row_end()))
+
+    def _make_row_starts(self) -> list[bytes]:
+        """Made with the first token, since a request that is not streamed needs none."""
+        self._row_starts = [wire.Deltas.row_start(self.request_id, index) for index in range(self.sample_count)]
+        return self._row_starts
 
     def on_delta(self, delta: Delta) -> None:
         """Put new output into the client's next message."""

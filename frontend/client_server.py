@@ -75,7 +75,7 @@ class ClientServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._access = access
         self._reader = (
-            ZmqReader(socket, self._on_frames, self.flush)
+            ZmqReader(socket, self.on_frames, self.flush)
             if access is None
             else ZmqReader(socket, self._on_keyed_frames, self.flush, copy=False)
         )
@@ -171,7 +171,7 @@ class ClientServer:
                 return
             self._record_of(identity).public_key = key
             self._check_keys_later()
-        self._on_frames([identity, *parts])
+        self.on_frames([identity, *parts])
 
     def _check_keys_later(self) -> None:
         if self._next_key_check is None:
@@ -202,7 +202,8 @@ class ClientServer:
             client = self._clients[identity] = ClientRecord(self.touched, identity)
         return client
 
-    def _on_frames(self, frames: list[bytes]) -> None:
+    def on_frames(self, frames: list[bytes]) -> None:
+        """Handle a message: its sender's identity and the message."""
         identity, data = frames[0], frames[-1]
         client = self._record_of(identity)
         client.touch()

@@ -20,7 +20,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from common.client_messages import SampleSoFar
 from common.errors import RequestError
@@ -30,9 +30,9 @@ from common.wire import INT32_MAX
 from frontend.events import Sink, Timings
 from frontend.figures import Figures
 from frontend.outbox import Outbox
-from frontend.request import Request, Sample, error_of
+from frontend.request import Request, error_of
 from frontend.request_checks import check_prompt, completed, known_bad_token_ids, known_end_token_ids, not_serving
-from frontend.token_rows import Row, is_sound, note_beginning, rows_of, set_apart, silent_index, stop_token
+from frontend.token_intake import TokenIntake
 from frontend.tokenizer import Tokenizer
 
 FRUITLESS_LIMIT = 2
@@ -65,7 +65,6 @@ class Core:
         observers: called when a request ends, by `later`: at once, or when the process has sent the answer.
         error: why the engine is dead, or restarting.
         session: how often processes of the engine have been restarted.
-        token_count: output tokens since start.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Core:
         self.observers: list[Observer] = [self.figures.note_end]
         self.later: Callable[..., object] = lambda act, *arguments: act(*arguments)
         self.error, self.session = "", session
-        self.token_count = 0
         self._outbox = Outbox(send, clock)
         self._random = random.Random(seed)
         self._stream_interval = stream_interval
@@ -98,7 +96,15 @@ class Core:
         self._next_id = 0
         self._held_limit = held_limit
         self._past_stats = EngineStats()
-        self._last_step_s = clock()
+        self._intake = TokenIntake(
+            self._live, self._outbox, self.figures, stream_interval=stream_interval, now_s=clock(),
+            on_end=self._finish, on_failed=self._fail, on_error=self._break,
+        )  # fmt: skip
+
+    @property
+    def token_count(self) -> int:
+        """Output tokens since start."""
+        return self._intake.token_count
 
     @property
     def live_count(self) -> int:
@@ -256,7 +262,8 @@ class Core:
         """Take one message from the scheduler."""
         match message:
             case TokensOut():
-                self._take_tokens(message)
+                self._intake.take(message, self._clock())
+                self._outbox.flush()
             case EngineStats():
                 self.stats = message.after(self._past_stats)
                 self.figures.note_stats(message)
@@ -274,101 +281,6 @@ class Core:
                 if self._outbox.suspended:
                     self._outbox.resume(self._live.values())
 
-    def _take_tokens(self, out: TokensOut) -> None:
-        now = self._clock()
-        if out.token_counts:
-            self._take_rows(rows_of(out), now)
-        else:
-            request_ids, special = set_apart(out)
-            self._take_single_tokens(request_ids, out.token_ids, now)
-            self._take_rows(rows_of(out, special), now)
-        self._last_step_s = now
-        if self.figures.previous_s:
-            self.figures.note_gaps(now)
-        self._outbox.flush()
-
-    def _take_single_tokens(self, request_ids: Sequence[int], token_ids: Sequence[int], now: float) -> None:
-        """The usual rows: one token of a request's first sample, and nothing else.
-
-        All that is done for nearly every token stands in this loop: it has a piece, and its sample got a token in the
-        step before. The others go by `_extend_by_one`, which does the same and more.
-        """
-        live, last_step_s, gathers, steady_count = self._live, self._last_step_s, self._stream_interval > 1, 0
-        for request_id, token_id in zip(request_ids, token_ids, strict=True):
-            request = live.get(request_id)
-            if request is None:
-                continue
-            try:
-                sample = request.first
-                piece = None if sample.pieces is None else sample.pieces[token_id]
-                if piece is None or sample.last_token_s is not last_step_s or gathers:
-                    self._extend_by_one(request, sample, token_id, now)
-                    continue
-                steady_count += 1
-                sample.last_token_s = now
-                sample.token_ids.append(token_id)
-                sample.text_parts.append(piece.text)
-                if request.stream:
-                    request.sink.on_token(0, piece)
-            except BaseException as error:
-                self._break(request, error)
-        if steady_count:
-            self.token_count += steady_count
-            self.figures.gap_s.add(now - last_step_s, steady_count)
-
-    def _extend_by_one(self, request: Request, sample: Sample, token_id: int, now: float) -> None:
-        if sample.finish_reason is not None:
-            return
-        text = sample.add(token_id)
-        self.token_count += 1
-        self._mark_token(request, sample, now)
-        if request.stream:
-            if sample.finish_reason is not None or self._stream_interval > 1:
-                request.emit(sample, text, (token_id,), self._stream_interval)
-            else:
-                request.sink.on_token(sample.index, sample.piece_of(token_id, text))
-        if sample.finish_reason is not None:
-            self._sample_ended(request, sample, early=True)
-
-    def _mark_token(self, request: Request, sample: Sample, now_s: float) -> None:
-        """Note the time of a sample's new tokens."""
-        self.figures.previous_s.append(sample.last_token_s)
-        sample.last_token_s = now_s
-        if request.timings.first_token_s is None:
-            request.timings.first_token_s = now_s
-            self.figures.note_first_token(request)
-
-    def _take_rows(self, rows: Iterable[Row], now: float) -> None:
-        for row in rows:
-            request = self._live.get(row.request_id)
-            if request is None or row.sample_index >= len(request.samples):
-                continue
-            try:
-                self._take_row(request, row, now)
-            except BaseException as error:
-                self._break(request, error)
-
-    def _take_row(self, request: Request, row: Row, now: float) -> None:
-        note_beginning(request, row)
-        sample = request.samples[row.sample_index]
-        if row.finish is not None and row.finish.reason == "error":
-            detail = row.finish.detail or "the engine could not compute this sample"
-            self._give_up(request, RequestError(detail, code="sample_failed", status=500))
-        elif request.pooling:
-            self._take_embedding(request, sample, row, now)
-        elif sample.finish_reason is None:
-            self._extend(request, sample, row, now)
-
-    def _take_embedding(self, request: Request, sample: Sample, row: Row, now: float) -> None:
-        """End a request for an embedding. The row's token means nothing."""
-        if not is_sound(row.embedding):
-            text = "the model's hidden states for this prompt were not numbers"
-            return self._fail(request, RequestError(text, code="sample_failed", status=500))
-        self._mark_token(request, sample, now)
-        request.embedding = row.embedding
-        sample.finish_reason = "stop"
-        self._sample_ended(request, sample, early=False)
-
     def _break(self, request: Request, error: BaseException) -> None:
         """An error of ours, a panic of the tokenizer (no Exception) or a lack of memory ends its own request alone.
 
@@ -380,35 +292,6 @@ class Core:
             self._give_up(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
         elif isinstance(error, MemoryError):
             raise error
-
-    def _extend(self, request: Request, sample: Sample, row: Row, now: float) -> None:
-        old_count, old_logprob_count = len(sample.token_ids), len(sample.logprobs)
-        silent = silent_index(request, row)
-        text = ""
-        for index, token_id in enumerate(row.token_ids):
-            text += sample.add(token_id, row.logprobs.get(index), silent=index == silent)
-            if sample.finish_reason is not None:
-                break
-        new_count = len(sample.token_ids) - old_count
-        self.token_count += new_count
-        if new_count:
-            self._mark_token(request, sample, now)
-        early = sample.finish_reason is not None and row.finish is None
-        if sample.finish_reason is None and row.finish is not None:
-            text += sample.end(row.finish.reason, stop_token(request, row))
-        if request.stream:
-            new_logprobs = sample.logprobs[old_logprob_count:]
-            request.emit(sample, text, row.token_ids[:new_count], self._stream_interval, new_logprobs)
-        if sample.finish_reason is not None:
-            self._sample_ended(request, sample, early=early)
-
-    def _sample_ended(self, request: Request, sample: Sample, *, early: bool) -> None:
-        """A sample is complete; `early` if a stop string ended it, which the scheduler does not know of."""
-        request.open_count -= 1
-        if early:
-            self._outbox.abort(request.request_id, sample.index if request.open_count else None)
-        if not request.open_count:
-            self._finish(request)
 
     def _note_waiting(self, request_ids: Sequence[int], *, waits: bool) -> None:
         for request_id in request_ids:

@@ -46,8 +46,8 @@ def check_prompt(prompt_token_ids: "array[int]", limits: EngineReady) -> None:
             code="context_length_exceeded",
             param="prompt",
         )
-    low, high = min(prompt_token_ids), max(prompt_token_ids)
-    if low < 0 or high >= limits.vocab_size:
+    if max(memoryview(prompt_token_ids).cast("B").cast("I")) >= limits.vocab_size:  # ids below 0 are the largest there
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
         raise RequestError(
             f"the prompt holds the token id {low if low < 0 else high}; this model's ids are 0 to "
             f"{limits.vocab_size - 1}",
@@ -99,7 +99,8 @@ def completed(
     if params.seed is None:
         changes["seed"] = seeds.getrandbits(63)
     params = params.with_values(**changes) if changes else params
-    _check_resumed(resumed or (), params, limits)
+    if resumed:
+        _check_resumed(resumed, params, limits)
     return params
 
 

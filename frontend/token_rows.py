@@ -1,6 +1,6 @@
 """The rows of a TokensOut message, one by one, and what the end of a row means for the text.
 
-Pure functions; `core.Core` has them set apart the rows that are more than one token of a request's first sample.
+Pure functions; `token_intake` has them set apart the rows that are more than one token of a request's first sample.
 """
 
 import math

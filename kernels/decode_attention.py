@@ -42,6 +42,7 @@ Sources: [1] Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -62,12 +63,11 @@ from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
     HeadShape,
-    attend_row,
     check_options,
     check_paged_inputs,
     compile_options,
-    gather_row,
     gluon_attends,
+    paged_attention_reference,
     row_of_work,
     soft_capped,
     wanted,
@@ -85,27 +85,13 @@ def decode_attention_reference(
     block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     context_lengths: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> torch.Tensor:
-    """Result [max_rows, query_heads, head_dim] in `dtype` throughout; zeros for padding rows. Synchronises."""
-    result = torch.zeros(len(row_slots), *query.shape[1:], dtype=dtype, device=query.device)
-    for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
-        if slot < 0 or length == 0:
-            continue
-        key, value = (
-            gather_row(cache, block_tables[slot], length, dtype, scales)
-            for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
-        )
-        result[row] = attend_row(
-            query[row : row + 1], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
-        )[0]
-    return result
+    """Result [max_rows, query_heads, head_dim]; zeros for padding rows. `options`: of `paged_attention_reference`, of
+    whose rows each has one token. Synchronises."""
+    rows = len(row_slots)
+    cache = (key_cache, value_cache, block_tables, row_slots, context_lengths)
+    return paged_attention_reference(query[:rows], *cache, torch.arange(rows + 1), **options)
 
 
 @dataclass(frozen=True)
@@ -402,12 +388,15 @@ def _check_workspace(
     wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
 
 
-def _common_constants(shape: HeadShape, plan: DecodePlan) -> dict[str, int]:
-    """What both kernels are compiled for."""
+def _common_options(
+    shape: HeadShape, plan: DecodePlan, cache_dtype: torch.dtype, has_row_count: bool
+) -> dict[str, int | bool]:
+    """What all three kernels are compiled for."""
     return {
-        "KV_HEADS": shape.kv_heads, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "BLOCK_SIZE": shape.block_size,
+        "FORMAT": cache_format(cache_dtype), "KV_HEADS": shape.kv_heads, "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim, "BLOCK_SIZE": shape.block_size, "HAS_ROW_COUNT": has_row_count,
         "TILE": plan.tile_tokens, "ROWS_TILE": plan.rows_tile, "MIN_TILES": plan.min_tiles,
-        "START_TILES": plan.start_tiles,
+        "START_TILES": plan.start_tiles, "num_warps": plan.num_warps, **compile_options(plan.max_registers),
     }  # fmt: skip
 
 
@@ -446,33 +435,24 @@ def decode_attention(
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
     _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
-    options, scale_log2 = launch_options(output) if pdl else {"PDL": False}, scale * LOG2_E
-    inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
+    early = launch_options(output) if pdl else {"PDL": False}
+    tensors = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
     workspace = (partials, counters, key_scales, value_scales)
+    numbers = (max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale * LOG2_E)
+    options = _common_options(shape, plan, key_cache.dtype, decode_row_count is not None) | early
     if plan.specialised:
         is_possible = can_specialise(shape, query.dtype, sliding_window, soft_cap, quantised=key_scales is not None)
         wanted(is_possible, "specialised plan", "only where can_specialise(...)", (shape, query.dtype))
         from kernels import decode_attention_hopper, decode_attention_team
 
         kernel = decode_attention_hopper if plan.num_warps == 1 else decode_attention_team
-        kernel.launch(*inputs, *workspace, plan, scale_log2, _common_constants(shape, plan), options["PDL"])
+        options |= {"STAGES": plan.num_stages, "HEADS": triton.next_power_of_2(shape.group)}
+        kernel.launch(*tensors, *workspace, *numbers, plan=plan, **options)
         return
     merge_parts, merge_group = merge_sizes(shape.group, plan.dim_tile)
     _decode_kernel[(plan.program_count,)](
-        *inputs, *workspace, max_rows, output.stride(0), query.stride(0), block_tables.stride(0), scale_log2, soft_cap,
-        FORMAT=cache_format(key_cache.dtype),
-        NATIVE=is_native(query, key_cache),
-        SINGLE=has_single_keys(query, key_cache),
-        WINDOW=sliding_window,
-        HAS_SOFT_CAP=soft_cap > 0,
-        HAS_ROW_COUNT=decode_row_count is not None,
-        GROUP_ROWS=plan.group_rows,
-        DIM_TILE=plan.dim_tile,
-        MERGE_PARTS=merge_parts,
-        MERGE_GROUP=merge_group,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **_common_constants(shape, plan),
-        **options,
-        **compile_options(plan.max_registers),
+        *tensors, *workspace, *numbers, soft_cap,
+        NATIVE=is_native(query, key_cache), SINGLE=has_single_keys(query, key_cache), WINDOW=sliding_window,
+        HAS_SOFT_CAP=soft_cap > 0, GROUP_ROWS=plan.group_rows, DIM_TILE=plan.dim_tile, MERGE_PARTS=merge_parts,
+        MERGE_GROUP=merge_group, num_stages=plan.num_stages, **options,
     )  # fmt: skip

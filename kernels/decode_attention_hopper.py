@@ -28,10 +28,9 @@ docs/log.md has those of the plain kernel beside them, and says where the rest g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
@@ -50,9 +49,7 @@ from kernels.decode_warp import (
     store_piece,
     zero_empty_rows,
 )
-from kernels.kv_format import cache_format
 from kernels.launch_gluon import let_next_start, wait_for_inputs
-from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
@@ -200,13 +197,13 @@ def _ask(
 def _hopper_decode_kernel(
     output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
-    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
-    PDL: gl.constexpr,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
+    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
     token_layout: gl.constexpr = gl.SliceLayout(1, mma)
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
@@ -361,45 +358,10 @@ def launch(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    row_slots: torch.Tensor,
-    context_lengths: torch.Tensor,
-    decode_row_count: torch.Tensor | None,
-    partials: torch.Tensor,
-    counters: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
+    *others: Any,
     plan: DecodePlan,
-    scale_log2: float,
-    constants: dict[str, int],
-    pdl: bool,
+    **constants: Any,
 ) -> None:
-    """Launch on arguments that `decode_attention` has checked; `constants`: what both kernels are compiled for."""
-    _hopper_decode_kernel[(plan.program_count,)](
-        output,
-        query,
-        cache_descriptor(key_cache, plan.tile_tokens),
-        cache_descriptor(value_cache, plan.tile_tokens),
-        block_tables,
-        row_slots,
-        context_lengths,
-        decode_row_count,
-        partials,
-        counters,
-        key_scales,
-        value_scales,
-        row_slots.shape[0],
-        output.stride(0),
-        query.stride(0),
-        block_tables.stride(0),
-        scale_log2,
-        FORMAT=cache_format(key_cache.dtype),
-        DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
-        HAS_ROW_COUNT=decode_row_count is not None,
-        STAGES=plan.num_stages,
-        HEADS=triton.next_power_of_2(constants["GROUP"]),
-        PDL=pdl,
-        **constants,
-        num_warps=plan.num_warps,
-        **compile_options(plan.max_registers, pdl),
-    )
+    """Launch on what `decode_attention` has checked and gives to all its kernels; the copy engine wants descriptors."""
+    caches = (cache_descriptor(cache, plan.tile_tokens) for cache in (key_cache, value_cache))
+    _hopper_decode_kernel[(plan.program_count,)](output, query, *caches, *others, **constants)

@@ -20,10 +20,9 @@ block tables, lengths and all other tokens must have been written by kernels tha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
@@ -31,9 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 from kernels.decode_attention_hopper import LEVELS, segment, share_of_work
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import FP8, INT8, QUERIES, block_barrier, left_operands, store_piece, zero_empty_rows
-from kernels.kv_format import cache_format
 from kernels.launch_gluon import let_next_start, wait_for_inputs
-from kernels.paged_kv import compile_options
 
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
@@ -187,13 +184,14 @@ def _across_warps(sums, shares, layout: gl.constexpr):
 def _team_decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,
-    FORMAT: gl.constexpr, DTYPE: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    FORMAT: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HAS_ROW_COUNT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    ROWS_TILE: gl.constexpr, MIN_TILES: gl.constexpr, START_TILES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     program = gl.program_id(0)
     programs = gl.num_programs(0)
+    WARPS: gl.constexpr = gl.num_warps()
+    DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
     token_layout: gl.constexpr = gl.SliceLayout(2, mma)
     column_layout: gl.constexpr = gl.SliceLayout(1, mma)
@@ -375,47 +373,11 @@ def launch(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    row_slots: torch.Tensor,
-    context_lengths: torch.Tensor,
-    decode_row_count: torch.Tensor | None,
-    partials: torch.Tensor,
-    counters: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
+    *others: Any,
     plan: DecodePlan,
-    scale_log2: float,
-    constants: dict[str, int],
-    pdl: bool,
+    **constants: Any,
 ) -> None:
-    """Launch on arguments that `decode_attention` has checked; `constants`: what all kernels are compiled for."""
-    as_pairs = key_cache.element_size() == 1
-    _team_decode_kernel[(plan.program_count,)](
-        output,
-        query,
-        key_cache.view(torch.int16) if as_pairs else key_cache,
-        value_cache.view(torch.int16) if as_pairs else value_cache,
-        block_tables,
-        row_slots,
-        context_lengths,
-        decode_row_count,
-        partials,
-        counters,
-        key_scales,
-        value_scales,
-        row_slots.shape[0],
-        output.stride(0),
-        query.stride(0),
-        block_tables.stride(0),
-        scale_log2,
-        FORMAT=cache_format(key_cache.dtype),
-        DTYPE=gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16,
-        HAS_ROW_COUNT=decode_row_count is not None,
-        STAGES=plan.num_stages,
-        HEADS=triton.next_power_of_2(constants["GROUP"]),
-        WARPS=plan.num_warps,
-        PDL=pdl,
-        **constants,
-        num_warps=plan.num_warps,
-        **compile_options(plan.max_registers, pdl),
-    )
+    """Launch on what `decode_attention` has checked and gives to all its kernels; 8-bit elements are seen as pairs."""
+    is_8_bit = key_cache.element_size() == 1
+    caches = (cache.view(torch.int16) if is_8_bit else cache for cache in (key_cache, value_cache))
+    _team_decode_kernel[(plan.program_count,)](output, query, *caches, *others, **constants)

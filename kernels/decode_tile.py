@@ -207,7 +207,7 @@ def prefetch_lines(address, PDL: tl.constexpr):
 
 
 @triton.jit
-def tile_places(table, first, inside, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+def _tile_places(table, first, inside, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """Places of a tile's cached positions, from `first` on, in either cache, counted in vectors."""
     lane = tl.arange(0, TILE)
     in_block = (first + lane) % BLOCK_SIZE
@@ -218,8 +218,8 @@ def tile_places(table, first, inside, head, KV_HEADS: tl.constexpr, BLOCK_SIZE: 
 
 
 @triton.jit
-def as_vectors(cache, FORMAT: tl.constexpr):
-    """A cache as `load_tile` takes it: a pointer to elements, or to pairs of 8-bit ones."""
+def _as_units(cache, FORMAT: tl.constexpr):
+    """A pointer to what tiles are loaded as: elements, or pairs of 8-bit ones."""
     if FORMAT > 0:
         return cache.to(tl.pointer_type(tl.int16))
     else:
@@ -227,21 +227,37 @@ def as_vectors(cache, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_tile(tiles, scales, place, inside, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """Vectors at `place`, as elements or as pairs, and their scales."""
+def _load_vectors(cache, scales, place, inside, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """Vectors at `place`, as elements or as pairs, and their scales; beside a plain cache `place` stands for these."""
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
     unit = tl.arange(0, WIDTH)
-    tile = tl.load(tiles + place[:, None] * WIDTH + unit[None, :], mask=inside[:, None], other=0)
+    vectors = tl.load(_as_units(cache, FORMAT) + place[:, None] * WIDTH + unit[None, :], mask=inside[:, None], other=0)
     scale = place
     if FORMAT > 0:
         scale = tl.load(scales + place, mask=inside, other=0.0)
-    return tile, scale
+    return vectors, scale
 
 
 @triton.jit
-def prefetch_tile(tiles, place, inside, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """Ask for the cache lines of vectors of WIDTH units of two bytes, a power of two."""
+def load_tile(
+    key_cache, value_cache, key_scales, value_scales, table, first, inside, head,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Keys [TILE, d] and values of a K/V head's cached positions from `first` on, each followed by its scales [TILE];
+    and the positions' places in the caches [TILE]. Over an 8-bit cache d is half of HEAD_DIM: pairs."""
+    place = _tile_places(table, first, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
+    keys, key_scale = _load_vectors(key_cache, key_scales, place, inside, HEAD_DIM, FORMAT)
+    values, value_scale = _load_vectors(value_cache, value_scales, place, inside, HEAD_DIM, FORMAT)
+    return keys, key_scale, values, value_scale, place
+
+
+@triton.jit
+def prefetch_tile(cache, place, inside, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, PDL: tl.constexpr):
+    """Ask for the cache lines, of 128 bytes, of the vectors at `place`; HEAD_DIM is a power of two."""
+    WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HEAD_DIM // 2
     line = 64 * tl.arange(0, (WIDTH + 63) // 64)
-    prefetch_lines(tiles + (tl.where(inside, place, 0) * WIDTH)[:, None] + line[None, :], PDL)
+    place = tl.where(inside, place, 0) * WIDTH
+    prefetch_lines(_as_units(cache, FORMAT) + place[:, None] + line[None, :], PDL)
 
 
 def merge_sizes(group: int, dim_tile: int, numbers: int = 64) -> tuple[int, int]:

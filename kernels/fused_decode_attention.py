@@ -47,7 +47,6 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.decode_tile import (
-    as_vectors,
     attend_tile,
     is_native,
     load_tile,
@@ -56,7 +55,6 @@ from kernels.decode_tile import (
     prefetch_tile,
     query_parts,
     split_sums,
-    tile_places,
     whole_sums,
 )
 from kernels.fused_decode_parts import fused_decode_parts_kernel
@@ -64,7 +62,7 @@ from kernels.kv_format import TOPS, cache_format
 from kernels.kv_quant import check_scales
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.new_token import NewTokens, new_queries, norm_gains, rotation, stored_new_token
-from kernels.paged_kv import LOG2_E, HeadShape, attend_row, gather_row, gluon_attends
+from kernels.paged_kv import LOG2_E, HeadShape, gluon_attends, paged_attention_reference
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
@@ -111,15 +109,10 @@ def fused_decode_attention_reference(
         qkv, key_cache, value_cache, torch.tensor(places, device=qkv.device),
         (context_lengths - 1).clamp(min=0), rope_table, query_heads, q_weight, k_weight, eps, key_scales, value_scales,
     )  # fmt: skip
-    result = torch.zeros(query.shape, device=qkv.device)
-    for row, (slot, n) in enumerate(zip(slots, lengths, strict=True)):
-        if real[row]:
-            key, value = (
-                gather_row(cache, block_tables[slot], n, torch.float32, scales)
-                for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
-            )
-            result[row] = attend_row(query[row : row + 1], key, value, scale=scale)[0]
-    return result
+    cache = (key_cache, value_cache, block_tables, row_slots, context_lengths)
+    return paged_attention_reference(
+        query, *cache, torch.arange(len(slots) + 1), scale=scale, key_scales=key_scales, value_scales=value_scales
+    )
 
 
 def supports(head_dim: int, group: int, rotary_dim: int, sliding_window: int) -> bool:
@@ -212,24 +205,23 @@ def _fused_decode_kernel(
     elif split < active:
         table = block_tables + slot.to(tl.int64) * table_stride
         DTYPE: tl.constexpr = qkv.dtype.element_ty
-        WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
-        k_tiles, v_tiles = as_vectors(key_cache, FORMAT), as_vectors(value_cache, FORMAT)
         # 2. Load the first tile of keys and values, which earlier steps wrote, and what turns the new token's heads.
         first = split * share
         last = tl.minimum(first + share, tiles)
         lane = tl.arange(0, TILE)
         inside = first * TILE + lane < cached
-        tile_place = tile_places(table, first * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-        keys, key_scale = load_tile(k_tiles, key_scales, tile_place, inside, WIDTH, FORMAT)
-        values, value_scale = load_tile(v_tiles, value_scales, tile_place, inside, WIDTH, FORMAT)
+        keys, key_scale, values, value_scale, tile_place = load_tile(
+            key_cache, value_cache, key_scales, value_scales, table, first * TILE, inside, head,
+            KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
+        )  # fmt: skip
         new_block = tl.load(table + (length - 1) // BLOCK_SIZE).to(tl.int64)
         rope_row = rope_table + (length - 1).to(tl.int64) * HEAD_DIM
         cos, sin = rotation(rope_row, column, HALF)
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         k_gain, k_partner_gain = norm_gains(k_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(as_vectors(next_key_cache, FORMAT), tile_place, inside, WIDTH, PDL)
-            prefetch_tile(as_vectors(next_value_cache, FORMAT), tile_place, inside, WIDTH, PDL)
+            prefetch_tile(next_key_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
+            prefetch_tile(next_value_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
         wait_for_inputs(PDL)
         # 3. The group's queries, and the new token's key and value, which split 0 stores and attends to.
         source = qkv + row.to(tl.int64) * qkv_stride
@@ -253,9 +245,10 @@ def _fused_decode_kernel(
                 even_sums, odd_sums, DTYPE, FORMAT, NATIVE,
             )  # fmt: skip
             inside = ((tile + 1) * TILE + lane < cached) & (tile + 1 < last)
-            tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-            keys, key_scale = load_tile(k_tiles, key_scales, tile_place, inside, WIDTH, FORMAT)
-            values, value_scale = load_tile(v_tiles, value_scales, tile_place, inside, WIDTH, FORMAT)
+            keys, key_scale, values, value_scale, _ = load_tile(
+                key_cache, value_cache, key_scales, value_scales, table, (tile + 1) * TILE, inside, head,
+                KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
+            )  # fmt: skip
         accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
         # 5. Store the result, or this split's part of it.
         if active == 1:

@@ -12,14 +12,12 @@ import triton
 import triton.language as tl
 
 from kernels.decode_tile import (
-    as_vectors,
     attend_tile,
     load_tile,
     merge_parts,
     prefetch_tile,
     query_parts,
     split_sums,
-    tile_places,
     whole_sums,
 )
 from kernels.launch import let_next_start, wait_for_inputs
@@ -65,22 +63,21 @@ def fused_decode_parts_kernel(
     elif split < parts:
         table = block_tables + slot.to(tl.int64) * table_stride
         DTYPE: tl.constexpr = qkv.dtype.element_ty
-        WIDTH: tl.constexpr = HEAD_DIM if FORMAT == 0 else HALF  # of a vector in a tile, in elements or pairs
-        k_tiles, v_tiles = as_vectors(key_cache, FORMAT), as_vectors(value_cache, FORMAT)
         # 2. Load the first tile of keys and values, which earlier steps wrote, and what turns the new token's heads.
         first = split * share
         last = tl.minimum(first + share, tiles)
         lane = tl.arange(0, TILE)
         inside = first * TILE + lane < cached
-        tile_place = tile_places(table, first * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-        keys, key_scale = load_tile(k_tiles, key_scales, tile_place, inside, WIDTH, FORMAT)
-        values, value_scale = load_tile(v_tiles, value_scales, tile_place, inside, WIDTH, FORMAT)
+        keys, key_scale, values, value_scale, tile_place = load_tile(
+            key_cache, value_cache, key_scales, value_scales, table, first * TILE, inside, head,
+            KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
+        )  # fmt: skip
         rope_row = rope_table + (length - 1).to(tl.int64) * HEAD_DIM
         cos, sin = rotation(rope_row, column, HALF)
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(as_vectors(next_key_cache, FORMAT), tile_place, inside, WIDTH, PDL)
-            prefetch_tile(as_vectors(next_value_cache, FORMAT), tile_place, inside, WIDTH, PDL)
+            prefetch_tile(next_key_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
+            prefetch_tile(next_value_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
         pair = row * KV_HEADS + head
         part = pair * SPLITS + split
         sums_place = partials + part * (ROWS * HEAD_DIM)
@@ -127,9 +124,10 @@ def fused_decode_parts_kernel(
                 )  # fmt: skip
                 if tile + 1 < last:
                     inside = (tile + 1) * TILE + lane < cached
-                    tile_place = tile_places(table, (tile + 1) * TILE, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-                    keys, key_scale = load_tile(k_tiles, key_scales, tile_place, inside, WIDTH, FORMAT)
-                    values, value_scale = load_tile(v_tiles, value_scales, tile_place, inside, WIDTH, FORMAT)
+                    keys, key_scale, values, value_scale, _ = load_tile(
+                        key_cache, value_cache, key_scales, value_scales, table, (tile + 1) * TILE, inside, head,
+                        KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
+                    )  # fmt: skip
             accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
             if parts > 1:
                 tl.store(sums_place + query[:, None] * HEAD_DIM + column[None, :], accumulator, mask=is_query)

@@ -24,7 +24,7 @@ and the scale of a value multiplies its weights.
 Position p of a row lives in block `block_tables[slot, p // block_size]` at `p % block_size`. Positions at or past the
 row's context length may hold anything, NaN included; so may their scales. Offsets into the caches are 64-bit.
 
-Knows no operation; called by kernels/prefill_attention.py, kernels/decode_attention.py and their tests.
+Knows no kernel; called by all attention kernels.
 """
 
 from __future__ import annotations
@@ -142,7 +142,43 @@ def compile_options(max_registers: int | None, pdl: bool = False) -> dict[str, i
     return options
 
 
-def gather_row(
+def paged_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    row_slots: torch.Tensor,
+    context_lengths: torch.Tensor,
+    query_starts: torch.Tensor,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Attention of all rows, row by row, in `dtype` throughout: what the attention kernels are tested against.
+
+    Returns [token_count, query_heads, head_dim]; zeros for tokens of padding rows and of no row. Synchronises.
+    """
+    result = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    starts = query_starts.tolist()
+    for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
+        start, end = starts[row], starts[row + 1]
+        if slot < 0 or length == 0 or start == end:
+            continue
+        key, value = (
+            _gather_row(cache, block_tables[slot], length, dtype, scales)
+            for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
+        )
+        result[start:end] = _attend_row(
+            query[start:end], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
+        )
+    return result
+
+
+def _gather_row(
     cache: torch.Tensor, table_row: torch.Tensor, length: int, dtype: torch.dtype, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
     """A row's first `length` positions as [kv_heads, length, head_dim] in `dtype`."""
@@ -152,18 +188,16 @@ def gather_row(
     return tokens.transpose(0, 1).reshape(cache.shape[1], -1, cache.shape[3])[:, :length].to(dtype)
 
 
-def attend_row(
+def _attend_row(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
     scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
+    sliding_window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """Attention of a row's last query tokens on all its keys, in the keys' dtype.
-
-    The definition that both kernels are tested against, in float32 or wider.
 
     query [query_count, query_heads, head_dim], key and value [kv_heads, length, head_dim]; token i of the query sits at
     position length - query_count + i and sees keys at positions p with 0 <= position - p (< sliding_window if > 0).

@@ -50,11 +50,10 @@ from kernels.launch import launch_options
 from kernels.paged_kv import (
     LOG2_E,
     HeadShape,
-    attend_row,
     check_options,
     check_paged_inputs,
     compile_options,
-    gather_row,
+    paged_attention_reference,
     row_of_work,
     soft_capped,
     wanted,
@@ -64,37 +63,8 @@ from kernels.prefill_plans import PrefillPlan, can_specialise
 COUNTER_COUNT = 2
 
 
-def prefill_attention_reference(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    row_slots: torch.Tensor,
-    context_lengths: torch.Tensor,
-    query_starts: torch.Tensor,
-    *,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Result [token_count, query_heads, head_dim], in `dtype` throughout; zeros for padding. Synchronises."""
-    result = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    starts = query_starts.tolist()
-    for row, (slot, length) in enumerate(zip(row_slots.tolist(), context_lengths.tolist(), strict=True)):
-        start, end = starts[row], starts[row + 1]
-        if slot < 0 or length == 0 or start == end:
-            continue
-        key, value = (
-            gather_row(cache, block_tables[slot], length, dtype, scales)
-            for cache, scales in ((key_cache, key_scales), (value_cache, value_scales))
-        )
-        result[start:end] = attend_row(
-            query[start:end], key, value, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap
-        )
-    return result
+prefill_attention_reference = paged_attention_reference
+"""All rows' attention, with the arguments of `prefill_attention` from `query` to `query_starts` and its options."""
 
 
 def flops(query_lengths: list[int], context_lengths: list[int], query_heads: int, head_dim: int) -> int:

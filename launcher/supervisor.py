@@ -190,7 +190,7 @@ class Supervisor:
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 
     def announce_loss(self, lost: ProcessLost) -> None:
-        """Tell the other processes, and give the frontend a moment to tell its clients, if it has any."""
+        """Tell the others, and give the frontend a moment to tell its clients: before it serves it has none."""
         frontend = self._peers.get("frontend")
         if frontend is None or frontend.ready_after_s is None or lost.process == "frontend":
             return

@@ -14,6 +14,7 @@ messages and times in the same order give the same plans.
 import heapq
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 
 from common.messages import (
     AbortRequests,
@@ -149,7 +150,7 @@ class SchedulerCore:
     def _too_long(self, message: AddRequest) -> RequestFailed | None:
         """The refusal of a request that can never fit."""
         limits = self.limits
-        output_count = max(len(output) for _, output in message.open_samples())
+        output_count = max(len(output) for _, output in message.open_samples()) if message.outputs else 0
         count = len(message.prompt_token_ids) + output_count
         what = f"the prompt has {count} tokens"
         if output_count:
@@ -224,7 +225,7 @@ class SchedulerCore:
         """The next step; None when none may or can be planned now. It is sent with `send`, or by the caller before
         anything else happens."""
         state, count = self.state, len(self.state.in_flight)
-        if count > self.limits.run_ahead:
+        if count > self.limits.run_ahead or not state.has_work:
             return None
         if count and not state.step_time.may_run_ahead(count, state.chunk_tokens_in_flight):
             return None
@@ -297,7 +298,7 @@ class SchedulerCore:
 
     def stats(self) -> EngineStats:
         """Where the engine stands; without `parts_us` and `step_sizes`, which the process measures."""
-        state, counters = self.state, self.state.counters
+        state = self.state
         swapped_count = sum(sequence.status is Status.SWAPPED for sequence in state.preempted)
         return EngineStats(
             running_count=state.running_count,
@@ -306,17 +307,8 @@ class SchedulerCore:
             total_block_count=self.limits.block_count,
             free_block_count=state.pool.free_count,
             cached_block_count=state.pool.cached_count,
-            steps=counters.steps,
-            preemptions=counters.preemptions,
             evictions=state.pool.evictions,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            output_tokens=counters.output_tokens,
-            last_decode_rows=counters.last_decode_rows,
-            last_chunk_tokens=counters.last_chunk_tokens,
-            decode_tokens=counters.decode_tokens,
-            chunk_tokens=counters.chunk_tokens,
+            **asdict(state.counters),
         )
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import xxhash
@@ -279,6 +280,7 @@ class HashPrefixCache:
         self._indexed_count -= 1
 
 
+@lru_cache(256)
 def root_number(namespace: str) -> int:
     """The namespace's number: negative, unlike every entry's; 63 bits of BLAKE2b, so that no salt can be made to meet
     another's.

@@ -81,7 +81,7 @@ class Flight:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters since start, and the composition of the last step."""
+    """Counters since start, and the composition of the last step: fields of `EngineStats` by their names there."""
 
     steps: int = 0
     preemptions: int = 0
@@ -140,6 +140,11 @@ class State:
     def running_count(self) -> int:
         """Sequences with a slot."""
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence has tokens that are not planned yet."""
+        return bool(self.decoding or self.prefilling or self.preempted or len(self.waiting))
 
     @property
     def is_idle(self) -> bool:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,9 +44,6 @@ def main(config, link, rank):
         os._exit(7)
     if how == "lost" and config.session:
         raise RuntimeError("never again")
-    if how == "frozen":
-        select.select([], [], [], 1.0)  # its first heartbeat is out
-        os.kill(os.getpid(), 19)
     if how != "slow":
         link.ready(f"in session {config.session}")
     if how == "lingering":
@@ -93,7 +91,14 @@ class Engine:
         return self.supervisor._peers[name].child.pid
 
     def orders(self) -> list[str]:
+        """What the children were told, by the time at which they took note; in order for each of them alone."""
         return (self.folder / "orders").read_text().splitlines()
+
+    def waits_for(self, name: str) -> bool:
+        """Whether this process has been heard of, and is the only one that is not ready."""
+        assert self.supervisor is not None
+        peers = self.supervisor._peers
+        return len(peers) == len(self.how) and self.supervisor._unready() == [name] and bool(peers[name].state)
 
     def watch(self, seconds: float = 30.0) -> None:
         assert self.supervisor is not None
@@ -118,7 +123,10 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def engine(tmp_path) -> Iterator[Engine]:
+def engine(tmp_path, monkeypatch) -> Iterator[Engine]:
+    """One that gives its children all the time they want to do as they are told: the machine may be busy."""
+    monkeypatch.setattr(supervision, "FAILURE_NOTICE_S", 60.0)
+    monkeypatch.setattr(supervision, "EXIT_TIMEOUT_S", 60.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     engine = Engine(tmp_path)
     try:
@@ -180,9 +188,16 @@ def test_an_end_without_a_word_names_the_exit_code(engine: Engine):
         engine.start(frontend="silent")
 
 
-def test_slow_start_has_a_deadline(tmp_path, engine: Engine):
-    engine.server = dataclasses.replace(engine.server, startup_timeout=2.0)
-    with pytest.raises(StartupError, match="worker-0 not ready within --startup-timeout, which is 2 s"):
+def test_slow_start_has_a_deadline(engine: Engine, monkeypatch):
+    """It passes as soon as only the worker is waited for: how long the others take depends on the machine."""
+    limit_s = engine.server.startup_timeout
+
+    def monotonic() -> float:
+        is_last = engine.supervisor is not None and engine.waits_for("worker-0")
+        return time.monotonic() + (limit_s if is_last else 0.0)
+
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=monotonic))
+    with pytest.raises(StartupError, match=f"^worker-0 not ready within --startup-timeout, which is {limit_s:g} s$"):
         engine.start(worker="slow")
 
 
@@ -197,11 +212,10 @@ def test_a_killed_process_is_noticed_and_the_frontend_told(engine: Engine, name:
         assert f"frontend PeerFailed(process='{name}', message='{name} was killed" in "\n".join(engine.orders())
 
 
-def test_a_stopped_process_is_noticed(engine: Engine, monkeypatch):
-    monkeypatch.setattr(supervision, "HEARTBEAT_TIMEOUT_S", 1.0)
+def test_a_stopped_process_is_noticed(engine: Engine):
     engine.start()
     os.kill(engine.pid("scheduler"), signal.SIGSTOP)
-    with pytest.raises(ProcessLost, match=r"^scheduler does not respond: no heartbeat for 1\.\d s$"):
+    with pytest.raises(ProcessLost, match=r"^scheduler does not respond: no heartbeat for \d+\.\d s$"):
         engine.watch()
 
 
@@ -247,8 +261,10 @@ def test_a_lost_process_is_started_again_with_those_that_need_it(restarting: Eng
     message = (
         f"{name} was killed by signal 9 (SIGKILL); the system may have run out of memory; it is being started again"
     )
-    assert orders[0] == f"{told} NewSession(process='{name}', message='{message}', session=1)"
-    assert sorted(order.split("(")[0] for order in orders[1:]) == ["frontend Stop", "scheduler Stop", "worker Stop"]
+    new_session = f"{told} NewSession(process='{name}', message='{message}', session=1)"
+    assert next(order for order in orders if order.startswith(told)) == new_session
+    orders.remove(new_session)
+    assert sorted(order.split("(")[0] for order in orders) == ["frontend Stop", "scheduler Stop", "worker Stop"]
 
 
 def test_a_restart_leaves_no_sockets_of_earlier_sessions(restarting: Engine):
@@ -338,9 +354,17 @@ def test_what_ends_as_told_while_requests_finish_is_no_failure(engine: Engine, r
 
 
 def test_a_process_that_freezes_while_it_loads_is_noticed(engine: Engine, monkeypatch):
-    monkeypatch.setattr(supervision, "LOADING_SILENCE_S", 1.0)
+    check = Supervisor._check_heartbeats
+
+    def freeze_and_check(*arguments: object) -> None:
+        if engine.waits_for("worker-0"):
+            os.kill(engine.pid("worker-0"), signal.SIGSTOP)
+            monkeypatch.setattr(supervision, "LOADING_SILENCE_S", 1.0)
+        check(*arguments)
+
+    monkeypatch.setattr(Supervisor, "_check_heartbeats", freeze_and_check)
     with pytest.raises(ProcessLost, match="^worker-0 does not respond: no heartbeat"):
-        engine.start(worker="frozen")
+        engine.start(worker="slow")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -69,30 +69,21 @@ class ModelShape:
         return LinearShape("qkv", self.layer[0].outputs, self.layer[0].inputs)
 
 
+def model_shape(
+    name: str, layer_count: int, vocabulary: int, *, hidden: int, qkv: int, attention: int, intermediate: int
+) -> ModelShape:
+    """The shape of a model whose layers have these sizes: `qkv` heads' elements of a token, `attention` of q alone."""
+    sizes = (hidden, qkv, attention, intermediate)
+    lm_head = LinearShape("lm_head", vocabulary, hidden, ("norm",), float32_out=True)
+    return ModelShape(name, layer_count, layer_shapes(*sizes), lm_head, layer_shapes_in_parts(*sizes))
+
+
 MODELS = {
     model.name: model
     for model in (
-        ModelShape(
-            "qwen3-0.6b",
-            28,
-            layer_shapes(1024, 4096, 2048, 3072),
-            LinearShape("lm_head", 151_936, 1024, ("norm",), float32_out=True),
-            layer_shapes_in_parts(1024, 4096, 2048, 3072),
-        ),
-        ModelShape(
-            "llama-3.1-8b",
-            32,
-            layer_shapes(4096, 6144, 4096, 14_336),
-            LinearShape("lm_head", 128_256, 4096, ("norm",), float32_out=True),
-            layer_shapes_in_parts(4096, 6144, 4096, 14_336),
-        ),
-        ModelShape(
-            "smollm2-135m",
-            30,
-            layer_shapes(576, 960, 576, 1536),
-            LinearShape("lm_head", 49_152, 576, ("norm",), float32_out=True),
-            layer_shapes_in_parts(576, 960, 576, 1536),
-        ),
+        model_shape("qwen3-0.6b", 28, 151_936, hidden=1024, qkv=4096, attention=2048, intermediate=3072),
+        model_shape("llama-3.1-8b", 32, 128_256, hidden=4096, qkv=6144, attention=4096, intermediate=14_336),
+        model_shape("smollm2-135m", 30, 49_152, hidden=576, qkv=960, attention=576, intermediate=1536),
     )
 }
 

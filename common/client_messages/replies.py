@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from common.client_messages.output import Delta, SampleResult, TokenLogprob, optional_entries
-from common.client_messages.requests import ID_LIMIT
+from common.client_messages.requests import ID_LIMIT, IdAlone
 from common.errors import WireError, shown
 from common.wire import TEXT_LIMIT_BYTES, FieldReader, array_bytes, array_header, pack, pack_value
 
@@ -337,22 +337,10 @@ class EmbedReply:
             )
 
 
-@dataclass(frozen=True)
-class Pong:
+class Pong(IdAlone):
     """Answer to Ping."""
 
-    CODE: ClassVar[int] = 87
-    request_id: str
-
-    def to_wire(self) -> bytes:
-        """The message as msgpack bytes."""
-        return pack([self.CODE, self.request_id])
-
-    @classmethod
-    def from_fields(cls, fields: list[Any]) -> "Pong":
-        """Build from raw fields; raises WireError."""
-        with FieldReader("Pong", fields) as read:
-            return cls(read.text("request_id", ID_LIMIT))
+    CODE = 87
 
 
 def _delta(value: Any) -> tuple[str, Delta]:

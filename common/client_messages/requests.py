@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from common.client_messages.output import SampleSoFar
 from common.errors import RequestError, WireError, shown
@@ -22,6 +22,24 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 To send, also a map with `prompt_token_ids` or `prompt`.
 """
+
+
+@dataclass(frozen=True)
+class IdAlone:
+    """What all messages are that hold nothing but a request's id; each has its CODE and its name."""
+
+    CODE: ClassVar[int]
+    request_id: str
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.request_id])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> Self:
+        """Build from raw fields; raises WireError."""
+        with FieldReader(cls.__name__, fields) as read:
+            return cls(read.text("request_id", ID_LIMIT))
 
 
 @dataclass(frozen=True)
@@ -117,22 +135,10 @@ class Generate:
             )
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(IdAlone):
     """End a request."""
 
-    CODE: ClassVar[int] = 62
-    request_id: str
-
-    def to_wire(self) -> bytes:
-        """The message as msgpack bytes."""
-        return pack([self.CODE, self.request_id])
-
-    @classmethod
-    def from_fields(cls, fields: list[Any]) -> "Abort":
-        """Build from raw fields; raises WireError."""
-        with FieldReader("Abort", fields) as read:
-            return cls(read.text("request_id", ID_LIMIT))
+    CODE = 62
 
 
 @dataclass(frozen=True)
@@ -269,40 +275,16 @@ class Resume:
             )
 
 
-@dataclass(frozen=True)
-class GetStatus:
+class GetStatus(IdAlone):
     """How the engine is."""
 
-    CODE: ClassVar[int] = 65
-    request_id: str
-
-    def to_wire(self) -> bytes:
-        """The message as msgpack bytes."""
-        return pack([self.CODE, self.request_id])
-
-    @classmethod
-    def from_fields(cls, fields: list[Any]) -> "GetStatus":
-        """Build from raw fields; raises WireError."""
-        with FieldReader("GetStatus", fields) as read:
-            return cls(read.text("request_id", ID_LIMIT))
+    CODE = 65
 
 
-@dataclass(frozen=True)
-class Ping:
+class Ping(IdAlone):
     """Whether anybody is there."""
 
-    CODE: ClassVar[int] = 66
-    request_id: str
-
-    def to_wire(self) -> bytes:
-        """The message as msgpack bytes."""
-        return pack([self.CODE, self.request_id])
-
-    @classmethod
-    def from_fields(cls, fields: list[Any]) -> "Ping":
-        """Build from raw fields; raises WireError."""
-        with FieldReader("Ping", fields) as read:
-            return cls(read.text("request_id", ID_LIMIT))
+    CODE = 66
 
 
 def _prompt_to_wire(prompt: Any) -> Any:

@@ -104,12 +104,13 @@ class AddRequest:
             )
         if message.pooling and (message.params.n, message.params.max_tokens) != (1, 1):
             raise WireError("AddRequest: an embedding goes with one sample of one token")
-        message._check_outputs()
+        if message.outputs:
+            message._check_outputs()
         return message
 
     def _check_outputs(self) -> None:
         samples, most = self.open_samples(), self.params.max_tokens
-        if len(self.outputs) not in (0, self.params.n) or not samples:
+        if len(self.outputs) != self.params.n or not samples:
             raise WireError(f"AddRequest: {len(samples)} open ones of {len(self.outputs)} outputs, n={self.params.n}")
         longest = max(len(output) for _, output in samples)
         if most is not None and longest >= most:

@@ -22,7 +22,7 @@ from common.messages.fields import (
 )
 from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 NOT_A_TOKEN = -1
 """Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 
@@ -63,20 +63,26 @@ class SlotSampling:
     pooling: str = ""
 
     def to_list(self) -> list[Any]:
-        """The nested array that stands in a SlotInit."""
+        """The nested array that stands in a SlotInit; what few requests ask for is an array of its own at its end."""
+        special = self._special()
         return [
             self.temperature,
             self.top_k,
             self.top_p,
             self.min_p,
+            self.seed,
+            list(self.end_token_ids),
+            [] if special == _NOTHING_SPECIAL else special,
+        ]
+
+    def _special(self) -> list[Any]:
+        return [
             self.presence_penalty,
             self.frequency_penalty,
             self.repetition_penalty,
-            self.seed,
             self.min_output_count,
             self.logprobs,
             self.prompt_logprobs,
-            list(self.end_token_ids),
             array_bytes(self.bias_token_ids),
             array_bytes(self.bias_values),
             array_bytes(self.allowed_token_ids),
@@ -94,21 +100,34 @@ class SlotSampling:
                 top_k=read.integer("top_k"),
                 top_p=read.number("top_p"),
                 min_p=read.number("min_p"),
-                presence_penalty=read.number("presence_penalty"),
-                frequency_penalty=read.number("frequency_penalty"),
-                repetition_penalty=read.number("repetition_penalty"),
                 seed=read.integer("seed", 0, UINT64_MAX),
-                min_output_count=read.integer("min_output_count"),
-                logprobs=read.integer("logprobs", -1, 1024),
-                prompt_logprobs=read.integer("prompt_logprobs", -1, 1024),
                 end_token_ids=read.entries("end_token_ids", token_id),
-                bias_token_ids=read.numbers("bias_token_ids", "i"),
-                bias_values=read.numbers("bias_values", "f"),
-                allowed_token_ids=read.numbers("allowed_token_ids", "i"),
-                bad_token_ids=read.entries("bad_token_ids", token_ids),
-                masked=read.flag("masked"),
-                pooling=POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
+                **read.nested("special", _special_values),
             )
+
+
+def _special_values(fields: Any) -> dict[str, Any]:
+    """What few requests ask for, by name; nothing for an empty array."""
+    if fields == []:
+        return {}
+    with FieldReader("SlotSampling.special", fields) as read:
+        return {
+            "presence_penalty": read.number("presence_penalty"),
+            "frequency_penalty": read.number("frequency_penalty"),
+            "repetition_penalty": read.number("repetition_penalty"),
+            "min_output_count": read.integer("min_output_count"),
+            "logprobs": read.integer("logprobs", -1, 1024),
+            "prompt_logprobs": read.integer("prompt_logprobs", -1, 1024),
+            "bias_token_ids": read.numbers("bias_token_ids", "i"),
+            "bias_values": read.numbers("bias_values", "f"),
+            "allowed_token_ids": read.numbers("allowed_token_ids", "i"),
+            "bad_token_ids": read.entries("bad_token_ids", token_ids),
+            "masked": read.flag("masked"),
+            "pooling": POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
+        }
+
+
+_NOTHING_SPECIAL: list[Any] = SlotSampling()._special()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Every message survives the wire, and nothing else gets in."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -194,6 +195,36 @@ def test_random_bytes_raise_wire_errors_only(data):
 def test_hostile_bytes_raise_wire_errors(data):
     with pytest.raises(WireError):
         m.decode_for_scheduler(data)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.5},
+        {"min_output_count": 2},
+        {"logprobs": 0},
+        {"prompt_logprobs": 0},
+        {"bias_token_ids": array("i", [3]), "bias_values": array("f", [1.5])},
+        {"allowed_token_ids": array("i", [3])},
+        {"bad_token_ids": ((1, 2),)},
+        {"masked": True},
+        {"pooling": "cls"},
+    ],
+    ids=min,
+)
+def test_a_single_special_wish_arrives_and_only_then_are_there_special_fields(values):
+    plain = m.SlotSampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=9, end_token_ids=(1, 2))
+    assert plain.to_list()[-1] == [] and m.SlotSampling.from_list(plain.to_list()) == plain
+    special = replace(plain, **values)
+    assert len(special.to_list()[-1]) == 12 and m.SlotSampling.from_list(special.to_list()) == special
+
+
+@pytest.mark.parametrize("special", [None, (), b"", {}, [0.0], [[]], 7])
+def test_special_fields_of_another_form_are_refused(special):
+    with pytest.raises(WireError, match="SlotSampling.special"):
+        m.SlotSampling.from_list([*m.SlotSampling().to_list()[:-1], special])
 
 
 def test_a_plan_for_256_decoding_requests_stays_under_two_kilobytes_even_when_every_row_gets_a_block():

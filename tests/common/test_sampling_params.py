@@ -5,7 +5,7 @@ import math
 import pytest
 
 from common.errors import RequestError
-from common.sampling_params import SamplingParams, sample_seed
+from common.sampling_params import KNOWN_LIMIT, SamplingParams, _known, sample_seed
 from common.wire import FieldReader, pack, unpack
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -119,3 +119,40 @@ def test_samples_of_one_request_have_different_reproducible_seeds():
     assert len(set(seeds)) == 128
     assert seeds == [sample_seed(1, index) for index in range(128)]
     assert all(0 <= seed < 2**64 for seed in [*seeds, sample_seed(-1, 0), sample_seed(2**63 - 1, 127)])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0.6, "max_tokens": 3, "seed": 5},
+        {"temperature": 1, "seed": None},
+        {"n": 2, "logprobs": None, "ignore_eos": True},
+        {"temperature": 0.6, "stop": ["a"], "seed": 5},
+        {},
+    ],
+    ids=repr,
+)
+def test_what_is_remembered_is_what_would_be_built(values):
+    first, again = SamplingParams.from_wire(values), SamplingParams.from_wire(dict(values))
+    assert first == again == SamplingParams(**values)
+    assert SamplingParams.from_wire({**values, "seed": 6}) == SamplingParams(**{**values, "seed": 6})
+
+
+@pytest.mark.parametrize("other", [True, 1.0])
+def test_numbers_that_compare_equal_are_not_taken_for_one_another(other):
+    assert SamplingParams.from_wire({"n": 1, "top_k": 1}).n == 1
+    with pytest.raises(RequestError, match="^n: wanted an integer"):
+        SamplingParams.from_wire({"n": other, "top_k": 1})
+
+
+@pytest.mark.parametrize("seed", [True, 1.5, "1", 2**63, -(2**64), [1]])
+def test_the_seed_of_remembered_parameters_is_checked(seed):
+    SamplingParams.from_wire({"top_k": 2, "seed": 1})
+    with pytest.raises(RequestError, match="^seed: wanted"):
+        SamplingParams.from_wire({"top_k": 2, "seed": seed})
+
+
+def test_many_different_parameters_are_forgotten_again():
+    for top_k in range(3 * KNOWN_LIMIT):
+        assert SamplingParams.from_wire({"top_k": top_k}).top_k == top_k
+    assert len(_known) <= KNOWN_LIMIT

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -17,11 +18,12 @@ from tests.support.faulty_engine import ILLEGAL_ACCESS, OUT_OF_MEMORY
 from tests.support.server import ROOT, Server, children_of, wait_for_exit
 
 pytestmark = pytest.mark.timeout(180)
-LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=60_000, temperature=0.0, ignore_eos=True)
+"""Nobody waits for its end, which is minutes away: what a test does to it meets it alive."""
 
 
-def start_a_long_answer(client):
-    stream = client.generate("The sea", LONG, stream=True)
+def start_an_endless_answer(client):
+    stream = client.generate("The sea", ENDLESS, stream=True)
     next(stream)
     return stream
 
@@ -35,10 +37,10 @@ def test_interrupt_stops_everything_with_code_zero(tiny_model_dir):
 
 
 @pytest.mark.parametrize("name", ["worker-0", "scheduler", "frontend"])
-def test_a_killed_process_ends_requests_with_an_error_and_the_run_with_a_code(tiny_model_dir, name):
-    with Server(tiny_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+def test_a_killed_process_ends_requests_with_an_error_and_the_run_with_a_code(long_model_dir, name):
+    with Server(long_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
         pids = server.children()
-        stream = start_a_long_answer(client)
+        stream = start_an_endless_answer(client)
         os.kill(pids[name], signal.SIGKILL)
         with pytest.raises(TriremeError):
             list(stream)
@@ -48,10 +50,10 @@ def test_a_killed_process_ends_requests_with_an_error_and_the_run_with_a_code(ti
 
 
 @pytest.mark.parametrize("name", ["worker-0", "scheduler"])
-def test_a_frozen_process_is_noticed(tiny_model_dir, name):
-    with Server(tiny_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+def test_a_frozen_process_is_noticed(long_model_dir, name):
+    with Server(long_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
         pids = server.children()
-        stream = start_a_long_answer(client)
+        stream = start_an_endless_answer(client)
         os.kill(pids[name], signal.SIGSTOP)
         with pytest.raises(TriremeError):
             list(stream)
@@ -61,13 +63,12 @@ def test_a_frozen_process_is_noticed(tiny_model_dir, name):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_a_process_that_is_lost_while_requests_finish_ends_them(tiny_model_dir, number):
+def test_a_process_that_is_lost_while_requests_finish_ends_them(long_model_dir, number):
     """They waited until --shutdown-timeout had passed, and the run ended with code 0."""
     options = ["--shutdown-timeout", "600"]
-    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+    with Server(long_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
         pids = server.children()
-        stream = client.generate("The sea", {"max_tokens": 2000, "ignore_eos": True}, stream=True)
-        next(stream)
+        stream = start_an_endless_answer(client)
         server.process.send_signal(signal.SIGTERM)
         while client.status().state != "draining":
             pass
@@ -81,7 +82,7 @@ def test_a_process_that_is_lost_while_requests_finish_ends_them(tiny_model_dir, 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_health_says_so_before_the_run_ends(tiny_model_dir, number):
-    with Server(tiny_model_dir) as server, httpx.Client(base_url=server.ready["http"]) as http:
+    with Server(tiny_model_dir, faulty=True) as server, httpx.Client(base_url=server.ready["http"]) as http:
         assert http.get("/health").status_code == 200
         os.kill(server.children()["scheduler"], number)
         while (response := http.get("/health")).status_code == 200:
@@ -124,15 +125,15 @@ def test_killing_the_supervisor_takes_all_processes_along_while_loading(tiny_mod
         ("frontend", signal.SIGUSR1, "MemoryError"),
     ],
 )
-def test_a_broken_device_or_an_empty_memory_ends_requests_and_the_run(tiny_model_dir, name, number, cause):
+def test_a_broken_device_or_an_empty_memory_ends_requests_and_the_run(long_model_dir, name, number, cause):
     """In the middle of a step; a process that stands still in its own shutdown costs nobody any time."""
     with (
-        Server(tiny_model_dir, faulty=True) as server,
+        Server(long_model_dir, faulty=True) as server,
         Client(server.ready["client_endpoint"], timeout_s=30) as client,
         httpx.Client(base_url=server.ready["http"]) as http,
     ):
         pids = server.children()
-        stream = start_a_long_answer(client)
+        stream = start_an_endless_answer(client)
         os.kill(pids[name], number)
         while (health := http.get("/health")).status_code == 200:
             pass
@@ -217,17 +218,19 @@ def test_contradictory_options_are_refused_in_one_line(options, match):
 
 
 @pytest.mark.parametrize("name", ["text-0", "frontend", "supervisor"])
-def test_text_processes_end_with_the_others_and_alone_cost_nothing(tiny_model_dir, name):
+def test_text_processes_end_with_the_others_and_alone_cost_nothing(long_model_dir, name):
     text = "The sea " * 5000
-    with Server(tiny_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
+    with Server(long_model_dir) as server, Client(server.ready["client_endpoint"], timeout_s=30) as client:
         before = client.tokenize(text)
         pids = server.children() | children_of(server.children()["frontend"])
         assert "text-0" in pids
-        stream = start_a_long_answer(client)
+        stream = start_an_endless_answer(client)
         os.kill(server.process.pid if name == "supervisor" else pids[name], signal.SIGKILL)
         if name == "text-0":
             assert client.tokenize(text) == before
-            assert stream.result().completion_tokens == LONG.max_tokens
+            stream.abort()
+            assert stream.result().samples[0].finish_reason == "abort", "it had not ended"
+            assert client.generate("The sea", replace(ENDLESS, max_tokens=400)).completion_tokens == 400
             assert server.stop() == 0
         for other, pid in pids.items():
             wait_for_exit(pid, other)

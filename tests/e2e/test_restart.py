@@ -1,5 +1,6 @@
 """`--restart` with real processes: a lost process is started again, and every request goes on (FAULTS D2, D3)."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from tests.support.server import Server
 pytestmark = pytest.mark.timeout(180)
 
 TOKENS = 200
+TOKENS_BEFORE = 20
+"""How many at most have come when a process is lost: the worker waits then."""
 PARAMS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 3},
@@ -40,15 +43,20 @@ def http(server):
         yield client
 
 
-class Streams:
-    """Eight streamed requests, four over each way in.
+def hold_until_live(server: Server, client: Client, count: int) -> None:
+    """Let the worker begin, of a `server.hold(0)`, when all requests are there, so that none ends before another has
+    begun, or before it is released."""
+    while client.status().live_count < count:
+        pass
+    server.hold(TOKENS_BEFORE)
 
-    Args:
-        started: set when each of them has given something.
-    """
+
+class Streams:
+    """Eight streamed requests, four over each way in, of which each has given something and none has ended: the worker
+    is held."""
 
     def __init__(self, server: Server, client: Client) -> None:
-        self._client = client
+        server.hold(0)
         self._pool = ThreadPoolExecutor(len(PARAMS))
         self._first = [threading.Event() for _ in PARAMS]
         self._http: list[Future[str]] = [
@@ -58,6 +66,7 @@ class Streams:
             client.generate(prompt, {"max_tokens": TOKENS, "ignore_eos": True, **params}, stream=True)
             for prompt, params in zip(PROMPTS, PARAMS, strict=True)
         ]
+        hold_until_live(server, client, 2 * len(PARAMS))
         self._deltas = [next(stream) for stream in self._zmq]
         for event in self._first:
             assert event.wait(60)
@@ -93,7 +102,9 @@ class Streams:
 @pytest.fixture(scope="module")
 def undisturbed(server):
     with Client(server.ready["client_endpoint"]) as client:
-        results = Streams(server, client).finish()
+        streams = Streams(server, client)
+        server.go_on()
+        results = streams.finish()
     assert len({str(result) for result in results}) == len(results)
     assert {len(ids) for _, ids, _ in results[4:]} == {TOKENS}
     return results
@@ -121,7 +132,9 @@ def test_streams_go_on_with_the_same_tokens(server, http, undisturbed, name, num
         streams = Streams(server, client)
         pid = server.children()[name]
         os.kill(pid, number)
+        server.hold(TOKENS_BEFORE + 5)  # in one of these steps it fails if the signal says so; the next worker waits
         health = wait_for_health(http, 503)
+        server.go_on()
         assert health["status"] == "restarting"
         assert name in health["detail"] and "started again" in health["detail"]
         meanwhile = client.generate(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True))
@@ -156,18 +169,22 @@ def read(server: Server, number: int, started: threading.Event) -> tuple:
 @pytest.mark.parametrize("names", [["frontend"], ["frontend", "worker-0"]], ids=" and ".join)
 def test_clients_of_a_lost_frontend_go_on_with_the_same_tokens(server, http, undisturbed, names):
     pids, started = server.children(), [threading.Event() for _ in PARAMS]
-    with ThreadPoolExecutor(len(PARAMS)) as pool, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+    server.hold(0)
+    with ThreadPoolExecutor(len(PARAMS) + 1) as pool, Client(server.ready["client_endpoint"], timeout_s=60) as client:
         streams = [pool.submit(read, server, number, event) for number, event in enumerate(started)]
         whole = client.submit(PROMPTS[0], {**PARAMS[0], "max_tokens": TOKENS, "ignore_eos": True}, stream=False)
         body = {"prompt": "The sea", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as over_http:
-            lines = over_http.iter_lines()
+        over_http = pool.submit(http.send, http.build_request("POST", "/v1/completions", json=body), stream=True)
+        hold_until_live(server, client, len(PARAMS) + 2)
+        with contextlib.closing(over_http.result()) as response:
+            lines = response.iter_lines()
             assert next(lines) and all(event.wait(60) for event in started)
             for name in names:
                 os.kill(pids[name], signal.SIGKILL)
             with pytest.raises(httpx.TransportError):
                 list(lines)
             assert not any(stream.done() for stream in streams)
+            server.go_on()
         again = client.generate(PROMPTS[0], {**PARAMS[0], "max_tokens": TOKENS, "ignore_eos": True})
         assert [stream.result() for stream in streams] == undisturbed[4:]
         assert whole.result().text == again.text == undisturbed[0]
@@ -181,10 +198,10 @@ def test_clients_of_a_lost_frontend_go_on_with_the_same_tokens(server, http, und
     assert {name for name in pids if now[name] != pids[name]} == {"frontend", *lost}
 
 
-def test_one_loss_too_many_ends_the_run(tiny_model_dir):
+def test_one_loss_too_many_ends_the_run(long_model_dir):
     options = ["--restart", "--restart-limit", "1", "--dtype", "float32"]
-    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
-        stream = client.generate("The sea", {"max_tokens": 400, "ignore_eos": True}, stream=True)
+    with Server(long_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+        stream = client.generate("The sea", {"max_tokens": 60_000, "ignore_eos": True}, stream=True)
         next(stream)
         pids = server.children()
         os.kill(pids["worker-0"], signal.SIGKILL)
@@ -198,27 +215,37 @@ def test_one_loss_too_many_ends_the_run(tiny_model_dir):
     assert "it is not started again: --restart-limit is 1 within 5 minutes" in server.stderr().splitlines()[-1]
 
 
-def test_a_worker_that_is_lost_after_the_stop_is_started_again_too(tiny_model_dir):
-    options = ["--restart", "--shutdown-timeout", "60"]
-    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
+@pytest.fixture
+def held(tiny_model_dir):
+    """An engine whose worker is held in the middle of a long answer: the server, its client and the answer's stream."""
+    options = ["--restart", "--shutdown-timeout", "600"]
+    with (
+        Server(tiny_model_dir, *options, faulty=True) as server,
+        Client(server.ready["client_endpoint"], timeout_s=60) as client,
+    ):
+        server.hold(TOKENS_BEFORE)
         stream = client.generate("The sea", {"max_tokens": 300, "ignore_eos": True}, stream=True)
         next(stream)
-        server.process.send_signal(signal.SIGTERM)
-        while client.status().state != "draining":
-            pass
-        os.kill(server.children()["worker-0"], signal.SIGKILL)
-        assert len(stream.result().samples[0].token_ids) == 300
-        assert server.process.wait(30) == 0
+        yield server, client, stream
 
 
-def test_a_stop_during_a_restart_lets_requests_finish(tiny_model_dir):
-    options = ["--restart", "--shutdown-timeout", "60"]
-    with Server(tiny_model_dir, *options) as server, Client(server.ready["client_endpoint"], timeout_s=60) as client:
-        stream = client.generate("The sea", {"max_tokens": 300, "ignore_eos": True}, stream=True)
-        next(stream)
-        os.kill(server.children()["worker-0"], signal.SIGKILL)
-        while client.status().state != "restarting":
-            pass
-        server.process.send_signal(signal.SIGTERM)
-        assert len(stream.result().samples[0].token_ids) == 300
-        assert server.process.wait(30) == 0
+def test_a_worker_that_is_lost_after_the_stop_is_started_again_too(held):
+    server, client, stream = held
+    server.process.send_signal(signal.SIGTERM)
+    while client.status().state != "draining":
+        pass
+    os.kill(server.children()["worker-0"], signal.SIGKILL)
+    server.go_on()
+    assert len(stream.result().samples[0].token_ids) == 300
+    assert server.process.wait(30) == 0
+
+
+def test_a_stop_during_a_restart_lets_requests_finish(held):
+    server, client, stream = held
+    os.kill(server.children()["worker-0"], signal.SIGKILL)
+    while client.status().state != "restarting":
+        pass
+    server.process.send_signal(signal.SIGTERM)
+    server.go_on()
+    assert len(stream.result().samples[0].token_ids) == 300
+    assert server.process.wait(30) == 0

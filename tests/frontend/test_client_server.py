@@ -93,7 +93,7 @@ def test_requests_that_come_at_once_reach_the_scheduler_at_once(shared_frontend)
         outbox, send = running._engine.core._outbox, running._send_to_scheduler
         outbox._send = lambda data, more=False: (followed.append(more), send(data, more))
         for number in range(3):
-            running._clients._on_frames([b"nobody", generate(f"r{number}", {"max_tokens": 2}).to_wire()])
+            running._clients.on_frames([b"nobody", generate(f"r{number}", {"max_tokens": 2}).to_wire()])
         before = followed.copy()
         running._clients.flush()
         running._clients.flush()  # which finds nothing any more

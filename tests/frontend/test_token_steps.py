@@ -14,6 +14,7 @@ from frontend import pieces
 from frontend.core import Core
 from frontend.events import Final
 from frontend.pieces import Piece, PiecesWithout, PieceTable
+from frontend.token_intake import TokenIntake
 from frontend.token_rows import NOBODY, rows_of, set_apart
 from tests.support.frontend_in_memory import Events
 
@@ -140,7 +141,7 @@ def test_the_usual_token_does_not_go_the_general_way(byte_tokenizer, monkeypatch
     run = Run(byte_tokenizer, kinds, 1, is_general=False)
     first = [(number, 0, 70, "", 0) for number in range(4)]
     run.step([*first, (3, 1, 70, "", 0)], None)
-    monkeypatch.setattr(Core, "_extend_by_one", None)
+    monkeypatch.setattr(TokenIntake, "_extend_by_one", None)
     ends = [(2, 0, 70, "length", -1), (3, 1, 72, "", -1)]
     run.step([*((number, 0, 70, "", -1) for number in range(2)), *ends, (3, 0, 71, "", -1)], None)
     assert [len(events.deltas) for events in run.everything] == [2, 2, 2, 4]

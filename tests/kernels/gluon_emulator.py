@@ -23,10 +23,11 @@ import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -258,6 +259,13 @@ class EmulatedKernel:
             language.store, language.atomic_add = self.ahead.late(_store), self.ahead.late(_atomic_add)
         program.emulated(self.kernel)(*arguments, **constants)
         return self.ahead is None or self.ahead.is_done
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, ahead: KernelAhead | None = None) -> None:
+    """From here on the module's kernel of that name runs on the CPU; `ahead` as of `EmulatedKernel`."""
+    found = getattr(module, kernel)
+    found = found.kernel if isinstance(found, EmulatedKernel) else found
+    monkeypatch.setattr(module, kernel, EmulatedKernel(found, ahead))
 
 
 def _argument(value: object) -> object:

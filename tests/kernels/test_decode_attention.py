@@ -5,7 +5,6 @@ import torch
 
 from kernels.decode_attention import bytes_moved, decode_attention, decode_attention_reference, launch_plan
 from tests.kernels.paged_batches import (
-    DEVICES,
     MULTIPROCESSORS,
     PagedBatch,
     assert_as_exact_as_torch,
@@ -46,12 +45,6 @@ def check(batch: PagedBatch, *, plan_options: dict | None = None, scale: float =
 
 def ones(*lengths: int) -> list[tuple[int, int]]:
     return [(1, length) for length in lengths]
-
-
-@pytest.fixture(params=DEVICES)
-def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    skip_unless_here(request.param[0])
-    return request.param
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The Hopper decode kernel against its reference: on a GPU, and without one in the emulator."""
 
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -7,25 +9,16 @@ from kernels import decode_attention, decode_attention_hopper
 from kernels.decode_attention import can_specialise, launch_plan
 from kernels.paged_kv import HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
-from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
-from tests.kernels.paged_batches import make_batch, quantise_caches, skip_unless_here
+from tests.kernels.gluon_emulator import KernelAhead, emulate
+from tests.kernels.paged_batches import PagedBatch, make_batch, quantise_caches, skip_unless_here
 from tests.kernels.test_decode_attention import check, ones, run
 
-CACHES = [None, torch.int8, torch.float8_e4m3fn]
 
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    skip_unless_here(request.param)
-    if request.param == "cpu":
-        emulated = EmulatedKernel(decode_attention_hopper._hopper_decode_kernel)
-        monkeypatch.setattr(decode_attention_hopper, "_hopper_decode_kernel", emulated)
-    return request.param
-
-
-@pytest.fixture(params=CACHES, ids=["plain", "int8", "fp8"])
-def cache(request: pytest.FixtureRequest) -> torch.dtype | None:
-    return request.param
+@pytest.fixture
+def device(hopper_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if hopper_device == "cpu":
+        emulate(monkeypatch, decode_attention_hopper, "_hopper_decode_kernel")
+    return hopper_device
 
 
 def batch_of(lengths: tuple[int, ...], device: str, cache: torch.dtype | None, **options):
@@ -87,16 +80,23 @@ def test_many_parts_merge(device, cache):
 
 
 def test_padding_and_empty_rows_get_zeros(device, cache):
-    batch = batch_of((40, 9, 0, 64, 5), device, cache, padding=(1, 4))
-    result = run(batch, **plan())
-    assert not result[[1, 2, 4]].any()
-    check(batch, **plan())
+    check_padding(batch_of((40, 9, 0, 64, 5), device, cache, padding=(1, 4)), plan())
+
+
+def check_padding(batch: PagedBatch, options: dict[str, dict]) -> None:
+    """Of a batch whose rows 1, 2 and 4 have no tokens."""
+    assert not run(batch, **options)[[1, 2, 4]].any()
+    check(batch, **options)
 
 
 def test_rows_past_the_decode_rows_are_left_alone(device, cache):
-    batch = batch_of((40, 90, 20, 300), device, cache)
-    count = torch.tensor([2], dtype=torch.int32, device=device)
-    whole, result = run(batch, **plan()), run(batch, decode_row_count=count, **plan())
+    check_decode_rows(batch_of((40, 90, 20, 300), device, cache), plan())
+
+
+def check_decode_rows(batch: PagedBatch, options: dict[str, dict]) -> None:
+    """Of a batch whose first two rows decode."""
+    count = torch.tensor([2], dtype=torch.int32, device=batch.query.device)
+    whole, result = run(batch, **options), run(batch, decode_row_count=count, **options)
     assert result[2:].isnan().all(), "rows of the prefill kernel were written"
     assert torch.allclose(result[:2].float(), whole[:2].float(), atol=1e-2)
 
@@ -112,20 +112,26 @@ def test_tiles_asked_for_early_or_late(device, cache, monkeypatch):
 
 
 def test_what_is_asked_for_early_is_there_already(cache, monkeypatch):
-    """The queries are not, nor the new tokens, in whatever tile they are."""
+    check_early(
+        decode_attention_hopper, "_hopper_decode_kernel", cache, plan(programs_per_multiprocessor=2), monkeypatch
+    )
+
+
+def check_early(
+    module: ModuleType, kernel: str, cache: torch.dtype | None, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read before the wait: not the queries, nor the new tokens, in whatever tile they are."""
     batch = batch_of(EDGES, "cpu", cache)
-    kernel = decode_attention_hopper._hopper_decode_kernel
-    monkeypatch.setattr(decode_attention_hopper, "_hopper_decode_kernel", EmulatedKernel(kernel))
-    expected = run(batch, **plan(programs_per_multiprocessor=2))
+    emulate(monkeypatch, module, kernel)
+    expected = run(batch, **options)
     stored = (batch.key_cache, batch.value_cache, batch.key_scales, batch.value_scales)
     new, size = [], batch.key_cache.shape[2]
     for slot, last in zip(batch.row_slots.tolist(), (batch.context_lengths - 1).tolist(), strict=True):
         block, place = int(batch.block_tables[slot, last // size]), last % size
         new += [part[block, :, place] for part in stored if part is not None]
-    ahead = KernelAhead(batch.query, *new)
-    monkeypatch.setattr(decode_attention_hopper, "_hopper_decode_kernel", EmulatedKernel(kernel, ahead))
+    emulate(monkeypatch, module, kernel, KernelAhead(batch.query, *new))
     monkeypatch.setattr(decode_attention, "launch_options", lambda output: {"PDL": True, "launch_pdl": True})
-    assert torch.equal(run(batch, pdl=True, **plan(programs_per_multiprocessor=2)), expected)
+    assert torch.equal(run(batch, pdl=True, **options), expected)
 
 
 @pytest.mark.gpu

@@ -3,23 +3,18 @@
 import pytest
 import torch
 
-from kernels import decode_attention, decode_attention_team
+from kernels import decode_attention_team
 from tests.kernels import gluon_emulator
-from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
-from tests.kernels.paged_batches import skip_unless_here
-from tests.kernels.test_decode_attention import check, run
-from tests.kernels.test_decode_attention_hopper import EDGES, batch_of, cache, plan
-
-__all__ = ["cache"]
+from tests.kernels.gluon_emulator import emulate
+from tests.kernels.test_decode_attention import check
+from tests.kernels.test_decode_attention_hopper import batch_of, check_decode_rows, check_early, check_padding, plan
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    skip_unless_here(request.param)
-    if request.param == "cpu":
-        emulated = EmulatedKernel(decode_attention_team._team_decode_kernel)
-        monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", emulated)
-    return request.param
+@pytest.fixture
+def device(hopper_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if hopper_device == "cpu":
+        emulate(monkeypatch, decode_attention_team, "_team_decode_kernel")
+    return hopper_device
 
 
 def team(warps: int = 4, tile_tokens: int | None = None, programs: int = 2, **options) -> dict[str, dict]:
@@ -65,8 +60,7 @@ def test_equal_rows_are_not_cut_where_pairs_fit_the_programs(cache, monkeypatch)
     """Few tiles, of many tokens, of which a beginning costs none: then a piece is a pair, and no counter is needed."""
     merged = []
     monkeypatch.setattr(gluon_emulator, "_atomic_add", lambda *_, **__: merged.append(1))
-    kernel = EmulatedKernel(decode_attention_team._team_decode_kernel)
-    monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", kernel)
+    emulate(monkeypatch, decode_attention_team, "_team_decode_kernel")
     batch = batch_of((250,) * 5, "cpu", cache, kv_heads=1, query_heads=2)
     check(batch, **team(4, 64, start_tiles=0))  # 20 tiles for 6 programs: 4 for each of 5
     assert not merged
@@ -78,32 +72,12 @@ def test_many_parts_merge(device, cache):
 
 
 def test_padding_and_empty_rows_get_zeros(device, cache):
-    batch = batch_of((40, 9, 0, 64, 5), device, cache, padding=(1, 4))
-    result = run(batch, **team())
-    assert not result[[1, 2, 4]].any()
-    check(batch, **team())
+    check_padding(batch_of((40, 9, 0, 64, 5), device, cache, padding=(1, 4)), team())
 
 
 def test_rows_past_the_decode_rows_are_left_alone(device, cache):
-    batch = batch_of((40, 90, 20, 300), device, cache)
-    count = torch.tensor([2], dtype=torch.int32, device=device)
-    whole, result = run(batch, **team()), run(batch, decode_row_count=count, **team())
-    assert result[2:].isnan().all(), "rows of the prefill kernel were written"
-    assert torch.allclose(result[:2].float(), whole[:2].float(), atol=1e-2)
+    check_decode_rows(batch_of((40, 90, 20, 300), device, cache), team())
 
 
 def test_what_is_asked_for_early_is_there_already(cache, monkeypatch):
-    """The queries are not, nor the new tokens, in whatever tile they are."""
-    kernel = decode_attention_team._team_decode_kernel
-    batch = batch_of(EDGES, "cpu", cache)
-    monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", EmulatedKernel(kernel))
-    expected = run(batch, **team(2, 32))
-    stored = (batch.key_cache, batch.value_cache, batch.key_scales, batch.value_scales)
-    new, size = [], batch.key_cache.shape[2]
-    for slot, last in zip(batch.row_slots.tolist(), (batch.context_lengths - 1).tolist(), strict=True):
-        block, place = int(batch.block_tables[slot, last // size]), last % size
-        new += [part[block, :, place] for part in stored if part is not None]
-    ahead = KernelAhead(batch.query, *new)
-    monkeypatch.setattr(decode_attention_team, "_team_decode_kernel", EmulatedKernel(kernel, ahead))
-    monkeypatch.setattr(decode_attention, "launch_options", lambda output: {"PDL": True, "launch_pdl": True})
-    assert torch.equal(run(batch, pdl=True, **team(2, 32)), expected)
+    check_early(decode_attention_team, "_team_decode_kernel", cache, team(2, 32), monkeypatch)

@@ -7,24 +7,16 @@ from kernels import fixed_order_attention as module
 from kernels.fixed_order_attention import SPAN, fixed_order_attention, launch_plan
 from kernels.prefill_attention import prefill_attention_reference
 from tests.kernels.paged_batches import (
-    DEVICES,
     PagedBatch,
     assert_as_exact_as_torch,
     make_batch,
     quantise_caches,
-    skip_unless_here,
 )
 from tests.support.ordered_product import use_ordered_products
 
 SMALL = {"span": 32, "key_tile": 16}
 MANY, FEW = 132, 1
 """Multiprocessors: with many, single rows are split into their spans; with few they are taken whole."""
-
-
-@pytest.fixture(params=DEVICES)
-def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    skip_unless_here(request.param[0])
-    return request.param
 
 
 def run(batch: PagedBatch, multiprocessors: int = MANY, options: dict | None = None, **window) -> torch.Tensor:

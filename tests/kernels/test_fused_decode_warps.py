@@ -10,18 +10,14 @@ from kernels import fused_decode_attention, fused_decode_warps
 from kernels.fused_decode_attention import FusedDecodePlan, can_take_warps, launch_plan, takes_warps
 from kernels.paged_kv import HeadShape
 from tests.kernels import test_fused_decode_attention as fused
-from tests.kernels.gluon_emulator import EmulatedKernel, KernelAhead
+from tests.kernels.gluon_emulator import KernelAhead, emulate
 from tests.kernels.paged_batches import skip_unless_here
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_unless_here(request.param)
-    if request.param == "cpu":
-        emulated = EmulatedKernel(fused_decode_warps.fused_decode_warps_kernel)
-        monkeypatch.setattr(fused_decode_warps, "fused_decode_warps_kernel", emulated)
-    elif torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("a kernel for Hopper")
+@pytest.fixture(autouse=True)
+def device(hopper_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hopper_device == "cpu":
+        emulate(monkeypatch, fused_decode_warps, "fused_decode_warps_kernel")
     monkeypatch.setattr(fused, "launch_plan", warps_plan)
 
 
@@ -29,18 +25,13 @@ def warps_plan(*sizes: int, is_apart: bool | None = None) -> FusedDecodePlan:
     return launch_plan(*sizes, single_warps=True)
 
 
-@pytest.fixture(params=[None, *fused.QUANTISED], ids=["plain", "int8", "fp8"])
-def cache_dtype(request: pytest.FixtureRequest) -> torch.dtype | None:
-    return request.param
-
-
 def check(lengths: list[int], dtype: torch.dtype = torch.bfloat16, **shape) -> None:
     fused.check(fused.Case(lengths, dtype, **shape), fused.KERNELS[1])
 
 
 @pytest.mark.parametrize("lengths", [[1], [2, 33, 34], [66, 129, 200, 0], [16, 17, 255], [0, 0], [32, 31]])
-def test_equals_the_reference(lengths, cache_dtype):
-    check(lengths, cache_dtype=cache_dtype)
+def test_equals_the_reference(lengths, cache):
+    check(lengths, cache_dtype=cache)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +43,8 @@ def test_equals_the_reference(lengths, cache_dtype):
         {"query_heads": 4, "kv_heads": 2, "head_dim": 128},
     ],
 )
-def test_head_shapes(shape, cache_dtype):
-    check([130, 1, 31], cache_dtype=cache_dtype, **shape)
+def test_head_shapes(shape, cache):
+    check([130, 1, 31], cache_dtype=cache, **shape)
 
 
 def test_half_precision():
@@ -61,35 +52,33 @@ def test_half_precision():
 
 
 @pytest.mark.parametrize("tile", [16, 64])
-def test_other_tiles(tile, cache_dtype, monkeypatch):
+def test_other_tiles(tile, cache, monkeypatch):
     monkeypatch.setattr(fused, "launch_plan", lambda *sizes, is_apart: replace(warps_plan(*sizes), tile=tile))
-    check([2, 17, 66, 150], cache_dtype=cache_dtype)
+    check([2, 17, 66, 150], cache_dtype=cache)
 
 
-def test_long_rows_give_a_part_several_tiles(cache_dtype, monkeypatch):
+def test_long_rows_give_a_part_several_tiles(cache, monkeypatch):
     monkeypatch.setattr(fused, "launch_plan", lambda *sizes, is_apart: replace(warps_plan(*sizes), splits=2))
-    check([250, 0, 1, 97], cache_dtype=cache_dtype)
+    check([250, 0, 1, 97], cache_dtype=cache)
 
 
-def test_many_parts_are_merged_in_several_rounds(cache_dtype):
-    check([1000], head_dim=128, max_blocks=64, cache_dtype=cache_dtype)
+def test_many_parts_are_merged_in_several_rounds(cache):
+    check([1000], head_dim=128, max_blocks=64, cache_dtype=cache)
 
 
-def test_what_is_read_early_is_there_already(cache_dtype, monkeypatch):
+def test_what_is_read_early_is_there_already(cache, monkeypatch):
     """The product ahead is not, whose rows are the new tokens; nothing is written before it is."""
-    kernel = fused_decode_warps.fused_decode_warps_kernel
-    if not isinstance(kernel, EmulatedKernel):
-        pytest.skip("in the emulator")
-    case = fused.Case([2, 17, 33, 66, 129, 0, 1], torch.bfloat16, cache_dtype=cache_dtype)
-    monkeypatch.setattr(kernel, "ahead", KernelAhead(case.qkv))
+    skip_unless_here("cpu")
+    case = fused.Case([2, 17, 33, 66, 129, 0, 1], torch.bfloat16, cache_dtype=cache)
+    emulate(monkeypatch, fused_decode_warps, "fused_decode_warps_kernel", KernelAhead(case.qkv))
     monkeypatch.setattr(fused_decode_attention, "launch_options", lambda tensor: {"PDL": True, "launch_pdl": True})
     fused.check(case, fused.KERNELS[1])
 
 
 @pytest.mark.gpu
-def test_one_graph_is_right_for_every_mix_of_lengths(cache_dtype):
+def test_one_graph_is_right_for_every_mix_of_lengths(cache):
     skip_unless_here("cuda")
-    fused.check_one_graph(cache_dtype, fused.KERNELS[1])
+    fused.check_one_graph(cache, fused.KERNELS[1])
 
 
 @pytest.mark.parametrize("quantised", fused.QUANTISED, ids=["int8", "fp8"])

@@ -6,7 +6,6 @@ import torch
 from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, prefill_attention_reference
 from kernels.prefill_plans import launch_plan, measured_tiles
 from tests.kernels.paged_batches import (
-    DEVICES,
     MULTIPROCESSORS,
     PagedBatch,
     assert_as_exact_as_torch,
@@ -62,12 +61,6 @@ def references(batch: PagedBatch, scale: float = 0.125, **options) -> tuple[torc
 def check(batch: PagedBatch, *, plan_options: dict | None = None, scale: float = 0.125, **options) -> None:
     result = run(batch, scale=scale, plan_options=plan_options, **options)
     assert_as_exact_as_torch(result, *references(batch, scale, **options), ERROR_FACTOR)
-
-
-@pytest.fixture(params=DEVICES)
-def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    skip_unless_here(request.param[0])
-    return request.param
 
 
 @pytest.mark.parametrize(

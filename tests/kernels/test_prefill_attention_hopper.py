@@ -13,13 +13,12 @@ from kernels.paged_kv import HeadShape
 from kernels.prefill_attention_hopper_convert import FP8_TO_BF16, INT8_TO_BF16
 from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
 from tests.kernels.gluon_assembly import inline_asm
-from tests.kernels.gluon_emulator import EmulatedKernel
+from tests.kernels.gluon_emulator import emulate
 from tests.kernels.paged_batches import (
     PagedBatch,
     assert_as_exact_as_torch,
     make_batch,
     quantise_caches,
-    skip_unless_here,
 )
 from tests.kernels.test_prefill_attention import ERROR_FACTOR, SMALL_TILES, check, references, run
 
@@ -38,16 +37,11 @@ def check_specialised(rows: list[tuple[int, int]], device: str, head_dim: int = 
     check(batch, plan_options={"specialised": True})
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def hopper_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the Hopper kernel runs: on such a card, or in the emulator."""
-    skip_unless_here(request.param)
-    if request.param == "cuda" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("a kernel for Hopper")
-    if request.param == "cpu":
-        emulated = EmulatedKernel(prefill_attention_hopper._hopper_kernel)
-        monkeypatch.setattr(prefill_attention_hopper, "_hopper_kernel", emulated)
-    return request.param
+@pytest.fixture
+def device(hopper_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if hopper_device == "cpu":
+        emulate(monkeypatch, prefill_attention_hopper, "_hopper_kernel")
+    return hopper_device
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -62,24 +56,24 @@ def hopper_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         [(33, 97), (1, 1), (2, 40), (64, 64)] * 30,
     ],
 )
-def test_the_hopper_kernel_on_rows_of_any_length(rows, head_dim, hopper_device):
-    check_specialised(rows, hopper_device, head_dim=head_dim)
+def test_the_hopper_kernel_on_rows_of_any_length(rows, head_dim, device):
+    check_specialised(rows, device, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (9, 3), (32, 2), (24, 1), (14, 2)])
-def test_the_hopper_kernel_on_groups(query_heads, kv_heads, hopper_device):
-    check_specialised([(190, 190), (70, 823)], hopper_device, query_heads=query_heads, kv_heads=kv_heads)
+def test_the_hopper_kernel_on_groups(query_heads, kv_heads, device):
+    check_specialised([(190, 190), (70, 823)], device, query_heads=query_heads, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
-def test_the_hopper_kernel_on_block_sizes(block_size, hopper_device):
-    check_specialised([(200, 200), (16, 128), (1, 1), (129, 400)], hopper_device, block_size=block_size)
+def test_the_hopper_kernel_on_block_sizes(block_size, device):
+    check_specialised([(200, 200), (16, 128), (1, 1), (129, 400)], device, block_size=block_size)
 
 
-def test_the_hopper_kernel_on_padding_and_decode_rows(hopper_device):
+def test_the_hopper_kernel_on_padding_and_decode_rows(device):
     rows = [(1, 30), (1, 17), (120, 400), (50, 50), (0, 0), (6, 6)]
-    batch = make_batch(rows, hopper_device, torch.bfloat16, head_dim=128, padding=(3,), spare_tokens=7)
-    row_count = torch.tensor([2], dtype=torch.int32, device=hopper_device)
+    batch = make_batch(rows, device, torch.bfloat16, head_dim=128, padding=(3,), spare_tokens=7)
+    row_count = torch.tensor([2], dtype=torch.int32, device=device)
     result = run(batch, plan_options={"specialised": True}, decode_row_count=row_count)
     assert result[:2].isnan().all(), "rows of the decode kernel were written"
     assert not result[122:172].any()
@@ -132,17 +126,17 @@ HOPPER_MIXES = [
     ],
     ids=["plain", "overlapped", "int8-apart", "int8", "int8-64", "fp8", "fp8-64"],
 )
-def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, hopper_device, monkeypatch):
+def test_variants_of_the_hopper_kernel(overlap, cache, head_dim, device, monkeypatch):
     """Each against float64, and on a card again and again: an error that moves would be a race."""
     if head_dim == 64:  # compiled, but not chosen before a card has confirmed it: this test would
         monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)
-    decode_rows = torch.tensor([2], dtype=torch.int32, device=hopper_device)
-    is_emulated = hopper_device == "cpu"
+    decode_rows = torch.tensor([2], dtype=torch.int32, device=device)
+    is_emulated = device == "cpu"
     for seed, rows in enumerate([HOPPER_MIXES[1][:9]] if is_emulated else HOPPER_MIXES):
         spare = -sum(count for count, _ in rows) % 64
         shape = {"query_heads": 16, "kv_heads": 8, "head_dim": head_dim}
         batch = make_batch(
-            rows, hopper_device, torch.bfloat16, padding=(3,), spare_tokens=spare, seed=seed, **shape
+            rows, device, torch.bfloat16, padding=(3,), spare_tokens=spare, seed=seed, **shape
         )  # fmt: skip
         if cache is not None:
             batch = quantise_caches(batch, cache)
@@ -179,14 +173,14 @@ def poison_cached_copies(batch: PagedBatch) -> None:
     [(0, 128, torch.int8), (1, 128, torch.float8_e4m3fn), (1, 64, torch.int8), (0, 64, torch.float8_e4m3fn)],
     ids=["int8", "fp8", "int8-64", "fp8-64"],
 )
-def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, hopper_device, monkeypatch):
+def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, device, monkeypatch):
     """So it does not matter in which step a token was computed. What need not be read holds NaN, in both places."""
     monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)  # heads of 64 too
     rows, shape = FRESH_MIXES[mix], {"query_heads": 4, "kv_heads": 2, "head_dim": head_dim}
     spare = -sum(count for count, _ in rows) % 64 + 64
-    batch = make_batch(rows, hopper_device, torch.bfloat16, padding=(4,), spare_tokens=spare, seed=mix, **shape)
+    batch = make_batch(rows, device, torch.bfloat16, padding=(4,), spare_tokens=spare, seed=mix, **shape)
     batch = quantise_caches(batch, cache)
-    decode_rows = torch.tensor([1], dtype=torch.int32, device=hopper_device)
+    decode_rows = torch.tensor([1], dtype=torch.int32, device=device)
     plan_options = {"specialised": True, "fresh": False}
     from_cache = run(batch, plan_options=plan_options, decode_row_count=decode_rows)[1:]
     same, exact = references(batch)
@@ -201,11 +195,11 @@ def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, 
     assert torch.equal(result, from_cache)
 
 
-def test_a_step_of_many_tiles_reads_its_own_keys(hopper_device):
+def test_a_step_of_many_tiles_reads_its_own_keys(device):
     """More tiles than programs, so that letters with and without cached tiles follow one another in every order."""
     rows = [(140, 140), (70, 326), (1, 129), (64, 64), (64, 320), (130, 150), (20, 712), (2, 2), (140, 268)]
     heads = {"query_heads": 2, "kv_heads": 1, "head_dim": 128, "block_size": 32}
-    batch = make_batch(rows, hopper_device, torch.bfloat16, spare_tokens=5, **heads)
+    batch = make_batch(rows, device, torch.bfloat16, spare_tokens=5, **heads)
     batch = quantise_caches(batch, torch.int8)
     results = [run(batch, plan_options={"specialised": True, "fresh": fresh}) for fresh in (True, False)]
     assert torch.equal(*results)

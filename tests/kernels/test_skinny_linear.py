@@ -21,7 +21,7 @@ from kernels.skinny_linear import (
 )
 from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, measured_plan
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
-from tests.kernels.gluon_emulator import EmulatedKernel
+from tests.kernels.gluon_emulator import emulate
 
 PLANS = [
     LinearPlan("matvec", block_n=4, block_k=32, num_warps=1),
@@ -213,7 +213,6 @@ RESIDENT_PLANS = [
 ]
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("plan", RESIDENT_PLANS, ids=lambda plan: f"{plan.block_m}x{plan.block_n}s{plan.split_k}")
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "dtype"),
@@ -224,15 +223,14 @@ RESIDENT_PLANS = [
         (64, 4096, 512, torch.float16),
     ],
 )
-def test_hopper_kernel_matches_float32(rows, outputs, inputs, dtype, plan, where, monkeypatch):
-    if where != DEVICE or (where == "cuda" and torch.cuda.get_device_capability()[0] < 9):
-        pytest.skip("the kernel is for Hopper, or the emulator where there is no card")
-    if where == "cpu":
-        emulated = EmulatedKernel(skinny_linear_hopper._resident_kernel)
-        monkeypatch.setattr(skinny_linear_hopper, "_resident_kernel", emulated)
+def test_hopper_kernel_matches_float32(rows, outputs, inputs, dtype, plan, hopper_device, monkeypatch):
+    if hopper_device == "cpu":
+        emulate(monkeypatch, skinny_linear_hopper, "_resident_kernel")
     x, weight, out, _, _, _ = make_case(rows, outputs, inputs, dtype, "silu")
     workspace = Workspace.allocate(256, 2048, 4096, dtype, torch.device(DEVICE))
-    for _ in range(3 if where == "cuda" else 1):  # a ring that is filled too early gives another result now and then
+    for _ in range(
+        3 if hopper_device == "cuda" else 1
+    ):  # a ring that is filled too early gives another result now and then
         workspace.partials.fill_(float("nan"))
         parts = run_parts_plan(plan, x, weight, workspace)
         assert parts.shape == (plan.split_k, rows, outputs)

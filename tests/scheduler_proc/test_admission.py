@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from scheduler_proc.admission import Admission
-from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
-from scheduler_proc.state import Limits
+from scheduler_proc.simulation import expected_outputs, simple_request
+from tests.support.schedulers import engines_with
 
 
 class Clock:
@@ -15,15 +15,7 @@ class Clock:
         return self.now
 
 
-def engine(clock=None, **changes):
-    values = {
-        "max_model_len": 200,
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 16,
-        "block_size": 4,
-        "block_count": 100,
-    }
-    return SimulatedEngine(Limits(**{**values, **changes}), clock or Clock())
+engine = engines_with(max_model_len=200, max_num_seqs=2, max_num_batched_tokens=16, block_size=4, block_count=100)
 
 
 def test_a_full_queue_refuses_at_once_with_a_retry_hint():

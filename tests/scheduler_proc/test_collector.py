@@ -8,19 +8,11 @@ import pytest
 from common.messages import AbortRequests, StepResult
 from scheduler_proc.collector import ResultError
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
-from scheduler_proc.state import Limits
+from tests.support.schedulers import engines_with
 
-
-def engine(**changes):
-    values = {
-        "max_model_len": 200,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "block_count": 50,
-        "run_ahead": 1,
-    }
-    return SimulatedEngine(Limits(**{**values, **changes}))
+engine = engines_with(
+    max_model_len=200, max_num_seqs=4, max_num_batched_tokens=64, block_size=4, block_count=50, run_ahead=1
+)
 
 
 @pytest.mark.parametrize(

@@ -7,31 +7,19 @@ import pytest
 
 from common.messages import AbortRequests
 from scheduler_proc.sequence import Status
-from scheduler_proc.simulation import VOCAB_SIZE, SimulatedEngine, expected_outputs, simple_request
-from scheduler_proc.state import Limits
+from scheduler_proc.simulation import expected_outputs, simple_request
+from tests.support.schedulers import engines_with, prompt_of
 
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
 
 
-def engine(**changes):
-    values = {
-        "max_model_len": 2000,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "block_size": 16,
-        "block_count": 49,
-        "run_ahead": 2,
-    }
-    return SimulatedEngine(Limits(**{**values, **changes}))
+engine = engines_with(
+    max_model_len=2000, max_num_seqs=8, max_num_batched_tokens=64, block_size=16, block_count=49, run_ahead=2
+)
 
 
 def abort(*request_ids):
     return AbortRequests(array("i", request_ids))
-
-
-def prompt_of(length, seed=0):
-    random = Random(seed)
-    return [random.randrange(VOCAB_SIZE) for _ in range(length)]
 
 
 @RUN_AHEAD

@@ -8,25 +8,12 @@ import pytest
 
 from common.messages import AbortRequests
 from scheduler_proc.sequence import Status
-from scheduler_proc.simulation import VOCAB_SIZE, SimulatedEngine, expected_outputs, simple_request
-from scheduler_proc.state import Limits
+from scheduler_proc.simulation import expected_outputs, simple_request
+from tests.support.schedulers import engines_with, prompt_of, watched_lookups
 
-
-def engine(**changes):
-    values = {
-        "max_model_len": 4000,
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "block_count": 2000,
-        "run_ahead": 0,
-    }
-    return SimulatedEngine(Limits(**{**values, **changes}))
-
-
-def prompt_of(length, seed=0):
-    random = Random(seed)
-    return [random.randrange(VOCAB_SIZE) for _ in range(length)]
+engine = engines_with(
+    max_model_len=4000, max_num_seqs=64, max_num_batched_tokens=64, block_size=4, block_count=2000, run_ahead=0
+)
 
 
 def chunks(run, plan):
@@ -183,10 +170,7 @@ def test_run_ahead_bounds_the_plans_in_flight():
 def test_a_prompt_that_waits_for_a_shared_start_is_looked_up_once():
     """Many equal long prompts behind one under way must not be looked up in every step."""
     run = engine(max_num_batched_tokens=64)
-    lookups = []
-    cache = run.core.state.cache
-    original = cache.lookup
-    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    lookups = watched_lookups(run)
     messages = [simple_request(i, prompt_of(1000), max_tokens=2) for i in range(10)]
     for message in messages:
         run.send(message)
@@ -213,10 +197,7 @@ def test_a_cached_prompt_does_not_wait_for_two_unfinished_ones():
 
 def test_prompts_behind_two_unfinished_ones_are_looked_up_now_and_then():
     run = engine(max_num_batched_tokens=64)
-    lookups = []
-    cache = run.core.state.cache
-    original = cache.lookup
-    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    lookups = watched_lookups(run)
     for i in range(5):
         run.send(simple_request(i, prompt_of(2000, i), max_tokens=1))
     run.run()
@@ -238,12 +219,9 @@ def test_a_prompt_waits_only_for_the_part_it_shares():
 
 def test_a_prompt_without_room_is_not_looked_up_in_every_step():
     run = engine(block_count=40, max_num_batched_tokens=64)
-    lookups = []
-    cache = run.core.state.cache
-    original = cache.lookup
     run.send(simple_request(0, prompt_of(40), max_tokens=100))
     run.step()
-    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    lookups = watched_lookups(run)
     run.send(simple_request(1, prompt_of(140, 1), max_tokens=4))
     steps = 0
     while run.step():

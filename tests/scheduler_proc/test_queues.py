@@ -7,6 +7,7 @@ from scheduler_proc.queues import AGEING_S, CLIENT_LIMIT, FairShare, WaitingQueu
 from scheduler_proc.sequence import Request, Sequence
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
+from tests.support.schedulers import engines_with
 
 
 def sequence(request_id, length=10, **changes):
@@ -56,12 +57,15 @@ def test_a_low_priority_request_runs_in_bounded_time():
     run.run()
 
 
-def urgent_engine(**changes):
-    values = {
-        "max_model_len": 100, "max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 4, "block_count": 40,
-        "policy": "priority", "run_ahead": 0,
-    }  # fmt: skip
-    return SimulatedEngine(Limits(**{**values, **changes}))
+urgent_engine = engines_with(
+    max_model_len=100,
+    max_num_seqs=2,
+    max_num_batched_tokens=32,
+    block_size=4,
+    block_count=40,
+    policy="priority",
+    run_ahead=0,
+)
 
 
 def test_an_urgent_request_enters_next_and_takes_nothing_from_those_that_run():

@@ -5,21 +5,13 @@ from array import array
 import pytest
 
 from common.messages import AbortRequests
-from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
-from scheduler_proc.state import Limits
+from scheduler_proc.simulation import expected_outputs, simple_request
+from tests.support.schedulers import engines_with, watched_lookups
 
 KINDS = pytest.mark.parametrize("kind", ["hash", "radix", "off"])
 
 
-def engine(**changes):
-    values = {
-        "max_model_len": 200,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "block_count": 100,
-    }
-    return SimulatedEngine(Limits(**{**values, **changes}))
+engine = engines_with(max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64, block_size=4, block_count=100)
 
 
 @KINDS
@@ -80,10 +72,7 @@ def test_samples_count_as_one_lookup_and_no_hit():
 
 def test_samples_are_not_looked_up_while_the_first_computes_the_prompt():
     run = engine(max_num_batched_tokens=8)
-    lookups = []
-    cache = run.core.state.cache
-    original = cache.lookup
-    cache.lookup = lambda *arguments: lookups.append(1) or original(*arguments)
+    lookups = watched_lookups(run)
     message = simple_request(1, range(150), max_tokens=3, n=8)
     run.send(message)
     run.run()

@@ -10,22 +10,21 @@ from scheduler_proc.main import limits_of
 from scheduler_proc.sequence import Status
 from scheduler_proc.simulation import SimulatedEngine, expected_outputs, simple_request
 from scheduler_proc.state import Limits
+from tests.support.schedulers import engines_with
 
 RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1, 2])
 
 
-def engine(**changes):
-    values = {
-        "max_model_len": 200,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "block_size": 4,
-        "block_count": 9,
-        "host_block_count": 40,
-        "preemption": "swap",
-        "prefix_cache": "off",
-    }
-    return SimulatedEngine(Limits(**{**values, **changes}))
+engine = engines_with(
+    max_model_len=200,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    block_size=4,
+    block_count=9,
+    host_block_count=40,
+    preemption="swap",
+    prefix_cache="off",
+)
 
 
 def requests(count=3):

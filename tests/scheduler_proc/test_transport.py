@@ -47,14 +47,17 @@ class Inbox:
             raise zmq.Again
         return self.messages.pop(0)
 
+    def get(self, option: int) -> int:
+        assert option == zmq.EVENTS
+        return zmq.POLLIN if self.messages else 0
+
 
 def test_a_request_that_finds_no_memory_is_refused_alone(monkeypatch):
     transport = object.__new__(SocketTransport)
-    transport._requests, transport._readable = "requests", {"requests"}
     sent = []
-    transport._requests = object()
+    transport._requests = Inbox(*(simple_request(i, range(3), max_tokens=1).to_wire() for i in (5, 6)))
     transport._readable = {transport._requests}
-    transport._receive_request = Inbox(*(simple_request(i, range(3), max_tokens=1).to_wire() for i in (5, 6))).receive
+    transport._receive_request = transport._requests.receive
     transport._send_out = lambda data: sent.append(decode_for_frontend(data))
     failing = [True]
 

@@ -9,18 +9,28 @@
     scheduler   SIGUSR1   no memory while it plans the next step
     frontend    SIGUSR1   no memory while it decodes the next message of the scheduler
 
-Until then they are as they always are. Started by `tests.support.server.Server` with `faulty=True`.
+Until then they are as they always are, but for two things that a test would otherwise have to be in time for: while
+there is a gate (`Gate`), the worker stands still; and a dead engine waits until somebody has asked for its health.
+Started by `tests.support.server.Server` with `faulty=True`.
 """
 
+import asyncio
 import atexit
+import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 MiB"
+GATE_VARIABLE = "TRIREME_TEST_GATE"
+"""Environment variable that names the gate's file."""
+PATIENCE_S = 60.0
+LOOK_S = 0.005
 
 
 class Order:
@@ -39,6 +49,30 @@ class Order:
         self._come = True
 
 
+class Gate:
+    """A file that has the worker stand still: it takes as many steps as the file says; one that starts waits for the
+    file to be gone."""
+
+    def __init__(self) -> None:
+        self._path = Path(os.environ[GATE_VARIABLE])
+        self._step_count = 0
+        while self._limit() is not None:
+            select.select([], [], [], LOOK_S)
+
+    def step(self) -> None:
+        """Wait until a step may be taken."""
+        while (limit := self._limit()) is not None and self._step_count >= limit:
+            select.select([], [], [], LOOK_S)
+        self._step_count += 1
+
+    def _limit(self) -> int | None:
+        try:
+            return int(self._path.read_text())
+        except FileNotFoundError:
+            self._step_count = 0
+            return None
+
+
 def wait_for_ever(*_: object) -> Any:
     """What reading from a broken device may do."""
     threading.Event().wait()
@@ -51,7 +85,7 @@ def break_worker() -> Callable[..., int]:
     from worker_proc import main, runner, worker
     from worker_proc.reporter import ThreadReporter
 
-    execute = runner.CpuRunner.execute
+    gate, execute = Gate(), runner.CpuRunner.execute
     access, memory = Order(signal.SIGUSR1), Order(signal.SIGUSR2)
     broken = False
 
@@ -69,6 +103,7 @@ def break_worker() -> Callable[..., int]:
 
     def execute_or_fail(self: Any, plan: Any) -> Any:
         nonlocal broken
+        gate.step()
         use_device()
         if memory.take():
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
@@ -102,18 +137,31 @@ def break_scheduler() -> Callable[..., int]:
 
 
 def break_frontend() -> Callable[..., int]:
-    """The frontend's main with a decoder that can run out of memory."""
+    """The frontend's main with a decoder that can run out of memory, and an end that waits to be asked for health."""
     from frontend import main
+    from frontend.http import utilities
 
-    decode = main.decode_for_frontend
+    decode, health, finish = main.decode_for_frontend, utilities.health, main.Frontend._finish
     memory = Order(signal.SIGUSR1)
+    has_told = False
 
     def decode_or_fail(data: bytes) -> Any:
         if memory.take():
             raise MemoryError
         return decode(data)
 
+    async def tell(request: Any) -> Any:
+        nonlocal has_told
+        has_told = has_told or request.app.state.engine.health().state == "dead"
+        return await health(request)
+
+    async def finish_when_told(self: Any, *arguments: Any) -> None:
+        while self._failed and not has_told:
+            await asyncio.sleep(LOOK_S)
+        await finish(self, *arguments)
+
     main.decode_for_frontend = decode_or_fail
+    utilities.health, main.Frontend._finish = tell, finish_when_told
     return main.main
 
 
@@ -137,6 +185,7 @@ def run() -> int:
 
     rooms = {"worker-0": "worker", "frontend": "frontend", "scheduler": "scheduler"}
     module = "tests.support.faulty_engine"
+    supervisor.FAILURE_NOTICE_S = supervisor.EXIT_TIMEOUT_S = PATIENCE_S
     supervisor.engine_rooms = lambda _: {name: ["-m", module, room] for name, room in rooms.items()}
     return launch.main()
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import zmq
 
+from common.run_dir import write_atomically
+from tests.support.faulty_engine import GATE_VARIABLE
+
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90
 STOP_TIMEOUT_S = 30
@@ -22,7 +25,7 @@ class Server:
     Args:
         model_dir: what it serves.
         options: of `serve`.
-        faulty: run `tests.support.faulty_engine`, whose processes fail when a signal tells them.
+        faulty: run `tests.support.faulty_engine`, whose processes fail when a signal tells them, and wait at a gate.
 
     Attributes:
         model_dir: what it serves.
@@ -39,6 +42,7 @@ class Server:
         self.run_dirs = self.folder / "r"
         self.run_dirs.mkdir(mode=0o700)
         self._stderr = self.stderr_path.open("w")
+        self._gate = self.folder / "gate"
         entry = ["-m", "tests.support.faulty_engine"] if faulty else [ROOT / "launch.py"]
         self.process = subprocess.Popen(
             [sys.executable, *entry, "serve", "--model", model_dir, "--port", "0", "--cpu-threads", "1",
@@ -47,7 +51,7 @@ class Server:
             stderr=self._stderr,
             text=True,
             cwd=ROOT if faulty else None,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(self.run_dirs)},
+            env={**os.environ, "XDG_RUNTIME_DIR": str(self.run_dirs), GATE_VARIABLE: str(self._gate)},
         )  # fmt: skip
 
     def wait_until_ready(self) -> "Server":
@@ -70,6 +74,15 @@ class Server:
     def children(self) -> dict[str, int]:
         """Process ids of the engine's processes by name, as an operator sees them (`frontend`, `worker-0`, ...)."""
         return children_of(self.process.pid)
+
+    def hold(self, step_count: int) -> None:
+        """Let a faulty engine's worker take so many steps, counted from the first call on, and then wait; a worker that
+        is started again waits at once."""
+        write_atomically(self._gate, str(step_count))
+
+    def go_on(self) -> None:
+        """Let it run freely."""
+        self._gate.unlink()
 
     def stop(self) -> int:
         """Ask the engine to stop, as Ctrl-C does; its exit code."""

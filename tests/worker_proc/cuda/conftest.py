@@ -6,7 +6,7 @@ import torch
 from common.config import StepLimits
 from kernels import prefill_attention, prefill_attention_hopper, prefill_plans, tuning
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
-from tests.kernels.gluon_emulator import EmulatedKernel
+from tests.kernels.gluon_emulator import emulate
 from tests.support.poison import poison
 from worker_proc.cuda import fused_forward
 from worker_proc.cuda.fused_forward import FusedForward
@@ -80,8 +80,7 @@ def fresh_plans(monkeypatch, device):
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("a kernel for Hopper")
     if device == "cpu":
-        emulated = EmulatedKernel(prefill_attention_hopper._hopper_kernel)
-        monkeypatch.setattr(prefill_attention_hopper, "_hopper_kernel", emulated)
+        emulate(monkeypatch, prefill_attention_hopper, "_hopper_kernel")
         monkeypatch.setattr(
             fused_forward.FusedForward, "_has_hopper_kernel", lambda self, plans, *_, **__: plans is prefill_plans
         )
