@@ -134,6 +134,22 @@ def is_served(endpoint: str) -> bool:
         return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: so many wait there already that we cannot
 
 
+def is_refused(endpoint: str, timeout_s: float = 0.25) -> bool:
+    """Whether nobody listens at an endpoint, and the system says so; False where nobody answers, or there is no such
+    address. Waits for an answer over TCP, and for the address of a name.
+    """
+    if endpoint.startswith("ipc://"):
+        return not endpoint.startswith("ipc://@") and not is_served(endpoint)  # an abstract address has no file
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        unix.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
 def connect_client(
     endpoint: str, keys: ClientKeys | None = None
 ) -> "tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], zmq.Socket[bytes]]":

@@ -1,6 +1,7 @@
 """Who may bind an endpoint."""
 
 import errno
+import socket as unix
 import subprocess
 import sys
 import threading
@@ -102,6 +103,28 @@ def test_what_is_no_endpoint_is_not_connected_to(endpoint):
     """ZeroMQ takes port 70000 for port 4464."""
     with pytest.raises(StartupError, match="cannot connect to .*: wanted ipc://PATH or tcp://ADDRESS:PORT with"):
         connect_client(endpoint)
+
+
+def test_who_is_not_there_refuses(context, tmp_path):
+    served, stale, missing = (f"ipc://{tmp_path}/{name}" for name in ("served", "stale", "missing"))
+    local = bind_client_router(context, served)
+    with unix.socket(unix.AF_UNIX) as socket:
+        socket.bind(stale.removeprefix("ipc://"))
+    router = bind_client_router(context, "tcp://127.0.0.1:*")
+    listening = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    with unix.create_server(("127.0.0.1", 0)) as free:
+        silent = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        assert not sockets.is_refused(silent)
+    assert [sockets.is_refused(endpoint) for endpoint in (served, stale, missing, "ipc://@none")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert [sockets.is_refused(endpoint) for endpoint in (listening, silent)] == [False, True]
+    assert not sockets.is_refused("tcp://no-such-host.invalid:5555"), "who cannot be asked has not refused"
+    local.close()
+    router.close()
 
 
 @pytest.mark.parametrize(
