@@ -19,6 +19,8 @@ SHOWN = frozenset({1.0, 1.5, 2.0, 3.0, 5.0, 7.5})
 
 GOOD_ENDS = frozenset({"stop", "length", "abort"})
 """How a request ends that does not end with an error."""
+FAILURES = frozenset({"engine_dead", "engine_restarted", "internal_error", "sample_failed"})
+"""Errors that are the engine's own. Others are its load's (a full queue, a deadline) or the client's."""
 
 
 class Histogram:

@@ -11,6 +11,7 @@ import yaml
 from benchmarks.fake_scheduler import LIMITS
 from common.errors import RequestError
 from common.messages import EngineStats, RequestFailed
+from frontend.figures import FAILURES
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "trireme.json"
@@ -97,6 +98,7 @@ def test_failures_are_what_the_engine_is_to_blame_for_and_refusals_are_load(end,
     ENDS[end](memory_engine.core, sink.request.request_id)
     [outcome] = memory_engine.core.figures.ended
     failures = {"engine_dead", "engine_restarted", "internal_error", "sample_failed"}
+    assert failures == FAILURES == set(reasons("TriremeFailures").split("|"))
     assert bool(re.fullmatch(reasons("TriremeFailures"), outcome)) == (outcome in failures)
     assert bool(re.fullmatch(reasons("TriremeRefusals"), outcome)) == (outcome in ("queue_full", "deadline_exceeded"))
 
