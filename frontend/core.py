@@ -63,6 +63,7 @@ class Core:
         stats: the last figures from the scheduler.
         figures: the frontend's own statistics.
         observers: called when a request ends, by `later`: at once, or when the process has sent the answer.
+        after_tokens: called when sinks have got all tokens of a message; some gather what they write.
         error: why the engine is dead, or restarting.
         session: how often processes of the engine have been restarted.
     """
@@ -85,6 +86,7 @@ class Core:
         self.stats = EngineStats()
         self.figures = Figures()
         self.observers: list[Observer] = [self.figures.note_end]
+        self.after_tokens: list[Callable[[], None]] = []
         self.later: Callable[..., object] = lambda act, *arguments: act(*arguments)
         self.error, self.session = "", session
         self._outbox = Outbox(send, clock)
@@ -262,7 +264,11 @@ class Core:
         """Take one message from the scheduler."""
         match message:
             case TokensOut():
-                self._intake.take(message, self._clock())
+                try:
+                    self._intake.take(message, self._clock())
+                finally:
+                    for act in self.after_tokens:
+                        act()
                 self._outbox.flush()
             case EngineStats():
                 self.stats = message.after(self._past_stats)

@@ -12,7 +12,7 @@ from common.client_messages import SampleSoFar
 from common.errors import RequestError
 from common.messages import AddRequest, RequestFailed, TokenLogprobs
 from common.sampling_params import SamplingParams
-from frontend.events import Delta, Final, SampleResult, Sink, Timings, TokenLogprob, TopLogprob, Usage
+from frontend.events import Delta, Final, SampleResult, Shortcut, Sink, Timings, TokenLogprob, TopLogprob, Usage
 from frontend.pieces import WITHOUT_TEXT, Piece, PiecesWithout, PieceTable
 from frontend.prompt_logprobs import PromptLogprobs
 from frontend.stop_strings import StopMatcher, StopStrings
@@ -30,12 +30,13 @@ class Sample:
         pieces: if set, the next token's text may be taken from there: `Core` then keeps token and text itself, which is
             all that `add` would do.
         known_count: tokens that had come when an earlier frontend was lost.
+        shortcut: if set, it is offered the texts of such tokens before the request's sink.
     """
 
     __slots__ = (
         "_detokenizer", "_known_pieces", "_matcher", "_plain_pieces", "_request", "finish_reason", "index",
-        "known_count", "last_token_s", "logprobs", "pending", "pieces", "preemption_count", "stop_reason",
-        "text_parts", "token_ids",
+        "known_count", "last_token_s", "logprobs", "pending", "pieces", "preemption_count", "shortcut",
+        "stop_reason", "text_parts", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int) -> None:
@@ -50,6 +51,7 @@ class Sample:
         self.last_token_s: float | None = None
         self.preemption_count = 0
         self.known_count = 0
+        self.shortcut: Shortcut | None = None
         self._request = request
         self._detokenizer = request.tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text

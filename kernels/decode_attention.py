@@ -65,6 +65,8 @@ from kernels.paged_kv import (
     HeadShape,
     check_options,
     check_paged_inputs,
+    check_partials,
+    check_rows,
     compile_options,
     gluon_attends,
     paged_attention_reference,
@@ -378,16 +380,6 @@ def _decode_kernel(
                 tl.store(empty_places + head_places, zeros, mask=is_query)
 
 
-def _check_workspace(
-    plan: DecodePlan, max_rows: int, kv_heads: int, partials: torch.Tensor, counters: torch.Tensor
-) -> None:
-    wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
-    wanted(partials.dtype == torch.float32, "partials dtype", torch.float32, partials.dtype)
-    wanted(partials.numel() >= plan.workspace_floats, "partials", f">= {plan.workspace_floats}", partials.numel())
-    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
-    wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
-
-
 def _common_options(
     shape: HeadShape, plan: DecodePlan, cache_dtype: torch.dtype, has_row_count: bool
 ) -> dict[str, int | bool]:
@@ -434,7 +426,8 @@ def decode_attention(
     check_options(scale, sliding_window, soft_cap)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
-    _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
+    check_rows(max_rows, plan.rows_tile, counters, max_rows * shape.kv_heads)
+    check_partials(partials, plan.workspace_floats)
     early = launch_options(output) if pdl else {"PDL": False}
     tensors = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
     workspace = (partials, counters, key_scales, value_scales)

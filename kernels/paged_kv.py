@@ -125,6 +125,24 @@ def check_paged_inputs(
     return HeadShape(query_heads, kv_heads, head_dim, block_size)
 
 
+def check_rows(
+    max_rows: int, rows_tile: int, counters: torch.Tensor, counter_count: int, query_starts: torch.Tensor | None = None
+) -> None:
+    """That a plan has room for the rows, its counters are there, and `query_starts`, where it is taken, fits."""
+    wanted(max_rows <= rows_tile, "max_rows", f"<= the plan's {rows_tile}", max_rows)
+    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
+    wanted(counters.numel() >= counter_count, "counters", f">= {counter_count}", counters.numel())
+    if query_starts is not None:
+        wanted(query_starts.dtype == torch.int32, "query_starts dtype", torch.int32, query_starts.dtype)
+        wanted(query_starts.shape == (max_rows + 1,), "query_starts shape", [max_rows + 1], list(query_starts.shape))
+
+
+def check_partials(partials: torch.Tensor, float_count: int) -> None:
+    """That the workspace of partial results is as large as the plan wants it."""
+    wanted(partials.dtype == torch.float32, "partials dtype", torch.float32, partials.dtype)
+    wanted(partials.numel() >= float_count, "partials", f">= {float_count}", partials.numel())
+
+
 def check_options(scale: float, sliding_window: int, soft_cap: float) -> None:
     """`scale` > 0; `sliding_window` and `soft_cap` >= 0, where 0 means none."""
     wanted(scale > 0, "scale", "> 0", scale)

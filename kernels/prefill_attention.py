@@ -52,6 +52,7 @@ from kernels.paged_kv import (
     HeadShape,
     check_options,
     check_paged_inputs,
+    check_rows,
     compile_options,
     paged_attention_reference,
     row_of_work,
@@ -279,17 +280,6 @@ def _zero_unowned(
         tl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
 
 
-def _check_plan(
-    plan: PrefillPlan, shape: HeadShape, max_rows: int, query_starts: torch.Tensor, counters: torch.Tensor
-) -> None:
-    wanted(query_starts.dtype == torch.int32, "query_starts dtype", torch.int32, query_starts.dtype)
-    wanted(query_starts.shape == (max_rows + 1,), "query_starts shape", [max_rows + 1], list(query_starts.shape))
-    wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
-    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
-    wanted(counters.numel() >= COUNTER_COUNT, "counters", f">= {COUNTER_COUNT}", counters.numel())
-    wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
-
-
 def _check_fresh(
     plan: PrefillPlan, shape: HeadShape, query: torch.Tensor, key_scales: torch.Tensor | None,
     fresh: tuple[torch.Tensor, torch.Tensor] | None,
@@ -339,7 +329,8 @@ def prefill_attention(
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
     )
     check_options(scale, sliding_window, soft_cap)
-    _check_plan(plan, shape, row_slots.shape[0], query_starts, counters)
+    check_rows(row_slots.shape[0], plan.rows_tile, counters, COUNTER_COUNT, query_starts)
+    wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
     _check_fresh(plan, shape, query, key_scales, fresh)
     early = pdl and launch_options(output)["PDL"]
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, query_starts)

@@ -1,5 +1,6 @@
 """A recorded frontend's core, replayed in memory: what it is told and tells when a process is lost, or was."""
 
+import asyncio
 import contextlib
 import inspect
 import json
@@ -104,6 +105,31 @@ def test_what_is_started_again_has_a_recording_of_its_own(config, capsys):
         recorder_for(config, "frontend")
     for folder in ("", "/2"):
         assert replayed(capsys, config.profiling.record + folder)["different"] == 0
+
+
+def test_tokens_that_go_straight_to_a_connection_are_recorded_too(config, capsys):
+    taken = []
+
+    class Shortcut:
+        def take(self, text: str) -> bool:
+            taken.append(text)
+            return True
+
+    async def stream(running):
+        events = await running.engine.generate([5, 6], SamplingParams(max_tokens=9))
+        events.shortcuts = [Shortcut()]
+        reading = asyncio.ensure_future(events.final())
+        await asyncio.sleep(0)
+        for token_id in (5, 6, 7, 8):
+            running.hear(m.TokensOut(request_ids=array("i", [0]), token_ids=array("i", [token_id])))
+        running.tokens(events, 9, finish="length")
+        return (await reading).samples[0].text
+
+    with contextlib.closing(Recorded(config)) as running:
+        text = asyncio.run(stream(running))
+    assert len(taken) == 4 and text.startswith("".join(taken))
+    summary = replayed(capsys, config.profiling.record)
+    assert (summary["different"], summary["equal"]) == (0, 7), "a request, five deltas, an end"
 
 
 @pytest.mark.parametrize("fields", [(recording.DRAIN, 1), (recording.ABORT,), (recording.ABORT, 1, 2), (99,)], ids=str)
