@@ -62,6 +62,7 @@ from kernels.kv_format import cache_format, vector_bytes
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
+    LOG2_E_CONSTANT,
     HeadShape,
     check_options,
     check_paged_inputs,
@@ -324,7 +325,7 @@ def _decode_kernel(
             else:
                 scores = scores * scale_log2
             if HAS_SOFT_CAP:
-                scores = soft_capped(scores * (1.0 / 1.4426950408889634), soft_cap) * 1.4426950408889634
+                scores = soft_capped(scores * (1.0 / LOG2_E_CONSTANT), soft_cap) * LOG2_E_CONSTANT
             is_seen = is_token
             if WINDOW > 0:
                 is_seen = is_seen & (positions >= length - WINDOW)  # edge: the window's first tile

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
-    FP8,
     QUERIES,
     allocate_tiles,
     block_barrier,
@@ -42,6 +41,7 @@ from kernels.decode_warp import (
     store_columns,
 )
 from kernels.kv_format import cache_format
+from kernels.kv_quant import FP8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 from kernels.new_token import NewTokens
 from kernels.new_token_warp import new_key, new_queries, new_value, query_factors
