@@ -62,7 +62,7 @@ class Client:
         name: this client's name in the engine's log.
         server_key: for an engine with `--client-keys`: its public key, or the file that contains it.
         client_keys: this client's own keys: the file with its secret key, or the pair (public, secret).
-        busy_poll_ms: as the engine's `--busy-poll-ms`, for this client's waiting.
+        busy_poll_ms, busy_poll_io: as the engine's options of these names, for this client's waiting.
 
     Attributes:
         welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
@@ -85,6 +85,7 @@ class Client:
         server_key: ServerKey = None,
         client_keys: OwnKeys = None,
         busy_poll_ms: float = busy_poll.AUTOMATIC,
+        busy_poll_io: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
@@ -93,6 +94,7 @@ class Client:
         self._state = ClientState()
         self._connection = Connection(endpoint, self._keys)
         self._busy = busy_poll.BusyPoll(busy_poll.limit_s_for(busy_poll_ms), alone=_one_that_polls)
+        self._busy_poll_io = busy_poll_io
         self._connect()
         self._give_up_at_s = 0.0
         self._closed = False
@@ -305,10 +307,13 @@ class Client:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        if self._busy_poll_io:
+            self._busy.keep_awake(self._context)
 
     def _disconnect(self) -> None:
         if self._socket.closed:
             return
+        self._busy.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
