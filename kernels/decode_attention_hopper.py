@@ -37,8 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
-    FP8,
-    INT8,
     QUERIES,
     allocate_tiles,
     box_rows_of,
@@ -49,6 +47,7 @@ from kernels.decode_warp import (
     store_piece,
     zero_empty_rows,
 )
+from kernels.kv_quant import FP8, INT8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

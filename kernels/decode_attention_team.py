@@ -29,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
 from kernels.decode_attention_hopper import LEVELS, segment, share_of_work
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
-from kernels.decode_warp import FP8, INT8, QUERIES, block_barrier, left_operands, store_piece, zero_empty_rows
+from kernels.decode_warp import QUERIES, block_barrier, left_operands, store_piece, zero_empty_rows
+from kernels.kv_quant import FP8, INT8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

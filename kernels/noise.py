@@ -90,6 +90,6 @@ def _log(x):
 @triton.jit
 def gumbel(bits):
     """Gumbel noise in float32 from uint32 bits; finite for all of them."""
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039)
-    series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * 0.25)))
-    return -_log(tl.where(u < 0.015625, series, -_log(1.0 - u)))
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    series = u * (1.0 + u * (1.0 / 2.0 + u * (1.0 / 3.0 + u * (1.0 / 4.0))))
+    return -_log(tl.where(u < 1.0 / 64.0, series, -_log(1.0 - u)))

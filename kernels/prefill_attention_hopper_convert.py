@@ -23,6 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.kv_quant import INT8
 from kernels.prefill_attention_hopper_copy import MAIL_SLOTS, cached_tiles, read_mail
 
 PIECE_ROWS = gl.constexpr(32)
@@ -91,7 +92,7 @@ def _convert_tile(
         high = high_words.slice(piece * PIECE_ROWS, PIECE_ROWS).load(rows)
         low = low_words.slice(piece * PIECE_ROWS, PIECE_ROWS).load(rows)
         scaled = gl.inline_asm_elementwise(
-            INT8_TO_BF16 if FORMAT == 1 else FP8_TO_BF16,
+            INT8_TO_BF16 if FORMAT == INT8 else FP8_TO_BF16,
             "=&r,=&r,r,r,r,r,r,r,r,r,r",
             [stored, gl.expand_dims(high, 1), gl.expand_dims(low, 1)],
             dtype=gl.bfloat16,

@@ -3,26 +3,17 @@
 A vector is quantised by itself, so neither chunks nor batches nor pressure nor sharing may change what is read back.
 """
 
-from random import Random
-
 import pytest
 import torch
 
 from tests.engine.test_greedy_equality import CONDITIONS
 from tests.support import tiny
 from tests.support.memory_engine import MemoryEngine
+from tests.support.shared_prompts import SHARING_WAYS, shared_prompts
 from worker_proc.loader import load_model
 
 OUTPUT_COUNT = 20
-WAYS = CONDITIONS | {
-    "radix": {"prefix_cache": "radix"},
-    "radix-chunked": {"prefix_cache": "radix", "run_ahead": 0, "max_num_batched_tokens": 5},
-    "radix-pressure": {"prefix_cache": "radix", "block_count": 60},
-    "swap": {"prefix_cache": "radix", "block_count": 45, "host_block_count": 100, "preemption": "swap"},
-    "swap-alone": {
-        "prefix_cache": "off", "block_count": 45, "host_block_count": 100, "preemption": "swap", "run_ahead": 0
-    },
-}  # fmt: skip
+WAYS = CONDITIONS | SHARING_WAYS
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prompts(model):
-    """Prompts that share starts of all lengths."""
-    random = Random(0)
-
-    def draw(count):
-        return [random.randrange(model.config.vocab_size) for _ in range(count)]
-
-    base = draw(70)
-    return [base[:length] + draw(random.randrange(9)) for length in (1, 4, 5, 8, 13, 30, 31, 32, 33, 50)]
+    return shared_prompts(model.config.vocab_size)
 
 
 @pytest.fixture(scope="module", params=["int8", "fp8"])

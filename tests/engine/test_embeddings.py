@@ -10,6 +10,7 @@ import transformers
 from common.sampling_params import SamplingParams
 from tests.support import tiny
 from tests.support.memory_engine import EMBEDDING, MemoryEngine
+from tests.support.shared_prompts import shared_prompts
 from worker_proc.loader import load_model
 
 TOLERANCE = 2e-6
@@ -30,13 +31,7 @@ def case(tmp_path_factory):
     folder = tiny.save_model(tmp_path_factory.mktemp("tiny") / "m")
     model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    random = Random(0)
-
-    def draw(count):
-        return [random.randrange(model.config.vocab_size) for _ in range(count)]
-
-    base = draw(70)
-    prompts = [base[:length] + draw(random.randrange(9)) for length in (1, 4, 5, 8, 13, 30, 31, 32, 33, 50)]
+    prompts = shared_prompts(model.config.vocab_size)
     with torch.no_grad():
         states = [reference.model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts]
     return model, prompts, states

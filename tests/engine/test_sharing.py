@@ -1,27 +1,18 @@
 """Shared, copied and swapped blocks with the real runner: the tokens are those of a run that shares nothing."""
 
 from functools import partial
-from random import Random
 
 import pytest
 import torch
 
 from tests.support import tiny
 from tests.support.memory_engine import MemoryEngine
+from tests.support.shared_prompts import SHARING_WAYS, shared_prompts
 from worker_proc.loader import load_model
 from worker_proc.runner import CpuRunner
 
 OUTPUT_COUNT = 20
-WAYS = {
-    "radix": {"prefix_cache": "radix"},
-    "radix-chunked": {"prefix_cache": "radix", "run_ahead": 0, "max_num_batched_tokens": 5},
-    "radix-pressure": {"prefix_cache": "radix", "block_count": 60},
-    "hash-pressure": {"prefix_cache": "hash", "block_count": 60},
-    "swap": {"prefix_cache": "radix", "block_count": 45, "host_block_count": 100, "preemption": "swap"},
-    "swap-alone": {
-        "prefix_cache": "off", "block_count": 45, "host_block_count": 100, "preemption": "swap", "run_ahead": 0
-    },
-}  # fmt: skip
+WAYS = SHARING_WAYS | {"hash-pressure": {"prefix_cache": "hash", "block_count": 60}}
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +20,7 @@ def case(tmp_path_factory):
     """A tiny model, prompts that share starts of all lengths, and their tokens without any sharing."""
     folder = tiny.save_model(tmp_path_factory.mktemp("tiny") / "m")
     model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
-    random = Random(0)
-
-    def draw(count):
-        return [random.randrange(model.config.vocab_size) for _ in range(count)]
-
-    base = draw(70)
-    prompts = [base[:length] + draw(random.randrange(9)) for length in (1, 4, 5, 8, 13, 30, 31, 32, 33, 50)]
+    prompts = shared_prompts(model.config.vocab_size)
     return model, prompts, MemoryEngine(model, prefix_cache="off").generate(prompts, OUTPUT_COUNT)
 
 
