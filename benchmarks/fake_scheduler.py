@@ -56,20 +56,29 @@ class FakeScheduler(threading.Thread):
         script: what each sample says.
         limits: what EngineReady announces.
         step_interval_s: time from one step to the next; 0 steps as fast as it can.
+        is_held: the gate is closed at first.
 
     Attributes:
         gate: steps are taken only while it is set; messages are read all the time.
+        close_at: the gate closes when a sample has so many tokens; None for never.
         added, aborted: what came, in order.
         refusal: answers every request instead of running it, if set.
         garbage: goes to the frontend in place of the next step's tokens, if set.
     """
 
     def __init__(
-        self, config: EngineConfig, script: Script = echo, limits: EngineReady = LIMITS, step_interval_s: float = 0.0
+        self,
+        config: EngineConfig,
+        script: Script = echo,
+        limits: EngineReady = LIMITS,
+        step_interval_s: float = 0.0,
+        is_held: bool = False,
     ) -> None:
         super().__init__(name="fake-scheduler", daemon=True)
         self.gate = threading.Event()
-        self.gate.set()
+        self.close_at: int | None = None
+        if not is_held:
+            self.gate.set()
         self.added: list[AddRequest] = []
         self.aborted: list[int] = []
         self.refusal: tuple[str, str, int] | None = None
@@ -87,6 +96,12 @@ class FakeScheduler(threading.Thread):
     def live_count(self) -> int:
         """Requests that run."""
         return len(self._live)
+
+    def advance(self, live_count: int, token_count: int) -> None:
+        """Once so many requests run, have them run on together until they have so many tokens; then the gate closes."""
+        self.wait_until(lambda: self.live_count == live_count)
+        self.close_at = token_count
+        self.gate.set()
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
         """Block until something holds that messages bring about."""
@@ -163,6 +178,8 @@ class FakeScheduler(threading.Thread):
                 if token_id is not None:
                     token_ids.append(token_id)
                     sample.token_count += 1
+                    if sample.token_count == self.close_at:
+                        self.gate.clear()
                 if reason := _end(sample, token_id):
                     finishes.append(SampleFinish(row_index, reason))
                     samples.remove(sample)

@@ -15,6 +15,7 @@ from array import array
 from common.child import run_child
 from common.config import EngineConfig
 from common.messages import StepPlan
+from kernels.compile_process import CompileProcess
 from worker_proc import main, worker
 from worker_proc.engine import Engine
 from worker_proc.kv_cache import CacheSize
@@ -64,8 +65,10 @@ def run() -> None:
     args, sys.argv[1:] = parser.parse_known_args()
     runner = StubRunner(args.prompt_ms / 1000, args.decode_ms / 1000)
 
-    def load_engine(config: EngineConfig) -> Engine:
+    def load_engine(config: EngineConfig, compiler: CompileProcess | None) -> Engine:
         """The stub in the place of a model; named as no CPU, so that results take the GPU's way."""
+        if compiler is not None:
+            compiler.close()
         return Engine(runner, SIZE, VOCAB_SIZE, "a stand-in", "none")
 
     worker.load_engine = load_engine

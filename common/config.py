@@ -175,7 +175,7 @@ class WorkerOptions:
         False, "bit-identical results for a request, whatever else the engine does; slower",
         "--deterministic", "--enable-deterministic-inference",
     )  # fmt: skip
-    cpu_threads: int = option(0, "threads of the CPU worker; 0: one per core", count=True)
+    cpu_threads: int = option(0, "threads of the CPU worker; 0: one per core that it may use", count=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from frontend import client_requests
 from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
     HELLO_ID,
+    LOOK_S,
     ClientState,
     Connection,
     Inbox,
@@ -47,6 +48,8 @@ ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 _NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
+
+LOOK_MS = int(LOOK_S * 1000)
 
 _one_that_polls = threading.Lock()
 """Held by the one client of this program that polls busily: several would be in each other's way, since one thread runs
@@ -334,12 +337,14 @@ class Client:
         with self._in_use:
             if self._state.is_resuming:
                 left_ms = max(0, math.ceil((self._give_up_at_s - time.monotonic()) * 1000))
-                wait_ms = left_ms if wait_ms is None else min(wait_ms, left_ms)
+                wait_ms = min(left_ms, LOOK_MS if wait_ms is None else min(wait_ms, LOOK_MS))
             if self._monitor in dict(self._busy.poll(self._poller, wait_ms)):
                 self._look_at_connection()
             self._drain()
-            if self._state.is_resuming and (self._connection.refusal or time.monotonic() >= self._give_up_at_s):
-                self._state.give_up(self._connection.refusal)
+            if self._state.is_resuming and (error := self._connection.hopeless(self._state.engine)):
+                self._state.give_up(error)
+            elif self._state.is_resuming and time.monotonic() >= self._give_up_at_s:
+                self._state.give_up()
 
     def _drain(self) -> None:
         """Take what has come, until nobody waits for more: what comes later is found in the next wait."""
@@ -380,12 +385,12 @@ class Client:
         deadline_s = time.monotonic() + self.timeout_s
         self._look_at_connection()
         while not self._connection.is_up or self._state.is_resuming:
-            if self._connection.refusal is not None:
-                raise self._connection.refusal
+            if error := self._connection.hopeless(self._state.engine):
+                raise error
             wait_ms = math.ceil((deadline_s - time.monotonic()) * 1000)
             if wait_ms <= 0:
                 raise self._connection.unreachable(self.timeout_s)
-            self._pump(wait_ms)
+            self._pump(min(wait_ms, LOOK_MS))
 
     def _call(self, call: Call[T, ReplyT], request_id: str | None = None) -> T:
         inbox = self._state.open(request_id)

@@ -424,6 +424,7 @@ class ClientServer:
                 f"the client speaks protocol version {message.protocol_version}, this engine {oldest} to {newest}",
                 code="protocol_version",
             )
+        self._monitor.catch_up()
         self._engine.connections.check()
         limits = self._engine.limits
         self._reply(

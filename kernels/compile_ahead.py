@@ -1,42 +1,29 @@
 """Compiles kernels in parallel before they are needed, which is most of the time of a first start on a machine.
 
 Triton compiles a kernel when a launch first needs it, one after another. Here the launches are rehearsed without being
-made, which tells which kernels they need (`launches_left_out`), and all of them are compiled at once (`compile_all`).
-Half of the compiler is Python, so threads would wait for the interpreter's lock. The work goes to processes instead,
-started as `python -m kernels.compile_ahead`. They leave the compiled kernels in Triton's folder on disk, end when their
-input ends, also if that is because their parent died, and never touch the GPU. If the kernels are on disk already, no
-process is started.
+made, which tells which kernels they need (`launches_left_out`), and all of them are compiled at once (`KernelsAhead`),
+by a process of its own (`kernels.compile_process`), while the caller does something else. If they are on disk already,
+no process is started.
 
-Uses Triton's hook for launches that are about to compile (`triton.knobs.runtime.jit_cache_hook`) and
-`JITFunction.preload`. Called by the GPU worker's start.
+Uses Triton's hooks for launches that are about to compile (`triton.knobs.runtime.jit_cache_hook`) and for what has been
+compiled or found on disk (`triton.knobs.compilation.listener`), and `JITFunction.preload`. Called by the GPU worker's
+start.
 """
 
 import contextlib
-import importlib
 import json
-import logging
-import queue
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITCallable
 
-ON_DISK_S = 0.1
-"""A kernel that takes longer than this was not on disk; the very first takes longer anyway."""
-
-_ROOT = Path(__file__).resolve().parent.parent
-
-logger = logging.getLogger(__name__)
+from kernels.compile_process import CompileProcess, Job
 
 
 @dataclass(frozen=True)
@@ -46,9 +33,17 @@ class NeededKernel:
     function: Any
     specialization: str
 
-    def load(self) -> None:
-        """Make it ready in this process: from disk, or by compiling it."""
-        self.function.preload(self.specialization)
+    def load(self) -> bool:
+        """Make it ready in this process: from disk, or by compiling it. Whether it was on disk."""
+        hash_parts(self.function)
+        hits: list[bool] = []
+        before = knobs.compilation.listener
+        knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+        try:
+            self.function.preload(self.specialization)
+        finally:
+            knobs.compilation.listener = before
+        return all(hits)
 
 
 @contextmanager
@@ -73,54 +68,88 @@ def launches_left_out() -> Iterator[list[NeededKernel]]:
         knobs.runtime.jit_cache_hook = before
 
 
+class KernelsAhead:
+    """Makes kernels ready in two parts: `begin` has them compiled, `finish` waits for them.
+
+    Args:
+        compiler: if it has been started, none of the kernels are expected on disk. Otherwise they are loaded from
+            there one after the other, and it is started for the rest once one is missing.
+    """
+
+    def __init__(self, needed: list[NeededKernel], compiler: CompileProcess) -> None:
+        self._left = sorted(needed, key=lambda kernel: -code_size(kernel.function))
+        self._compiler = compiler
+
+    def begin(self) -> None:
+        """Load what is on disk, or order all that may be missing: the largest first, since they take longest."""
+        while self._left and not self._compiler.started:
+            if not self._left.pop().load() and self._left:
+                self._compiler.start()
+        if self._left:
+            self._compiler.order(_jobs(self._left))
+
+    def finish(self) -> None:
+        """Load each ordered kernel once it is compiled; one that never was is compiled here, which says why."""
+        left = dict(enumerate(self._left))
+        for number in self._compiler.finished(len(left)):
+            left.pop(number).load()
+        for kernel in left.values():
+            kernel.load()
+        self._left = []
+
+
 def compile_all(needed: list[NeededKernel], processes: int) -> None:
-    """Make what was noted ready; once a kernel is found not on disk, the others are compiled by so many processes."""
-    for number, kernel in enumerate(needed):
-        start = time.monotonic()
-        kernel.load()
-        if number > 0 and processes > 0 and time.monotonic() - start > ON_DISK_S:
-            _compile_elsewhere(needed[number + 1 :], processes)
-            processes = 0
+    """Make what was noted ready, so many at a time where they are not on disk."""
+    compiler = CompileProcess(processes)
+    try:
+        ahead = KernelsAhead(needed, compiler)
+        ahead.begin()
+        ahead.finish()
+    finally:
+        compiler.close()
 
 
-def _compile_elsewhere(needed: list[NeededKernel], processes: int) -> None:
-    """What a process fails to compile is left to `load`, which then says why."""
-    jobs: queue.SimpleQueue[NeededKernel] = queue.SimpleQueue()
+def parts_of(function: Any) -> list[Any]:
+    """A kernel and all functions that it calls, each behind those that it calls itself."""
+    found: list[Any] = []
+
+    def add(called: Any) -> None:
+        scope = called.fn.__globals__
+        for name in called.fn.__code__.co_names:
+            if isinstance(scope.get(name), JITCallable) and all(scope[name] is not part for part in found):
+                add(scope[name])
+        found.append(called)
+
+    add(function)
+    return found
+
+
+def hash_parts(function: Any) -> None:
+    """Give a kernel the same name on disk in every process.
+
+    Triton 3.6 takes constants of a called function into a kernel's hash if that function has been hashed before, and
+    else leaves them out. So the name depends on which kernels came earlier in the process, and one that another process
+    had compiled was compiled again.
+    """
+    for part in parts_of(function):
+        _ = part.cache_key
+
+
+def code_size(function: Any) -> int:
+    """Bytes of the Python code of a kernel and of all that it calls: of two kernels the larger compiles longer."""
+    return sum(len(part.fn.__code__.co_code) for part in parts_of(function))
+
+
+def _jobs(needed: list[NeededKernel]) -> list[Job]:
+    """Kernels that take the same types of arguments share the C function that passes them on: one job builds it."""
+    found, signatures, jobs = driver.active.get_current_target(), set(), []
+    target = (found.backend, found.arch, found.warp_size)
     for kernel in needed:
-        jobs.put(kernel)
-    target = driver.active.get_current_target()
-    threads = [threading.Thread(target=_feed, args=(jobs, target)) for _ in range(min(processes, len(needed)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _feed(jobs: "queue.SimpleQueue[NeededKernel]", target: GPUTarget) -> None:
-    """Give one process a kernel after the other until there are none, or until the process is lost."""
-    command = [sys.executable, "-m", "kernels.compile_ahead"]
-    try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as process:
-            assert process.stdin is not None and process.stdout is not None
-            while _compiled_by(process.stdin, process.stdout, jobs, target):
-                pass
-    except OSError as error:  # it could not be started, or has died, which closing its input shows once more
-        logger.warning("a process that compiles kernels ahead was lost: %s", error)
-
-
-def _compiled_by(
-    job_stream: IO[str], answers: IO[str], jobs: "queue.SimpleQueue[NeededKernel]", target: GPUTarget
-) -> bool:
-    """Give a process the next kernel, if there is one, and wait for its answer; whether it can take another."""
-    try:
-        kernel = jobs.get_nowait()
-    except queue.Empty:
-        return False
-    function = kernel.function.fn
-    job = [function.__module__, function.__name__, kernel.specialization]
-    job_stream.write(json.dumps([*job, [target.backend, target.arch, target.warp_size]]) + "\n")
-    job_stream.flush()
-    return bool(answers.readline())
+        function, signature = kernel.function.fn, json.dumps(json.loads(kernel.specialization).get("signature"))
+        is_first = signature not in signatures
+        signatures.add(signature)
+        jobs.append(Job(function.__module__, function.__name__, kernel.specialization, target, is_first))
+    return jobs
 
 
 class NoDevice:
@@ -138,26 +167,9 @@ class NoDevice:
         return self._target
 
 
-def _build_launcher(kernel: CompiledKernel) -> None:
+def build_launcher(kernel: CompiledKernel) -> None:
     """The C function that passes a launch's arguments on is compiled at the first launch, and kept on disk as well."""
     with contextlib.suppress(Exception):  # where CUDA is not installed; the launch would say so
         from triton.backends.nvidia.driver import CudaLauncher
 
         CudaLauncher(kernel.src, kernel.metadata)
-
-
-def main() -> None:
-    """Compile what each line of the input asks for, and answer each with a line."""
-    for line in sys.stdin:
-        module, name, specialization, target = json.loads(line)
-        driver.set_active(NoDevice(GPUTarget(*target)))
-        answer = "compiled"
-        try:
-            _build_launcher(getattr(importlib.import_module(module), name).preload(specialization))
-        except Exception as error:  # the process that needs the kernel will meet it again, and report it
-            answer = f"failed: {type(error).__name__}"
-        print(answer, flush=True)
-
-
-if __name__ == "__main__":
-    main()

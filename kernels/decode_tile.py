@@ -241,14 +241,14 @@ def _load_vectors(cache, scales, place, inside, HEAD_DIM: tl.constexpr, FORMAT: 
 
 @triton.jit
 def load_tile(
-    k_cache, v_cache, k_scales, v_scales, table, first, inside, head,
+    key_cache, value_cache, key_scales, value_scales, table, first, inside, head,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Keys [TILE, d] and values of a K/V head's cached positions from `first` on, each followed by its scales [TILE];
     and the positions' places in the caches [TILE]. Over an 8-bit cache d is half of HEAD_DIM: pairs."""
     place = _tile_places(table, first, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-    keys, key_scale = _load_vectors(k_cache, k_scales, place, inside, HEAD_DIM, FORMAT)
-    values, value_scale = _load_vectors(v_cache, v_scales, place, inside, HEAD_DIM, FORMAT)
+    keys, key_scale = _load_vectors(key_cache, key_scales, place, inside, HEAD_DIM, FORMAT)
+    values, value_scale = _load_vectors(value_cache, value_scales, place, inside, HEAD_DIM, FORMAT)
     return keys, key_scale, values, value_scale, place
 
 

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests often share their cores; worker_proc/main.py says why
@@ -14,6 +15,17 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] /
 import torch
 
 from kernels import interpreter
+
+# Our servers are on this machine, whatever proxy leads to others.
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1,localhost"]))
+
+# Here, before any test is imported: `@settings` keeps what it finds then. Other programs on the machine are no fault of
+# ours, and an example that fails is the fault of whoever changed something: each run makes up the same ones.
+hypothesis.settings.register_profile(
+    "trireme", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("trireme")
 
 if not torch.cuda.is_available():
     interpreter.enable()  # before any test imports a kernel: one that is imported earlier is not interpreted

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tasks import file_list
@@ -189,3 +190,12 @@ def test_the_bench_verb_finds_the_benchmarks():
 def test_the_list_of_files_is_current():
     text = file_list.DOCUMENT.read_text()
     assert text == file_list.updated(text), "docs/structure.md is out of date: run python -m tasks fix"
+
+
+def test_made_up_examples_are_the_same_each_time_and_may_take_theirs(request):
+    """Those of tests/common had 200 ms each: they were imported before the profile without a deadline was loaded."""
+    for item in request.session.items:
+        function = getattr(item, "function", None)
+        if hypothesis.is_hypothesis_test(function):
+            settings = getattr(function, "_hypothesis_internal_use_settings", None) or hypothesis.settings.default
+            assert (settings.deadline, settings.derandomize) == (None, True), item.nodeid

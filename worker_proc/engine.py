@@ -13,10 +13,12 @@ import torch
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
 from common.messages import StepPlan
-from common.processors import usable_cores
+from common.processors import granted_threads
+from kernels.compile_process import CompileProcess
 from worker_proc.fixed_order_model import aligned_threads
+from worker_proc.kernels_on_disk import compile_process
 from worker_proc.kv_cache import CacheSize, KVCache, cache_specs, check_cache_dtype, choose_size
-from worker_proc.loader import load_model, resolve_dtype
+from worker_proc.loader import resolve_dtype, unfilled_model
 from worker_proc.model_config import ModelConfig, read_model_config
 from worker_proc.pending import PendingStep
 from worker_proc.runner import CpuRunner
@@ -54,32 +56,49 @@ class Engine:
     link_bytes_per_s: int = 0
 
 
-def load_engine(config: EngineConfig) -> Engine:
+def load_engine(config: EngineConfig, compiler: CompileProcess | None = None) -> Engine:
     """Load the model, size the cache, run once.
+
+    Args:
+        compiler: what compiles kernels for a GPU, if it was made before; ended here.
 
     Raises:
         ConfigError: the device, the model or the requested sizes are not available; one line says which.
     """
+    compiler = compiler or compile_process(config)
+    try:
+        return _load_engine(config, compiler)
+    finally:
+        compiler.close()
+
+
+def _load_engine(config: EngineConfig, compiler: CompileProcess) -> Engine:
     device = choose_device(config.model.device)
     check_options(config, device)
     name = device_name(device)
     set_threads(config.worker.cpu_threads)
     model_config, dtype, sampled_ids = _read_configuration(config, device)
-    with timed("loaded the weights"):
-        model = load_model(
-            Path(config.model_dir), device=device, dtype=dtype, load_format=config.model.load_format,
-            seed=config.model.seed,
-        )  # fmt: skip
-    if config.worker.deterministic and device.type == "cpu":
-        torch.set_num_threads(aligned_threads(model_config, torch.get_num_threads()))
+    model, fill = unfilled_model(
+        Path(config.model_dir), device=device, dtype=dtype, load_format=config.model.load_format,
+        seed=config.model.seed,
+    )  # fmt: skip
     specs = cache_specs(model_config, dtype, config.cache.kv_cache_dtype)
     limits = step_limits(config.scheduler, name)
     if device.type == "cuda":
-        from worker_proc.cuda.engine import cuda_runner  # brings Triton, which a CPU worker does without
+        from worker_proc.cuda.engine import CudaStart  # brings Triton, which a CPU worker does without
 
+        for target in model.checkpoint_targets().values():
+            target.zero_()
+        start = CudaStart(config, limits, model, specs, sampled_ids, compiler)
+        with timed("loaded the weights"):
+            fill()
         with timed("prepared the GPU"):
-            gpu_runner, size = cuda_runner(config, limits, model, specs, sampled_ids)
+            gpu_runner, size = start.finish()
         return _engine(gpu_runner, size, model_config, name, dtype, gpu_runner.swap, torch.cuda.synchronize)
+    with timed("loaded the weights"):
+        fill()
+    if config.worker.deterministic:
+        torch.set_num_threads(aligned_threads(model_config, torch.get_num_threads()))
     size = choose_size(config, limits, specs, model_config.context_limit, config.cache.cpu_kv_cache_bytes)
     with timed("allocated the KV cache"):
         cache = KVCache(
@@ -146,8 +165,8 @@ def device_name(device: torch.device) -> str:
 
 
 def set_threads(count: int) -> None:
-    """Threads of torch's own pool; 0 takes the cores that this process may use."""
-    torch.set_num_threads(count or usable_cores())
+    """Threads of torch's own pool; 0 takes one for each core that this process is granted."""
+    torch.set_num_threads(count or granted_threads())
 
 
 @contextmanager

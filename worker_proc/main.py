@@ -6,6 +6,7 @@ import time
 
 from common.child import SupervisorLink
 from common.config import EngineConfig
+from worker_proc.kernels_on_disk import compile_process
 
 SPIN_COUNT = "1000"
 """Turns of the waiting loop. Milliseconds of a decode step of 16 requests, default model, two cores, on an idle machine
@@ -25,10 +26,11 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
     limit_spinning()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNEL_CACHE_CAPACITY)  # read when torch is imported
     start = time.monotonic()
+    compiler = compile_process(config)  # before the imports below: its own take as long
     from worker_proc.worker import Worker
 
     logger.info("imported torch in %.1f s", time.monotonic() - start)
-    return Worker(config, link, rank).run()
+    return Worker(config, link, rank, compiler).run()
 
 
 def limit_spinning() -> None:

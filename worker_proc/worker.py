@@ -22,6 +22,7 @@ from common.messages import PROTOCOL_VERSION, PeerFailed, Profile, StepPlan, Sto
 from common.profiling import StepTraces
 from common.recording import Link, receiving, recorder_for, sending
 from common.sockets import bind_pull, connect_push, new_context
+from kernels.compile_process import CompileProcess
 from worker_proc.engine import Engine, StepRunner, load_engine
 from worker_proc.reporter import InlineReporter, ThreadReporter
 from worker_proc.tracing import TorchTracer
@@ -57,10 +58,14 @@ class Worker:
     Args:
         link: to the supervisor.
         rank: which worker this is.
+        compiler: what compiles kernels for a GPU, perhaps started already; ended here.
     """
 
-    def __init__(self, config: EngineConfig, link: SupervisorLink, rank: int) -> None:
+    def __init__(
+        self, config: EngineConfig, link: SupervisorLink, rank: int, compiler: CompileProcess | None = None
+    ) -> None:
         self._config, self._link, self._rank = config, link, rank
+        self._compiler = compiler
         self._context = new_context()
         self._plans = bind_pull(self._context, config.endpoint(f"plans-{rank}"))
         self._results = connect_push(self._context, config.endpoint("results"))
@@ -82,7 +87,7 @@ class Worker:
         """
         try:
             start = time.monotonic()
-            engine = load_engine(self._config)
+            engine = load_engine(self._config, self._compiler)
             if not self._stop_ordered():
                 self._announce(engine, time.monotonic() - start)
                 self._serve(engine, self._make_reporter(engine))

@@ -1,7 +1,6 @@
 """Addresses: two engines never serve at one, and those that other machines reach need keys."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 
 from common.errors import AccessError, ConfigError
 from frontend import Client
+from tests.support.ports import reserved_port
 from tests.support.server import ROOT, START_TIMEOUT_S, Server
 
 
@@ -41,23 +41,22 @@ def test_a_second_engine_at_an_address_in_use_is_refused(tiny_model_dir, tmp_pat
 
 
 def test_of_two_engines_that_start_on_one_port_one_is_refused(tiny_model_dir):
-    with Server(tiny_model_dir) as last:
-        port = last.ready["http"].rpartition(":")[2]
-    both = [Server(tiny_model_dir, "--port", port) for _ in range(2)]
-    try:
-        lines = [server.process.stdout.readline() for server in both]
-        assert sorted(map(bool, lines)) == [False, True], lines
-        loser = both[[bool(line) for line in lines].index(False)]
-        assert f"--port {port} on 127.0.0.1 is in use" in loser.stderr()
-    finally:
-        for server in both:
-            server.close()
+    with reserved_port() as port:
+        both = [Server(tiny_model_dir, "--port", str(port)) for _ in range(2)]
+        try:
+            lines = [server.process.stdout.readline() for server in both]
+            assert sorted(map(bool, lines)) == [False, True], lines
+            loser = both[[bool(line) for line in lines].index(False)]
+            assert f"--port {port} on 127.0.0.1 is in use" in loser.stderr()
+        finally:
+            for server in both:
+                server.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture
+def port():
+    with reserved_port() as number:
+        yield number
 
 
 def launch(*arguments, **variables: object) -> subprocess.CompletedProcess:
@@ -67,12 +66,11 @@ def launch(*arguments, **variables: object) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-def test_other_machines_reach_the_client_socket_with_keys_only(tiny_model_dir, tmp_path):
+def test_other_machines_reach_the_client_socket_with_keys_only(tiny_model_dir, tmp_path, port):
     made = launch("keys", tmp_path, "alice")
     assert made.returncode == 0, made.stderr
     assert f"--client-keys {tmp_path}" in made.stdout
     own = {"server_key": tmp_path / "server.key", "client_keys": tmp_path / "alice.key_secret"}
-    port = free_port()
     options = ("--client-endpoint", f"tcp://0.0.0.0:{port}", "--client-keys", str(tmp_path))
     with Server(tiny_model_dir, *options) as server:
         with Client(f"tcp://127.0.0.1:{port}", timeout_s=20, **own) as client:

@@ -4,6 +4,7 @@ import pytest
 
 from common.sampling_params import SamplingParams
 from frontend import Client
+from tests.support.idle import assert_figure_exceeds
 from tests.support.server import Server
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -26,4 +27,4 @@ def test_a_crowded_engine_gives_the_tokens_of_an_empty_one(tiny_model_dir, kv_ca
         assert list(again.samples[0].token_ids) == alone[0]
         shared = client.generate(PROMPTS[1], SamplingParams(n=3, temperature=0.0, max_tokens=24, ignore_eos=True))
         assert [list(sample.token_ids) for sample in shared.samples] == [alone[1]] * 3
-        assert client.status().figures["preemptions"] > 0
+        assert_figure_exceeds(client, "preemptions", 0)

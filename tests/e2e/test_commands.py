@@ -92,16 +92,10 @@ def test_interrupting_twice_stops_at_once(tiny_model_dir):
         pids = server.children()
         os.kill(pids["frontend"], signal.SIGSTOP)  # it will not stop by itself
         server.process.send_signal(signal.SIGINT)
-        wait_for_line(server, "stopping: SIGINT")
+        server.wait_for_line("stopping: SIGINT")
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 0
         server.assert_nothing_is_left(pids)
-
-
-def wait_for_line(server, text):
-    while text not in server.stderr():
-        assert server.process.poll() is None, server.stderr()
-        os.sched_yield()
 
 
 def test_an_interrupt_while_starting_leaves_nothing(tiny_model_dir):

@@ -3,11 +3,14 @@
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+
+from tests.support.server import Server
 
 pytestmark = pytest.mark.timeout(180)
 PROMPT = "The sea, the sea"
@@ -124,11 +127,18 @@ def test_every_time_of_a_request_is_counted_where_it_was_spent(url):
     body = {"prompt": list(range(20, 50)), "max_tokens": 9, "ignore_eos": True, "cache_salt": "timed"}
     for _ in range(3):
         assert httpx.post(url + "/v1/completions", json=body).status_code == 200
-    wait_for(lambda: scraped(url)["generation_tokens_total"] - before["generation_tokens_total"] >= 27)
-    now = scraped(url)
+    now = before
 
     def grown(name: str) -> float:
         return round(now[name] - before[name], 9)
+
+    def is_reported() -> bool:
+        """The scheduler's figures come a moment later, and so may some of earlier requests, after `before`."""
+        nonlocal now
+        now = scraped(url)
+        return grown("generation_tokens_total") >= 27 and grown("prefix_cache_hits_total") >= 2 * 28
+
+    wait_for(is_reported)
 
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time",
                  "request_decode_time", "request_inference_time", "request_time_per_output_token"):  # fmt: skip
@@ -141,7 +151,7 @@ def test_every_time_of_a_request_is_counted_where_it_was_spent(url):
     assert grown("inter_token_latency_seconds_sum") == pytest.approx(grown("request_decode_time_seconds_sum"), rel=0.01)
     assert grown("iteration_tokens_total_count") == grown("engine_steps_total") > 0
     assert grown("iteration_tokens_total_sum") >= grown("prompt_tokens_total") - grown("prefix_cache_hits_total")
-    assert grown("prefix_cache_hits_total") >= 2 * 28 and grown("request_success_total") == 3
+    assert grown("request_success_total") == 3
     assert grown("step_time_seconds_total") > 0
 
 
@@ -168,18 +178,25 @@ def running_count(url) -> int:
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith("trireme:num_requests_running{"))
 
 
+@pytest.fixture(scope="module")
+def long_url(long_model_dir) -> Iterator[str]:
+    """Of an engine whose answers may last for minutes."""
+    with Server(long_model_dir, "--dtype", "float32") as running:
+        yield running.ready["http"]
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_disconnect_ends_the_request(url, stream):
-    host, port = url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": stream, "temperature": 0})
+def test_a_disconnect_ends_the_request(long_url, stream):
+    host, port = long_url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 60_000, "ignore_eos": True, "stream": stream, "temperature": 0})
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall((head + body).encode())
         if stream:
             assert connection.recv(4096)
         else:
-            wait_for(lambda: running_count(url) == 1)
-    wait_for(lambda: running_count(url) == 0)
+            wait_for(lambda: running_count(long_url) == 1)
+    wait_for(lambda: running_count(long_url) == 0)
 
 
 def wait_for(condition, timeout_s: float = 20.0) -> None:

@@ -25,7 +25,8 @@ from common.errors import RequestError
 from common.sampling_params import SamplingParams
 from frontend import Client
 from tests.support import tiny
-from tests.support.idle import assert_becomes_idle
+from tests.support.idle import assert_becomes_idle, assert_figure_exceeds
+from tests.support.ports import reserved_port
 from tests.support.server import ROOT, Server
 
 pytestmark = pytest.mark.timeout(180)
@@ -244,7 +245,7 @@ def test_c3_and_c8_a_hundred_requests_in_a_tiny_pool_equal_those_with_room(clien
     prompts = [[10 + (7 * n + index) % 250 for index in range(5 + n % 60)] for n in range(96)]
     params = [greedy(10 + n % 40) for n in range(96)]
     crowded = client.generate_batch(prompts, params)
-    assert client.status().figures["preemptions"] > before, "the pool was not short"
+    assert_figure_exceeds(client, "preemptions", before)  # else the pool was not short
     for n in range(0, 96, 4):
         roomy = calm.generate(prompts[n], params[n])
         assert list(roomy.samples[0].token_ids) == list(crowded[n].samples[0].token_ids), f"request {n}"
@@ -358,10 +359,13 @@ def test_d1_a_frontend_that_is_killed_while_the_model_loads_ends_the_start(strai
         server.close()
 
 
-def test_d3_nobody_is_told_ready_before_the_model_is(strained):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@pytest.fixture
+def port():
+    with reserved_port() as number:
+        yield number
+
+
+def test_d3_nobody_is_told_ready_before_the_model_is(strained, port):
     server = Server(strained.model_dir, "--port", str(port))  # of two that are given, the last counts
     try:
         codes = []

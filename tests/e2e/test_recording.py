@@ -23,7 +23,7 @@ PROMPTS = ["The sea", "the open sea, the blue, the fresh", "¿Dónde está el ma
 TRACED_STEPS = 10
 
 
-def talk(client: Client, url: str) -> None:
+def talk(client: Client) -> None:
     """Requests of every kind, more than the cache holds at once."""
     client.generate_batch(PROMPTS * 5, SamplingParams(max_tokens=40, ignore_eos=True))
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1, n=2, stop=["e"])
@@ -34,9 +34,15 @@ def talk(client: Client, url: str) -> None:
         client.generate("", SamplingParams(max_tokens=5))
     with pytest.raises(RequestError, match="deadline"):
         client.generate(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True), timeout_s=0.001)
-    for order in ("start_profile", "stop_profile"):
-        assert httpx.post(f"{url}/{order}", json={"process": "scheduler"}).status_code == 200
-        assert httpx.post(f"{url}/{order}", json={"process": "frontend"}).status_code == 200
+
+
+def trace(server: Server) -> None:
+    """Trace two processes while they work on a request, and not any more while they work on the next."""
+    url = server.ready["http"]
+    for order, line in (("start_profile", "tracing"), ("stop_profile", "trace written")):
+        for process in ("scheduler", "frontend"):
+            assert httpx.post(f"{url}/{order}", json={"process": process}).status_code == 200
+            server.wait_for_line(f"{process} +{line}")  # the order takes its way through the supervisor
         body = {"prompt": PROMPTS[0], "max_tokens": 20, "stream": True}
         assert "[DONE]" in httpx.post(url + "/v1/completions", json=body).text
 
@@ -49,7 +55,8 @@ def run(tiny_model_dir, tmp_path_factory) -> Path:
     options += ["--profile", "worker", "--profile-steps", str(TRACED_STEPS), "--profile-dir", folder / "traces"]
     with Server(tiny_model_dir, *map(str, options)) as server:
         with Client(server.ready["client_endpoint"]) as client:
-            talk(client, server.ready["http"])
+            talk(client)
+        trace(server)
         assert server.stop() == 0, server.stderr()
     return folder
 

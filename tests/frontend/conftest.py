@@ -2,7 +2,6 @@
 
 from array import array
 
-import hypothesis
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -12,9 +11,6 @@ from frontend.tokenizer import Tokenizer
 from tests.support import tiny
 from tests.support.frontend_in_memory import Events, FrontendInMemory
 from tests.support.running_frontend import RunningFrontend
-
-hypothesis.settings.register_profile("trireme", deadline=None)  # other programs on the machine are no fault of ours
-hypothesis.settings.load_profile("trireme")
 
 SENTENCES = [
     "hello world, this is the open sea",

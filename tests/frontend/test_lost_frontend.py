@@ -68,7 +68,7 @@ def come(client, stream) -> int:
 
 
 def test_streams_of_both_clients_go_on_again_and_again(start, again):
-    frontend = start(step_interval_s=0.001)
+    frontend, count = start(is_held=True), 2 * len(PROMPTS) + 1
 
     async def read(stream) -> list:
         return [delta async for delta in stream]
@@ -80,14 +80,13 @@ def test_streams_of_both_clients_go_on_again_and_again(start, again):
         readers = [asyncio.ensure_future(read(stream)) for stream in streams]
         with ThreadPoolExecutor(1) as pool:
             reading = loop.run_in_executor(pool, lambda: [list(stream) for stream in mine])
-            while come(client, streams[0]) < 10:
-                await asyncio.sleep(0)
-            for _ in range(2):
-                known = come(client, streams[0])
+            for token_count in (10, 20, 30):
+                await loop.run_in_executor(None, running.scheduler.advance, count, token_count)
+                while come(client, streams[0]) < token_count:
+                    await asyncio.sleep(0)
                 starting = await loop.run_in_executor(None, again, running)
                 running = await loop.run_in_executor(None, starting)
-                while come(client, streams[0]) < known + 10:
-                    await asyncio.sleep(0)
+            running.scheduler.gate.set()
             deltas = [await reader for reader in readers] + await reading
         finals = [stream.final for stream in (*streams, *mine)]
         assert [joined(each) for each in deltas] == list(map(of_final, finals))
@@ -107,11 +106,12 @@ def test_streams_of_both_clients_go_on_again_and_again(start, again):
 
 
 def test_an_abort_in_the_pause_is_not_forgotten(start, again):
-    first = start(step_interval_s=0.01)
+    first = start(is_held=True)
 
     async def main(client: AsyncClient, blocking: Client) -> None:
         loop = asyncio.get_running_loop()
         stream, mine = await client.submit("the sea", LONG), blocking.submit("the sea", LONG)
+        first.scheduler.advance(2, 100)
         known, ours = [await anext(stream)], [next(mine)]
         starting = await loop.run_in_executor(None, again, first)
         while not client._state.is_resuming:
@@ -137,9 +137,10 @@ def test_an_abort_in_the_pause_is_not_forgotten(start, again):
 
 def test_everything_waits_for_a_frontend_that_waits_for_the_engine(start, again):
     """Frontend and scheduler were lost together: the client socket is there long before the engine."""
-    first = start(step_interval_s=0.002)
+    first = start()
     with Client(first.endpoint, timeout_s=20) as client:
         expected = client.generate("the sea", SHORT).samples
+        first.scheduler.close_at = 100
         cut = client.submit("the sea", LONG)
         known = [next(cut), next(cut)]
         first.scheduler.gate.clear()
@@ -230,9 +231,9 @@ def test_an_engine_that_does_not_come_back(run_frontend, restart):
     frontend.scheduler.gate.clear()
 
     async def main() -> None:
-        timeout_s = 0.1 if restart else 60
-        async with AsyncClient(frontend.endpoint, timeout_s=timeout_s) as client:
-            with Client(frontend.endpoint, timeout_s=timeout_s) as blocking:
+        async with AsyncClient(frontend.endpoint) as client:
+            with Client(frontend.endpoint) as blocking:
+                client.timeout_s = blocking.timeout_s = 0.1 if restart else 3600
                 lost, mine = await client.submit("a", LONG), blocking.submit("a", LONG)
                 frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 2)
                 await asyncio.get_running_loop().run_in_executor(None, frontend.lose)
@@ -261,12 +262,13 @@ def no_room(monkeypatch):
 
 def test_a_client_without_room_for_a_new_socket_tries_again(start, again, no_room):
     """What waited has ended; the next call finds no room either, and the one after it does."""
-    first = start(step_interval_s=0.001)
+    first = start()
+    first.scheduler.close_at = 100
     with Client(first.endpoint) as client:
         streams = [client.submit("the sea", LONG), client.submit("a ship", LONG)]
         next(streams[0])
         no_room.set()
-        again(first)(step_interval_s=0.001)
+        again(first)()
         for wait in (*(stream.result for stream in streams), client.ping):
             with pytest.raises(EngineDeadError, match="is lost, and no new socket can be made: .*Too many open files"):
                 wait()
@@ -275,14 +277,15 @@ def test_a_client_without_room_for_a_new_socket_tries_again(start, again, no_roo
 
 
 def test_an_asyncio_client_without_room_for_a_new_socket_tries_again(start, again, no_room):
-    first = start(step_interval_s=0.001)
+    first = start()
+    first.scheduler.close_at = 100
 
     async def main() -> None:
         async with AsyncClient(first.endpoint) as client:
             streams = [await client.submit("the sea", LONG), await client.submit("a ship", LONG)]
             await anext(streams[0])
             no_room.set()
-            await asyncio.to_thread(again(first), step_interval_s=0.001)
+            await asyncio.to_thread(again(first))
             for wait in (*(stream.result for stream in streams), client.ping):
                 with pytest.raises(EngineDeadError, match="is lost, and no new socket can be made: .*Too many open"):
                     await wait()
@@ -345,15 +348,20 @@ def test_nothing_goes_on_in_an_engine_that_starts_nothing_again(run_frontend):
 
 def test_a_connection_that_is_cut_costs_a_pause(start):
     """The frontend is the same: what it has of the old connection is aborted."""
-    frontend = start(step_interval_s=0.001)
+    frontend = start()
+    scheduler = frontend.scheduler
+    scheduler.close_at = 100
     with Client(frontend.endpoint) as client:
         stream = client.submit("the sea", LONG)
         deltas = [next(stream)]
         frontend.frontend._ended.get_loop().call_soon_threadsafe(frontend.frontend._clients._monitor._cut)
+        scheduler.wait_until(lambda: scheduler.aborted)
+        scheduler.close_at = None
+        scheduler.gate.set()
         deltas += stream
         assert joined(deltas) == of_final(stream.final) == of_final(client.generate("the sea", LONG))
-        assert len(frontend.scheduler.added) == 3
-        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 0)
+        assert len(scheduler.added) == 3
+        scheduler.wait_until(lambda: scheduler.live_count == 0)
 
 
 def test_what_waits_in_the_socket_of_a_lost_connection_runs_for_nobody(start, again):
@@ -376,13 +384,15 @@ def test_what_waits_in_the_socket_of_a_lost_connection_runs_for_nobody(start, ag
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_nothing_is_sent_through_a_socket_that_was_lost(start, again, is_idle):
     """While the client's loop is busy, it may connect to the next frontend by itself. It is closed all the same."""
-    first, connected = start(step_interval_s=0.05), [struct.pack("=Hi", zmq.EVENT_HANDSHAKE_SUCCEEDED, 0), b""]
+    first, connected = start(), [struct.pack("=Hi", zmq.EVENT_HANDSHAKE_SUCCEEDED, 0), b""]
+
+    first.scheduler.close_at = 15
 
     async def main() -> None:
         async with AsyncClient(first.endpoint) as client:
             stream = None if is_idle else await client.submit("the sea", SHORT)
             deltas = [] if stream is None else [await anext(stream)]
-            again(first)(step_interval_s=0.001)  # in this loop's thread
+            again(first)()  # in this loop's thread
             old = client._socket
             while client._connection.is_up:
                 assert client._monitor.poll(20_000)
@@ -413,11 +423,13 @@ def test_another_engine_in_its_place_is_not_asked(start, run_frontend):
 
 
 def test_a_frontend_that_fails_leaves_the_last_word_to_the_next(start, again):
-    first = start(step_interval_s=0.01)
+    first = start()
+    first.scheduler.close_at = 15
     with Client(first.endpoint) as client:
         stream = client.submit("the sea", SHORT)
         deltas = [next(stream)]
         first.scheduler.garbage = b"\xc1"
+        first.scheduler.gate.set()
         first.join(30)
         assert (first.exit_code, "cannot be read" in first.link.detail) == (1, True)
         again(first)()

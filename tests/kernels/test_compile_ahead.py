@@ -1,18 +1,18 @@
-"""Kernels compiled ahead, by processes, for a GPU that is not there."""
+"""Kernels compiled ahead, by a process of its own, for a GPU that is not there."""
 
 import json
-import queue
 from types import SimpleNamespace
 
 import pytest
-from triton.backends.compiler import GPUTarget
 
-from kernels import compile_ahead
+from kernels import compile_process
+from kernels.compile_process import CompileProcess, Job
 
 SCRIPT = """
-import json, sys, time
+import json, random, sys
 import torch
 from kernels import compile_ahead
+from kernels.compile_process import CompileProcess
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from benchmarks.kernels.pretended_gpu import pretend_gpu
@@ -24,43 +24,104 @@ with compile_ahead.launches_left_out() as needed:
         rms_norm(rows(1024), rows(1024)[0], 1e-6, rows(1024))
         silu_mul(rows(2048), rows(1024))
     rms_norm(rows(512), rows(512)[0], 1e-6, rows(512))
-started = []
-whole = compile_ahead._compile_elsewhere
-compile_ahead._compile_elsewhere = lambda jobs, processes: (started.append(len(jobs)), whole(jobs, processes))
-for on_disk_s in (0.0, 60.0):
-    compile_ahead.ON_DISK_S = on_disk_s
+found, compiled_here = {}, []
+load = compile_ahead.NeededKernel.load
+compile_ahead.NeededKernel.load = lambda kernel: load(kernel) or compiled_here.append(kernel.function.fn.__name__)
+
+def make_ready(width, *, starts_early):
+    compiled_here.clear()
     for kernel in needed:
         kernel.function.device_caches.clear()
-    compile_ahead.compile_all(needed, 2)
-ready = [len(kernel.function.device_caches[0][0]) for kernel in needed]
-print(json.dumps({"needed": [k.function.fn.__name__ for k in needed], "started": started, "ready": ready}))
+    compiler = CompileProcess(width)
+    if starts_early:
+        compiler.start()
+    ahead = compile_ahead.KernelsAhead(needed, compiler)
+    ahead.begin()
+    started = compiler.started
+    ahead.finish()
+    compiler.close()
+    ready = [len(kernel.function.device_caches[0][0]) for kernel in needed]
+    return {"compiled here": list(compiled_here), "started": started, "ready": ready}
+"""
+
+ALL_READY = [2, 1, 2]
+
+IN_ANY_ORDER = """
+import importlib, json, pkgutil, random
+import kernels
+from triton.runtime.jit import JITFunction
+from kernels.compile_ahead import hash_parts
+
+modules = [importlib.import_module(f"kernels.{module.name}") for module in pkgutil.iter_modules(kernels.__path__)]
+functions = {f.__name__: f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}
+names = []
+for seed in range(3):
+    order = sorted(functions)
+    random.Random(seed).shuffle(order)
+    for function in functions.values():
+        function.hash, function.used_global_vals = None, {}
+    found = {}
+    for name in order:
+        hash_parts(functions[name])
+        found[name] = functions[name].cache_key
+    names.append(found)
+print(json.dumps({"count": len(functions), "differ": [n for n in functions if len({f[n] for f in names}) > 1]}))
 """
 
 
-def test_what_launches_need_is_compiled_by_processes_once(run_script):
-    found = json.loads(run_script(["-c", SCRIPT]))
-    assert found["needed"] == ["_rms_norm_kernel", "_silu_mul_kernel", "_rms_norm_kernel"]
-    assert found["started"] == [1], "processes are started once a kernel takes long, and only then"
-    assert found["ready"] == [2, 1, 2]
+def job(function="_rms_norm_kernel", specialization="{}"):
+    return Job("kernels.rms_norm", function, specialization, ("cuda", 90, 32), with_launcher=True)
 
 
-def test_a_process_answers_for_what_it_cannot_compile(run_script):
-    job = ["kernels.rms_norm", "_rms_norm_kernel", "{}", ["cuda", 90, 32]]
-    assert run_script(["-m", "kernels.compile_ahead"], json.dumps(job) + "\n") == "failed: KeyError"
+def test_what_launches_need_is_compiled_by_the_process_once(run_script):
+    """Started early it compiles all, started when the first kernel is missing the others, and not if none is."""
+    end = "print(json.dumps([make_ready(2, starts_early=early) for early in (False, False, True)]))"
+    missing, on_disk, early = json.loads(run_script(["-c", SCRIPT + end]))
+    assert missing == {"compiled here": ["_silu_mul_kernel"], "started": True, "ready": ALL_READY}
+    assert on_disk == {"compiled here": [], "started": False, "ready": ALL_READY}
+    assert early == {"compiled here": [], "started": True, "ready": ALL_READY}
 
 
-@pytest.mark.parametrize("program", ["read job; exec 0<&-; echo compiled", "read job; exit 1", None])
-def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, tmp_path, monkeypatch, caplog):
-    """It dies between two kernels, at one, or cannot be started: what is left is compiled where it is needed."""
+def test_the_process_compiles_the_largest_first_and_shares_launchers(run_script):
+    end = """
+ahead = compile_ahead.KernelsAhead(needed, CompileProcess(0))
+print(json.dumps([(job.name, job.with_launcher) for job in compile_ahead._jobs(ahead._left)]))
+"""
+    jobs = json.loads(run_script(["-c", SCRIPT + end]))
+    assert jobs == [["_rms_norm_kernel", True], ["_rms_norm_kernel", False], ["_silu_mul_kernel", True]]
+
+
+def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script):
+    """Or what one process has compiled is compiled by the next one again."""
+    found = json.loads(run_script(["-c", IN_ANY_ORDER]))
+    assert found["count"] > 50 and found["differ"] == []
+
+
+def test_the_process_answers_for_what_it_cannot_compile(run_script):
+    jobs = [compile_process.asdict(job()), compile_process.asdict(job("no_such_kernel"))]
+    line = run_script(["-m", "kernels.compile_process", "1"], json.dumps(jobs) + "\n")
+    assert line == "1", "of the last job"
+
+
+def test_the_process_gives_up_without_its_parent():
+    assert list(compile_process._compile_all([job()], width=1, parent=-1)) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "answered"),
+    [("read jobs; echo 1", [1]), ("read jobs; exit 1", []), ("exec 0<&-; echo 0", [0]), (None, [])],
+)
+def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered, tmp_path, monkeypatch, caplog):
+    """It dies between two kernels or at one, does not read, or cannot be started: the caller does the rest."""
     stand_in = tmp_path / "stand-in"
     if program is not None:
         stand_in.write_text(f"#!/bin/sh\n{program}\n")
         stand_in.chmod(0o700)
-    monkeypatch.setattr(compile_ahead, "sys", SimpleNamespace(executable=str(stand_in)))
-    jobs = queue.SimpleQueue()
-    for _ in range(3):
-        jobs.put(compile_ahead.NeededKernel(SimpleNamespace(fn=json.dumps), "{}"))
-    compile_ahead._feed(jobs, GPUTarget("cuda", 90, 32))
-    given = {"read job; exec 0<&-; echo compiled": 2, "read job; exit 1": 1, None: 0}[program]
-    assert jobs.qsize() == 3 - given
-    assert ("lost" in caplog.text) == (given != 1)
+    monkeypatch.setattr(compile_process, "sys", SimpleNamespace(executable=str(stand_in)))
+    compiler = CompileProcess(1)
+    compiler.order([job(specialization="x" * 100_000)] * 2)
+    assert list(compiler.finished(2)) == answered
+    assert compiler.started == (program is not None)
+    compiler.close()
+    assert not compiler.started
+    assert "was lost" in caplog.text or "could be started" in caplog.text

@@ -1,4 +1,4 @@
-"""Waits until a test's engine is idle, and checks that it has not lost a block by then (check 1 of the faults)."""
+"""Waits until an engine is idle, and has not lost a block by then (check 1 of the faults), or has done something."""
 
 import time
 from typing import Any
@@ -22,3 +22,10 @@ def assert_becomes_idle(client: Client, what: str = "") -> dict[str, float]:
     while not is_idle(status := client.status()):
         assert time.monotonic() < deadline_s, f"{what} still busy, or blocks are lost, after {TIMEOUT_S} s: {status}"
     return status.figures
+
+
+def assert_figure_exceeds(client: Client, name: str, value: float) -> None:
+    """Wait until a figure is larger: the scheduler reports a moment after what it reports of."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while (figures := client.status().figures)[name] <= value:
+        assert time.monotonic() < deadline_s, f"{name} is not above {value} after {TIMEOUT_S} s: {figures}"

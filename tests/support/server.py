@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -70,6 +71,12 @@ class Server:
     def stderr(self) -> str:
         """What the engine has logged so far; after `close`, all that it ever did."""
         return self.stderr_path.read_text() if self._log is None else self._log
+
+    def wait_for_line(self, pattern: str) -> None:
+        """Block until a line of the log matches; fails with the log if the engine ends before."""
+        while not re.search(pattern, self.stderr()):
+            assert self.process.poll() is None, self.stderr()
+            os.sched_yield()
 
     def children(self) -> dict[str, int]:
         """Process ids of the engine's processes by name, as an operator sees them (`frontend`, `worker-0`, ...)."""

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
+from common.config import EngineConfig
 from worker_proc import main, worker
 
 
 class IdleWorker:
     """Stands in for the worker: starts and ends at once."""
 
-    def __init__(self, config, link, rank) -> None:
+    def __init__(self, config, link, rank, compiler) -> None:
         pass
 
     def run(self) -> int:
@@ -29,7 +30,7 @@ def test_threads_spin_briefly_unless_told_otherwise(users_choice, expected, monk
     for name, value in users_choice.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "Worker", IdleWorker)
-    assert main.main(None, None, 0) == 0
+    assert main.main(EngineConfig(), None, 0) == 0
     assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
@@ -41,10 +42,14 @@ def test_few_compiled_products_are_kept_unless_told_otherwise(users_choice, expe
     if users_choice is None:
         monkeypatch.delenv(name)
     monkeypatch.setattr(worker, "Worker", IdleWorker)
-    assert main.main(None, None, 0) == 0
+    assert main.main(EngineConfig(), None, 0) == 0
     assert os.environ[name] == expected
 
 
-def test_torch_is_not_imported_before_that():
-    code = "import sys, worker_proc.main, common.child; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+@pytest.mark.parametrize("use", ["", "; kernels_on_disk.note_kernels(EngineConfig())"])
+def test_torch_is_not_imported_before_that(use, tmp_path):
+    """Nor by the look for a note in Triton's folder."""
+    code = "import sys, worker_proc.main, common.child; from worker_proc import kernels_on_disk"
+    code += f"; from common.config import EngineConfig{use}; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 0

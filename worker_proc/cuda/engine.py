@@ -1,6 +1,6 @@
 """Puts the GPU worker's parts together: forward pass, slots, cache sized by what is left of the card, runner.
 
-Called by `worker_proc.engine`, which has loaded the model.
+In two parts, since kernels can be compiled while weights are loaded. Called by `worker_proc.engine`.
 """
 
 import logging
@@ -11,7 +11,8 @@ import torch
 
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
-from kernels.compile_ahead import compile_all, launches_left_out
+from kernels.compile_ahead import KernelsAhead, NeededKernel, launches_left_out
+from kernels.compile_process import CompileProcess
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets
 from worker_proc.cuda.fixed_order_forward import FixedOrderForward
@@ -20,6 +21,7 @@ from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.cuda.step_program import GRAPH_LIMIT, Forward, StepProgram
+from worker_proc.kernels_on_disk import compile_process, note_kernels
 from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size, gpu_share_bytes, wanted_length
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.slots import TOKEN_MARGIN
@@ -37,33 +39,116 @@ THREAD_SWITCH_S = 2e-4
 def cuda_runner(
     config: EngineConfig, limits: StepLimits, model: LlamaForCausalLM, specs: list[LayerCacheSpec], vocabulary: int
 ) -> tuple[CudaRunner, CacheSize]:
-    """A runner that is ready for the first requests, and the size of its cache.
+    """The whole start of a model whose weights are there; see `CudaStart`."""
+    compiler = compile_process(config)
+    try:
+        return CudaStart(config, limits, model, specs, vocabulary, compiler).finish()
+    finally:
+        compiler.close()
+
+
+class CudaStart:
+    """The start of a GPU worker. Once this is made, its kernels are being compiled; `finish` follows.
+
+    Args:
+        model: on the GPU. Its weights may come later, but must be numbers: the library's products are made with them.
+        compiler: see `KernelsAhead`.
 
     Raises:
-        ConfigError: no memory left for the cache, or --deterministic with a model that it does not cover.
+        ConfigError: --deterministic with a model that it does not cover.
     """
-    start = time.monotonic()
-    prepare_thread()
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    model_limit = model.config.context_limit
-    max_len = wanted_length(config.model.max_model_len, model_limit)
-    device = model.model.norm.weight.device
-    with torch.inference_mode():
-        forward = _forward(model, limits, max_len, fixed_order=config.worker.deterministic)
-        slots = DeviceSlots(limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device)
-        graph_bytes = _profile(forward, slots, limits, specs, vocabulary)
-    available = available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
-    size = choose_size(config, limits, specs, model_limit, available)
-    cache = KVCache(
-        specs, block_size=config.cache.block_size, block_count=size.block_count,
-        host_block_count=size.host_block_count, device=device,
-    )  # fmt: skip
-    runner = CudaRunner(forward, cache, slots, limits, vocabulary, eager=config.worker.enforce_eager)
-    runner.warm_up(CAPTURE_SECONDS)
-    torch.cuda.synchronize()
-    logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
-                time.monotonic() - start)  # fmt: skip
-    return runner, size
+
+    def __init__(
+        self, config: EngineConfig, limits: StepLimits, model: LlamaForCausalLM, specs: list[LayerCacheSpec],
+        vocabulary: int, compiler: CompileProcess,
+    ) -> None:  # fmt: skip
+        self._config, self._limits, self._specs, self._vocabulary = config, limits, specs, vocabulary
+        self._model_limit = model.config.context_limit
+        prepare_thread()
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        max_len = wanted_length(config.model.max_model_len, self._model_limit)
+        device = model.model.norm.weight.device
+        with torch.inference_mode():
+            self._forward = _forward(model, limits, max_len, fixed_order=config.worker.deterministic)
+            self._slots = DeviceSlots(
+                limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device
+            )
+            self._trial: Trial | None = Trial(self._forward, self._slots, limits, specs, vocabulary)
+            self._needed = self._trial.needed_kernels()
+        self._kernels = KernelsAhead(self._needed, compiler)
+        self._kernels.begin()
+
+    def finish(self) -> tuple[CudaRunner, CacheSize]:
+        """A runner that is ready for the first requests, and the size of its cache; once, and with the weights there.
+
+        Raises:
+            ConfigError: no memory left for the cache.
+        """
+        start = time.monotonic()
+        config, limits = self._config, self._limits
+        self._kernels.finish()
+        if self._needed:
+            note_kernels(config)
+        logger.info("%d kernels ready after another %.2f s", len(self._needed), time.monotonic() - start)
+        assert self._trial is not None, "a start is finished once"
+        with torch.inference_mode():
+            graph_bytes = self._trial.graph_bytes()
+        self._trial = None  # gives its memory back
+        available = available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
+        size = choose_size(config, limits, self._specs, self._model_limit, available)
+        cache = KVCache(
+            self._specs, block_size=config.cache.block_size, block_count=size.block_count,
+            host_block_count=size.host_block_count, device=self._slots.device,
+        )  # fmt: skip
+        runner = CudaRunner(
+            self._forward, cache, self._slots, limits, self._vocabulary, eager=config.worker.enforce_eager
+        )
+        runner.warm_up(CAPTURE_SECONDS)
+        torch.cuda.synchronize()
+        logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
+                    time.monotonic() - start)  # fmt: skip
+        return runner, size
+
+
+class Trial:
+    """Steps over a cache of one block: which kernels they need, and how much memory they take."""
+
+    def __init__(
+        self, forward: Forward, slots: DeviceSlots, limits: StepLimits, specs: list[LayerCacheSpec], vocabulary: int
+    ) -> None:
+        self._forward, self._slots = forward, slots
+        self._sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._layout = PlanLayout(limits.max_num_seqs, 1)
+        self._cache = KVCache(
+            specs, block_size=slots.block_size, block_count=1, host_block_count=0, device=slots.device
+        )
+        self._plan = torch.zeros(self._layout.size, dtype=torch.int32, device=slots.device)
+        self._options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
+        self._eager = self._program(eager=True)
+
+    def needed_kernels(self) -> list[NeededKernel]:
+        """Those of the steps that may come which are not in this process yet."""
+        with launches_left_out() as needed:
+            for bucket in compiled_buckets(*self._sizes):
+                self._eager.rehearse(bucket)
+        return needed
+
+    def graph_bytes(self) -> int:
+        """Run the largest steps, so that whatever they allocate is there; the bytes to set aside for graphs, from those
+        of one."""
+        for bucket in largest_buckets(*self._sizes):
+            self._eager.run(bucket)
+        if not self._forward.capturable:
+            return 0
+        before = torch.cuda.mem_get_info()[0]
+        graphs = self._program(eager=False)
+        graphs.run(Bucket(DECODE, 1, 1))
+        torch.cuda.synchronize()
+        return GRAPH_LIMIT * max(0, before - torch.cuda.mem_get_info()[0])
+
+    def _program(self, *, eager: bool) -> StepProgram:
+        arguments = (self._forward, self._cache, self._slots, self._plan, self._layout)
+        return StepProgram(*arguments, **self._options, eager=eager)
 
 
 def prepare_thread() -> None:
@@ -97,39 +182,6 @@ def _forward(model: LlamaForCausalLM, limits: StepLimits, max_len: int, *, fixed
         max_tokens=limits.max_num_batched_tokens,
         max_positions=max_len + 2 * TOKEN_MARGIN,
     )
-
-
-def _profile(
-    forward: Forward, slots: DeviceSlots, limits: StepLimits, specs: list[LayerCacheSpec], vocabulary: int
-) -> int:
-    """Run the largest step over a cache of one block, so that whatever it allocates is there; returns the bytes to set
-    aside for graphs, from those of one."""
-    sizes = (limits.max_num_seqs, limits.max_num_batched_tokens)
-    layout = PlanLayout(limits.max_num_seqs, 1)
-    cache = KVCache(specs, block_size=slots.block_size, block_count=1, host_block_count=0, device=slots.device)
-    plan = torch.zeros(layout.size, dtype=torch.int32, device=slots.device)
-    options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
-    program = StepProgram(forward, cache, slots, plan, layout, **options, eager=True)
-    _compile(program, compiled_buckets(*sizes))
-    for bucket in largest_buckets(*sizes):
-        program.run(bucket)
-    if not forward.capturable:
-        return 0
-    before = torch.cuda.mem_get_info()[0]
-    graphs = StepProgram(forward, cache, slots, plan, layout, **options, eager=False)
-    graphs.run(Bucket(DECODE, 1, 1))
-    torch.cuda.synchronize()
-    return GRAPH_LIMIT * max(0, before - torch.cuda.mem_get_info()[0])
-
-
-def _compile(program: StepProgram, buckets: list[Bucket]) -> None:
-    """Compile the kernels of these buckets' steps, or load them from Triton's folder on disk, all at once."""
-    start = time.monotonic()
-    with launches_left_out() as needed:
-        for bucket in buckets:
-            program.rehearse(bucket)
-    compile_all(needed, processes=torch.get_num_threads())
-    logger.info("%d kernels ready in %.2f s", len(needed), time.monotonic() - start)
 
 
 def available_bytes(utilization: float, graph_bytes: int) -> int:

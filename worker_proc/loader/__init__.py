@@ -1,9 +1,10 @@
 """Loads a model folder from disk into a model that is ready to run on a device.
 
-`load_model` is the one entry; the worker calls it once at start. Nothing here knows of requests or of the cache.
+`load_model` is the entry, or `unfilled_model` for a caller that has use for the model before its weights are there: the
+worker, once at start. Nothing here knows of requests or of the cache.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -60,14 +61,33 @@ def load_model(
     Raises:
         ConfigError: unsupported model; missing, unexpected or misshapen tensors, by name.
     """
-    config = read_model_config(model_dir)
-    if load_format == "dummy":
-        model = build_model(config, device, dtype)
-        fill_with_random(model, seed)
-    else:
-        model = _load_checkpoint(config, model_dir, open_checkpoint(model_dir, load_format), device, dtype)
-    model.pack()
+    model, fill = unfilled_model(model_dir, device=device, dtype=dtype, load_format=load_format, seed=seed)
+    fill()
     return model
+
+
+def unfilled_model(
+    model_dir: Path, *, device: torch.device, dtype: torch.dtype, load_format: str, seed: int
+) -> tuple[LlamaForCausalLM, Callable[[], None]]:
+    """As `load_model`: a model with uninitialised parameters, and what fills it, to be called once.
+
+    Raises:
+        ConfigError: as `load_model`; what is wrong with tensors is found when they are filled in.
+    """
+    config = read_model_config(model_dir)
+    checkpoint = None if load_format == "dummy" else open_checkpoint(model_dir, load_format)
+    if checkpoint is not None and config.tie_word_embeddings and not _tables_agree(checkpoint):
+        config = replace(config, tie_word_embeddings=False)
+    model = build_model(config, device, dtype)
+
+    def fill() -> None:
+        if checkpoint is None:
+            fill_with_random(model, seed)
+        else:
+            _fill_from(checkpoint, model, source=str(model_dir))
+        model.pack()
+
+    return model, fill
 
 
 def build_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -119,17 +139,11 @@ def check_fits(model: LlamaForCausalLM, model_dir: Path, checkpoint: Checkpoint)
     assigner.finish()
 
 
-def _load_checkpoint(
-    config: ModelConfig, model_dir: Path, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> LlamaForCausalLM:
-    if config.tie_word_embeddings and not _tables_agree(checkpoint):
-        config = replace(config, tie_word_embeddings=False)
-    model = build_model(config, device, dtype)
-    assigner = WeightAssigner(model, source=str(model_dir))
+def _fill_from(checkpoint: Checkpoint, model: LlamaForCausalLM, source: str) -> None:
+    assigner = WeightAssigner(model, source=source)
     for name, tensor in checkpoint.tensors():
         assigner.assign(name, tensor)
     assigner.finish()
-    return model
 
 
 def _tables_agree(checkpoint: Checkpoint) -> bool:

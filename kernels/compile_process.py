@@ -1,0 +1,201 @@
+"""A process that compiles kernels side by side, and its parent's end of it. Never touches the GPU.
+
+Half of Triton's compiler is Python, so threads would wait for the interpreter's lock, and a process for each core would
+import torch again each time, which takes as long as the longest compilation. So one process, started as
+`python -m kernels.compile_process WIDTH`, imports once what kernels need and forks for each kernel, WIDTH of them at a
+time. The compiled kernels are left in Triton's folder on disk.
+
+    parent                                        process
+    [job, job, ...] as a line of JSON      ->     compiles in this order
+                                           <-     a line for each job that has ended: its number in the list
+
+Importing this module takes neither torch nor Triton: a worker starts the process before it imports them itself. The
+process ends when its input does, also because its parent died. Called by `kernels.compile_ahead` and the GPU worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import pkgutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, NoReturn
+
+_ROOT = Path(__file__).resolve().parent.parent
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""A process with threads must not fork, and numpy's library starts some when it is imported."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile.
+
+    Attributes:
+        module, name: where the function is.
+        specialization: what Triton says to specialise it for, as JSON.
+        target: backend, architecture and warp size, as of Triton's `GPUTarget`.
+        with_launcher: also build the C function that passes a launch's arguments on.
+    """
+
+    module: str
+    name: str
+    specialization: str
+    target: tuple[str, int | str, int]
+    with_launcher: bool
+
+
+class CompileProcess:
+    """The parent's end. The process is started by `start`, or when the first job comes; one that is lost is missed by
+    nobody: `finished` ends early, and what is left has to be compiled where it is needed.
+
+    Args:
+        width: how many kernels are compiled at a time; 0: never start a process.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._process: subprocess.Popen[str] | None = None
+        self._writer: threading.Thread | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a process that has begun to import, or has done so."""
+        return self._process is not None
+
+    def start(self) -> None:
+        """Start the process if it does not run; returns at once."""
+        if self._process is not None or not self._width:
+            return
+        command = [sys.executable, "-m", "kernels.compile_process", str(self._width)]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT,
+                env=os.environ | _ONE_THREAD,
+            )  # fmt: skip
+        except OSError as error:
+            logger.warning("no process that compiles kernels ahead could be started: %s", error)
+            self._width = 0
+
+    def order(self, jobs: Sequence[Job]) -> None:
+        """Have these compiled, the first ones first; returns at once."""
+        self.start()
+        if self._process is not None:
+            arguments = (self._process.stdin, json.dumps([asdict(job) for job in jobs]) + "\n")
+            self._writer = threading.Thread(target=_write, args=arguments, name="compile-order", daemon=True)
+            self._writer.start()
+
+    def finished(self, count: int) -> Iterator[int]:
+        """The numbers of the jobs of the last order, of which there were `count`, as they end; waits for them."""
+        for ended in range(count if self._process is not None else 0):
+            line = self._process.stdout.readline()
+            if not line:
+                logger.warning("the process that compiles kernels ahead was lost, with %d kernels left", count - ended)
+                return
+            yield int(line)
+
+    def close(self) -> None:
+        """End the process. A kernel that it is compiling is given up, or finished and left on disk."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        if self._writer is not None:
+            self._writer.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # the rest of an order cannot be written any more
+                pipe.close()
+        self._process = None
+
+
+def _write(pipe: IO[str], line: str) -> None:
+    """In a thread, since a process that still imports does not read, and a pipe holds less than a usual order."""
+    try:
+        pipe.write(line)
+        pipe.flush()
+    except OSError as error:
+        logger.warning("the process that compiles kernels ahead was lost: %s", error)
+
+
+def main() -> None:
+    """Compile what each line of the input asks for."""
+    parent, width = os.getppid(), int(sys.argv[1])
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever a compiler prints
+    utilities = _fork_utilities()
+    _import_kernels()
+    os.waitpid(utilities, 0)
+    for line in sys.stdin:
+        for number in _compile_all([Job(**job) for job in json.loads(line)], width, parent):
+            print(number, file=answers)
+
+
+def _fork_utilities() -> int:
+    """Build what Triton loads beside any kernel, while the kernels are being imported."""
+    if pid := os.fork():
+        return pid
+    try:
+        from triton.backends.nvidia.driver import CudaUtils
+
+        CudaUtils()
+    finally:  # where CUDA is not installed this fails, and the first launch would say so
+        os._exit(0)
+
+
+def _import_kernels() -> None:
+    """What every job takes from here as it is: modules, and Triton's hash of its own files."""
+    import kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"kernels.{module.name}")
+    with contextlib.suppress(ImportError):  # it only saves time
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+
+
+def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:
+    """Fork for each job; the number of each that has ended. Gives up between two jobs once the parent is gone."""
+    running: dict[int, int] = {}
+    for number, job in enumerate(jobs):
+        if len(running) == width:
+            yield running.pop(os.wait()[0])
+        if os.getppid() != parent:
+            return
+        if pid := os.fork():
+            running[pid] = number
+        else:
+            _compile(job)
+    while running:
+        yield running.pop(os.wait()[0])
+
+
+def _compile(job: Job) -> NoReturn:
+    """Carry out a job and end. What fails is met again, and reported, by the process that needs the kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from kernels.compile_ahead import NoDevice, build_launcher, hash_parts
+
+    try:
+        driver.set_active(NoDevice(GPUTarget(*job.target)))
+        function = getattr(importlib.import_module(job.module), job.name)
+        hash_parts(function)
+        kernel = function.preload(job.specialization)
+        if job.with_launcher:
+            build_launcher(kernel)
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
