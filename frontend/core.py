@@ -63,6 +63,7 @@ class Core:
         stats: the last figures from the scheduler.
         figures: the frontend's own statistics.
         observers: called when a request ends, by `later`: at once, or when the process has sent the answer.
+        after_tokens: called when sinks have got all tokens of a message; some gather what they write.
         error: why the engine is dead, or restarting.
         session: how often processes of the engine have been restarted.
     """
@@ -85,6 +86,7 @@ class Core:
         self.stats = EngineStats()
         self.figures = Figures()
         self.observers: list[Observer] = [self.figures.note_end]
+        self.after_tokens: list[Callable[[], None]] = []
         self.later: Callable[..., object] = lambda act, *arguments: act(*arguments)
         self.error, self.session = "", session
         self._outbox = Outbox(send, clock)
@@ -220,11 +222,8 @@ class Core:
 
     def fail(self, request_id: int, error: RequestError) -> None:
         """End a request with an error: its sink gets `on_failed`. Unknown ids are ignored."""
-        request = self._live.get(request_id)
-        if request is not None:
-            self._outbox.abort(request_id)
-            self._fail(request, error)
-            self._outbox.flush()
+        if (request := self._live.get(request_id)) is not None:
+            self._give_up(request, error)
 
     def abort_named(self, name: str | None) -> int:
         """Abort all live requests, or those with this name, or with what follows the first `-` in it.
@@ -265,7 +264,11 @@ class Core:
         """Take one message from the scheduler."""
         match message:
             case TokensOut():
-                self._intake.take(message, self._clock())
+                try:
+                    self._intake.take(message, self._clock())
+                finally:
+                    for act in self.after_tokens:
+                        act()
                 self._outbox.flush()
             case EngineStats():
                 self.stats = message.after(self._past_stats)
@@ -285,16 +288,14 @@ class Core:
                     self._outbox.resume(self._live.values())
 
     def _break(self, request: Request, error: BaseException) -> None:
-        """An error of ours, a panic of the tokenizer (no Exception) or a lack of memory ends the request it concerns,
-        but no other.
+        """An error of ours, a panic of the tokenizer (no Exception) or a lack of memory ends its own request alone.
 
         Raises:
             MemoryError: the request's end was made, and may not have reached its client.
         """
         logger.exception("request %d failed in the frontend", request.request_id)
         if self._live.get(request.request_id) is request:
-            why = RequestError(f"internal error: {error}", code="internal_error", status=500)
-            self.fail(request.request_id, why)
+            self._give_up(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
         elif isinstance(error, MemoryError):
             raise error
 
@@ -370,6 +371,12 @@ class Core:
         self._retire(request)
         request.sink.on_failed(error)
         self.later(self._tell_observers, request, error.code)
+
+    def _give_up(self, request: Request, error: RequestError) -> None:
+        """End a request that the scheduler goes on with."""
+        self._outbox.abort(request.request_id)
+        self._fail(request, error)
+        self._outbox.flush()
 
     def _retire(self, request: Request) -> None:
         request.timings.last_token_s = request.last_token_s

@@ -28,7 +28,7 @@ from common.sampling_params import SamplingParams
 from frontend import request_log
 from frontend.connections import Connections
 from frontend.core import Core
-from frontend.events import Delta, Final
+from frontend.events import Delta, Final, Shortcut
 from frontend.large_json import LargeBody
 from frontend.model_pooling import ModelPooling
 from frontend.pieces import Piece
@@ -68,8 +68,8 @@ class RequestStream:
 
     Attributes:
         request: what the core knows of it.
-        direct: for each sample, a function that may take new text while the reader waits; if it returns False, the text
-            comes through the iteration. For readers that need nothing but the text of deltas.
+        shortcuts: for each sample, what may take new text while the reader waits; text that it does not take comes
+            through the iteration. For readers that need nothing but the text of deltas.
 
     Raises:
         RequestError: from the iteration, if the request fails after it was accepted.
@@ -77,7 +77,7 @@ class RequestStream:
 
     def __init__(self, engine: "Engine") -> None:
         self.request: Request
-        self.direct: Sequence[Callable[[str], bool]] = ()
+        self.shortcuts: Sequence[Shortcut] = ()
         self._engine = engine
         self._waiting: dict[int, Delta] = {}
         self._final: Final | None = None
@@ -107,11 +107,11 @@ class RequestStream:
                 self._ended = True
                 return self._final
             self._wake = asyncio.get_running_loop().create_future()
-            self._is_awaited = True
+            self._set_awaited(True)
             try:
                 await self._wake
             finally:
-                self._is_awaited = False
+                self._set_awaited(False)
 
     async def final(self) -> Final:
         """Skip the deltas and wait for the end."""
@@ -143,7 +143,7 @@ class RequestStream:
 
     def on_token(self, sample_index: int, piece: Piece) -> None:
         """One more token of a sample."""
-        if self._is_awaited and self.direct and self.direct[sample_index](piece.text):
+        if self._is_awaited and self.shortcuts and self.shortcuts[sample_index].take(piece.text):
             return
         waiting = self._waiting.get(sample_index)
         if waiting is None:
@@ -155,8 +155,8 @@ class RequestStream:
 
     def on_delta(self, delta: Delta) -> None:
         """New output of a sample."""
-        is_direct = self._is_awaited and self.direct and delta.finish_reason is None
-        if is_direct and self.direct[delta.sample_index](delta.text):
+        has_shortcut = self._is_awaited and self.shortcuts and delta.finish_reason is None
+        if has_shortcut and self.shortcuts[delta.sample_index].take(delta.text):
             return
         waiting = self._waiting.get(delta.sample_index)
         if waiting is None:
@@ -176,8 +176,18 @@ class RequestStream:
         self._error = error
         self._awake()
 
+    def _set_awaited(self, is_awaited: bool) -> None:
+        """The reader waits from now on, or not. The core offers most texts to the shortcuts itself, unless a recorder
+        stands between us, which would not see them."""
+        if is_awaited == self._is_awaited:
+            return
+        self._is_awaited = is_awaited
+        if self.request.sink is self:
+            for sample, shortcut in zip(self.request.samples, self.shortcuts, strict=False):
+                sample.shortcut = shortcut if is_awaited else None
+
     def _awake(self) -> None:
-        self._is_awaited = False
+        self._set_awaited(False)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 

@@ -87,6 +87,14 @@ class Final:
     embedding: "array[float] | None" = None
 
 
+class Shortcut(Protocol):
+    """May take a sample's new text past the request's sink. An object whose method is called costs a cold cache line
+    less per token than a function that is bound to one."""
+
+    def take(self, text: str) -> bool:
+        """Take the text, or return False: then the sink gets it, and may offer it once more."""
+
+
 class Sink(Protocol):
     """Takes a request's events. Called from the event loop; must neither block nor call back into the core.
 

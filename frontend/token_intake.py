@@ -85,7 +85,8 @@ class TokenIntake:
                 sample.last_token_s = now_s
                 sample.token_ids.append(token_id)
                 sample.text_parts.append(piece.text)
-                if request.stream:
+                shortcut = sample.shortcut
+                if (shortcut is None or not shortcut.take(piece.text)) and request.stream:
                     request.sink.on_token(0, piece)
             except BaseException as error:
                 self._on_error(request, error)

@@ -45,6 +45,10 @@ Measured on an H200 at commit cf6694d by `python -m benchmarks.kernels.bench_sam
 for 1 / 64 / 256 rows: greedy 4.4 / 20 / 53 us (2.9 TB/s at 256 rows, 64 % of the read limit of that run; torch's
 argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91. All of that
 was before the scan left bounds; since then not measured.
+
+Sources: 1. N. Keskar et al., CTRL, arXiv:1909.05858 (repetition penalty). 2. A. Fan et al., arXiv:1805.04833 (top-k).
+3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. N. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
+in `kernels.noise`.
 """
 
 from dataclasses import dataclass
@@ -62,7 +66,19 @@ from kernels.noise import (
     gumbel_reference,
     noise_bits_of_run,
     noise_bits_reference,
-    noise_keys,
+)
+from kernels.row_scores import (
+    NO_ID,
+    adjusted,
+    at_temperature,
+    best_by_bounds,
+    count_place,
+    has_adjustments,
+    is_sampled,
+    is_truncated,
+    logprob_count,
+    row_keys,
+    temperature_factor,
 )
 from kernels.sampling_state import (
     ALLOWED_ROW,
@@ -70,8 +86,10 @@ from kernels.sampling_state import (
     BANNED_COUNT,
     BANNED_UNTIL,
     BIAS_COUNT,
+    BIN_MASSES,
     BINS,
     CHUNK,
+    CHUNK_SUMS,
     COUNT_ROW,
     FAILED_ID,
     FEW,
@@ -81,31 +99,25 @@ from kernels.sampling_state import (
     NO_SAMPLE_ID,
     PASS_TILE,
     PIECE,
+    PIECE_MAXIMA,
     PRESENCE,
+    RAW_CHUNK_SUMS,
+    RAW_PIECE_MAXIMA,
     REPETITION,
     SCAN_PROGRAMS,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
+    TICKETS,
     TILE,
     TOP_K,
     TOP_P,
     SamplingState,
     SamplingWorkspace,
 )
-from kernels.truncation import (
-    adjusted,
-    at_temperature,
-    best_by_bounds,
-    gather,
-    has_adjustments,
-    is_binned,
-    is_truncated,
-    pivot_of,
-    temperature_factor,
-    truncated_choice,
-)
+from kernels.truncation import gather, is_binned, pivot_of, truncated_choice
 
+_NO_SAMPLE, _FAILED = tl.constexpr(NO_SAMPLE_ID), tl.constexpr(FAILED_ID)
 SCAN_WARPS = 8
 SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
 
@@ -174,7 +186,8 @@ def logprobs_reference(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Grids of the two launches, and how a row is divided."""
+    """Grids of the two launches, and how a row is divided: into `chunk_count` chunks, and into pieces, for which
+    `piece_tile` is a power of two that holds them all."""
 
     scan_grid: tuple[int, int]
     choose_grid: tuple[int, int]
@@ -210,14 +223,13 @@ def _scan_kernel(
     wait_for_inputs(PDL)
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot >= 0) & (tl.load(sample_rows + row) >= 0):
-        choice = settings[1] + slot * 16
         known = tl.load(known_lengths + slot)
         truncated = is_truncated(slot, settings, VOCABULARY)
-        noisy = (tl.load(settings[0] + slot * 8) > 0) & (truncated == 0)
-        wants_logprobs = tl.load(choice + 1) >= 0
+        noisy = is_sampled(slot, settings) & (truncated == 0)
+        wants_logprobs = logprob_count(slot, settings) >= 0
         changed = has_adjustments(slot, settings)
         factor = temperature_factor(slot, settings)
-        first, second = noise_keys(tl.load(choice + 6), tl.load(choice + 7), known)
+        first, second = row_keys(slot, known, settings)
         for chunk in range(share * CHUNKS // shares, (share + 1) * CHUNKS // shares):
             # 2. Load a chunk.
             start = chunk * CHUNK
@@ -231,17 +243,17 @@ def _scan_kernel(
             at = tl.program_id(0) * CHUNKS + chunk
             # 3. For logprobs: piece maxima and mass of the raw logits.
             if wants_logprobs:
-                maxima = _store_maxima(x, work[2], at, CHUNK, PIECE)
-                tl.store(work[3] + at, _mass(x, maxima))
+                maxima = _store_maxima(x, work[RAW_PIECE_MAXIMA], at, CHUNK, PIECE)
+                tl.store(work[RAW_CHUNK_SUMS] + at, _mass(x, maxima))
             # 4. For the choice: piece maxima of what is sampled from, or of bounds of its scores; mass for thresholds.
             if changed:
                 x = adjusted(x, token_id, inside, slot, known, settings)
             x = at_temperature(x, factor)
             if noisy:
                 x += gumbel_bound(noise_bits_of_run(first, second, start, lane))
-            maxima = _store_maxima(x, work[0], at, CHUNK, PIECE)
+            maxima = _store_maxima(x, work[PIECE_MAXIMA], at, CHUNK, PIECE)
             if truncated:
-                tl.store(work[1] + at, _mass(x, maxima))
+                tl.store(work[CHUNK_SUMS] + at, _mass(x, maxima))
 
 
 @triton.jit
@@ -277,11 +289,13 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
     PIECES: tl.constexpr = CHUNK // PIECE
     piece = tl.arange(0, PIECE_TILE)
-    maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf"))
+    maxima = tl.load(
+        work[RAW_PIECE_MAXIMA] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf")
+    )
     top = tl.max(maxima, axis=0)
     chunk_maxima = tl.max(tl.reshape(maxima, (CHUNK_TILE, PIECES)), axis=1)
     chunk = tl.arange(0, CHUNK_TILE)
-    mass = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+    mass = tl.load(work[RAW_CHUNK_SUMS] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
     log_mass = top + tl.log(tl.sum(mass * tl.exp(chunk_maxima - top), axis=0))
     raw = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
     tl.store(out_logprobs + row, raw - log_mass)
@@ -303,7 +317,7 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
         x = x.to(tl.float32)
         # Larger values, and equal ones with lower ids, have been written already.
         left = (x < last) | ((x == last) & (token_id > last_id))
-        last_id = tl.min(tl.where(left & (x == value), token_id, 0x7FFFFFFF), axis=0)
+        last_id = tl.min(tl.where(left & (x == value), token_id, NO_ID), axis=0)
         last = value
         left = (x < last) | ((x == last) & (token_id > last_id))
         maxima = tl.where(piece == where, tl.max(tl.where(left, x, float("-inf")), axis=0), maxima)
@@ -328,55 +342,53 @@ def _choose_kernel(
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot < 0) | (tl.load(sample_rows + row) < 0):
         if gatherer == 0:
-            tl.store(out_ids + row, -2)
+            tl.store(out_ids + row, _NO_SAMPLE)
     else:
         known = tl.load(known_lengths + slot)
         piece = tl.arange(0, PIECE_TILE)
-        maxima = tl.load(work[0] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf"))
+        in_row = piece < CHUNKS * PIECES
+        maxima = tl.load(work[PIECE_MAXIMA] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
         top = tl.max(maxima, axis=0)
         valid = (top > float("-inf")) & (top < float("inf"))
         mine = gatherer == 0
         chosen = 0
+        here = (row, slot, known, logits, logits_stride, settings, work)
         # 2. Without truncation: look where the best can be. Otherwise gather; the last program to finish chooses.
         if valid:
             if is_truncated(slot, settings, VOCABULARY):
                 chunk = tl.arange(0, CHUNK_TILE)
                 chunk_maxima = tl.max(tl.reshape(maxima, (CHUNK_TILE, PIECES)), axis=1)
-                sums = tl.load(work[1] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+                sums = tl.load(work[CHUNK_SUMS] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
                 row_mass = tl.sum(sums * tl.exp(chunk_maxima - top), axis=0)
                 pivot = pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY)
                 if pivot > float("-inf"):
-                    gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                           CHUNKS, CHUNK, PIECE, CANDIDATES, BINS)  # fmt: skip
+                    gather(pivot, top, here, VOCABULARY, CHUNKS, CHUNK, PIECE, CANDIDATES, BINS)
                 tl.debug_barrier()
-                mine = tl.atomic_add(work[6] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
+                mine = tl.atomic_add(work[TICKETS] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
-                    count = tl.atomic_add(work[6] + row * 2, 0, sem="acquire")
-                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
-                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE, CANDIDATES,
-                                              BINS, INTERVAL)  # fmt: skip
+                    count = tl.atomic_add(work[TICKETS] + row * 2, 0, sem="acquire")
+                    chosen = truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE,
+                                              CANDIDATES, BINS, INTERVAL)  # fmt: skip
                     tl.debug_barrier()
                     if is_binned(pivot, slot, settings, VOCABULARY):
                         empty = tl.zeros((BINS,), tl.int64)
-                        tl.store(work[7] + row * BINS + tl.arange(0, BINS), empty)
-                    tl.store(work[6] + row * 2, 0)
-                    tl.store(work[6] + row * 2 + 1, 0)
+                        tl.store(work[BIN_MASSES] + row * BINS + tl.arange(0, BINS), empty)
+                    tl.store(work[TICKETS] + row * 2, 0)
+                    tl.store(work[TICKETS] + row * 2 + 1, 0)
             elif mine:
-                chosen = best_by_bounds(maxima, row, logits, logits_stride, slot, known, settings, VOCABULARY, PIECE,
-                                        PIECE_TILE)  # fmt: skip
+                chosen = best_by_bounds(maxima, here, VOCABULARY, PIECE, PIECE_TILE)
         # 3. Report, and feed the next step.
         if mine:
-            tl.store(out_ids + row, tl.where(valid, chosen, -1))
-            top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
+            tl.store(out_ids + row, tl.where(valid, chosen, _FAILED))
+            top_count = tl.minimum(logprob_count(slot, settings), top_columns)
             if valid & (top_count >= 0):
                 _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
                                 top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE,
                                 PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
-            count_row = tl.load(settings[1] + slot * 16 + 2)
-            if valid & (count_row >= 0):
-                place = settings[5] + count_row.to(tl.int64) * settings[11] + chosen
+            is_counted, place = count_place(chosen, slot, settings)
+            if valid & is_counted:
                 tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 2, 32767).to(tl.int16))
             tl.store(slot_token_ids + slot * slot_stride + known, chosen, mask=known < MAX_LENGTH)
             tl.debug_barrier()  # every thread has read the old value

@@ -1,109 +1,23 @@
-"""The parts of `kernels.sampling` that a row's choice is made of: adjusted logits, scores with noise, and what a row
-keeps, by thresholds found without a sort.
+"""The parts of `kernels.sampling` that decide what a row keeps: thresholds found without a sort.
 
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
 each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
 gathered above a bound, or at the whole row; few candidates are compared each with each instead. Where top-p has more
 candidates than fit, gathering also adds up their mass by intervals of value; the interval in which the threshold lies
-then holds few enough to be searched, after one more pass over the row. Called inside the
-kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is `SamplingState.arguments`, `work`
-is `SamplingWorkspace.tensors`, both in the order given there.
+then holds few enough to be searched, after one more pass over the row.
+
+Called inside the kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is
+`SamplingState.arguments`, `work` is `SamplingWorkspace.tensors`, both in the order given there. `here` is the row that
+a program works on: its number, its slot, the slot's known length, the logits and their stride, `settings` and `work`.
+
+Sources: 1. M. Herf, "Radix Tricks", 2001 (floats as integers of the same order).
 """
 
 import triton
 import triton.language as tl
 
-from kernels.noise import HAS_PTX, gumbel, noise_bits, noise_keys
-
-
-@triton.jit
-def _ends_with(words, tokens, known):
-    """The id that a bad word bans now: its last, if its others are the last `known` tokens; -1 if they are not."""
-    others = tl.load(words) - 1
-    matches = others <= known
-    for i in range(0, others):
-        token_id = tl.load(tokens + known - others + i, mask=others <= known, other=-1)
-        matches = matches & (token_id == tl.load(words + 1 + i))
-    return tl.where(matches, tl.load(words + 1 + others), -1)
-
-
-@triton.jit
-def has_adjustments(slot, settings):
-    """Whether `adjusted` would change any of the slot's logits."""
-    choice = settings[1] + slot * 16
-    masked = (tl.load(choice + 8) >= 0) | (tl.load(choice + 9) > 0) | (tl.load(choice + 4) > 0)
-    return masked | (tl.load(choice + 3) > 0) | (tl.load(choice + 2) >= 0)
-
-
-@triton.jit
-def adjusted(x, token_id, inside, slot, known, settings):
-    """Logits [n] after masks, bans, bias and penalties."""
-    (numbers, choices, bias_ids, bias_values, banned_ids, counts, allowed, bad_words, slot_token_ids,
-     bias_stride, banned_stride, counts_stride, allowed_stride, bad_words_stride, tokens_stride) = settings  # fmt: skip
-    number = numbers + slot * 8
-    choice = choices + slot * 16
-    allowed_row = tl.load(choice + 8)
-    if allowed_row >= 0:
-        words = tl.load(allowed + allowed_row * allowed_stride + token_id // 32, mask=inside, other=0)
-        x = tl.where((words >> (token_id % 32)) & 1 != 0, x, float("-inf"))
-    bad_word_count = tl.load(choice + 9)
-    for j in range(0, bad_word_count):
-        banned = _ends_with(bad_words + slot * bad_words_stride + j * 8, slot_token_ids + slot * tokens_stride, known)
-        x = tl.where(token_id == banned, float("-inf"), x)
-    banned_count = tl.where(known < tl.load(choice + 5), tl.load(choice + 4), 0)
-    for j in range(0, banned_count):
-        x = tl.where(token_id == tl.load(banned_ids + slot * banned_stride + j), float("-inf"), x)
-    bias_count = tl.load(choice + 3)
-    for j in range(0, bias_count):
-        biased = token_id == tl.load(bias_ids + slot * bias_stride + j)
-        x = tl.where(biased, x + tl.load(bias_values + slot * bias_stride + j), x)
-    count_row = tl.load(choice + 2)
-    if count_row >= 0:
-        repetition = tl.load(number + 3)
-        count = tl.load(counts + count_row.to(tl.int64) * counts_stride + token_id, mask=inside, other=0).to(tl.int32)
-        x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)
-        x -= tl.load(number + 5) * (count >> 1).to(tl.float32)
-        x -= tl.where(count > 1, tl.load(number + 4), 0.0)
-    return tl.where(inside, x, float("-inf"))
-
-
-@triton.jit
-def temperature_factor(slot, settings):
-    """What logits are multiplied with, since a division for each would cost more than its noise; 1 at temperature 0."""
-    temperature = tl.load(settings[0] + slot * 8)
-    return 1.0 / tl.where(temperature > 0, temperature, 1.0)
-
-
-@triton.jit
-def at_temperature(x, factor):
-    """Logits over the temperature. The product is rounded here, and never becomes part of a fused multiply-add: a value
-    must be the same number wherever it is looked at."""
-    if HAS_PTX:
-        x = tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, factor], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        x = x * factor
-    return x
-
-
-@triton.jit
-def is_truncated(slot, settings, VOCABULARY):
-    """Whether a row keeps only part of the vocabulary: then its choice needs thresholds."""
-    number = settings[0] + slot * 8
-    top_k = tl.load(settings[1] + slot * 16)
-    some = ((top_k > 0) & (top_k < VOCABULARY)) | (tl.load(number + 1) < 1.0) | (tl.load(number + 2) > 0.0)
-    return some & (tl.load(number) > 0)
-
-
-@triton.jit
-def noisy_scores(x, token_id, slot, known, settings):
-    """What is maximised: logits with noise; the logits themselves at temperature 0."""
-    if tl.load(settings[0] + slot * 8) > 0:
-        choice = settings[1] + slot * 16
-        first, second = noise_keys(tl.load(choice + 6), tl.load(choice + 7), known)
-        x += gumbel(noise_bits(first, second, token_id))
-    return x
+from kernels.row_scores import NO_ID, logits_at, min_p_of, noisy_scores, top_k_of, top_p_of
+from kernels.sampling_state import BIN_MASSES, CANDIDATE_IDS, CANDIDATE_VALUES, INTERVAL_VALUES, PIECE_MAXIMA, TICKETS
 
 
 @triton.jit
@@ -141,6 +55,7 @@ def _from_key(key):
 
 @triton.jit
 def _fixed(mass):
+    """A mass, the largest logit's being 1, as an integer: in units of 2^-32."""
     return (mass * 4294967296.0).to(tl.int64)
 
 
@@ -151,41 +66,31 @@ def _mass_of(x, top):
 
 
 @triton.jit
-def _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings):
-    """What is sampled from, at some ids of the row; -inf where not `inside`."""
-    x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
-    if has_adjustments(slot, settings):
-        x = adjusted(x, token_id, inside, slot, known, settings)
-    return at_temperature(x, temperature_factor(slot, settings))
-
-
-@triton.jit
-def _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings, TILE: tl.constexpr,
-                CANDIDATES: tl.constexpr):  # fmt: skip
+def _candidates(tile, gathered, count, here, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
     """`(values, ids)` of one tile: of the gathered candidates, or of the whole row; -inf beyond `count` of them."""
+    row, _, _, _, _, _, work = here
     lane = tile * TILE + tl.arange(0, TILE)
     inside = lane < count
     if gathered:
-        token_id = tl.load(work[5] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
-        x = tl.load(work[4] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+        token_id = tl.load(work[CANDIDATE_IDS] + row * CANDIDATES + lane, mask=inside, other=NO_ID)
+        x = tl.load(work[CANDIDATE_VALUES] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
     else:
         token_id = lane
-        x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
+        x = logits_at(token_id, inside, here)
     return x, token_id
 
 
 @triton.jit
-def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-               top, pivot, row_mass, TILE: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+def _kept_from(gathered, count, here, VOCABULARY, top, pivot, row_mass, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
     """The order key of the smallest value that is kept, by top-k, then top-p; at least that of `pivot`.
 
     Counts and mass are kept lane by lane over the tiles and added up once a round.
     """
+    _, slot, _, _, _, settings, _ = here
     inner = tl.arange(0, 8) + 1
     tiles = tl.cdiv(count, TILE)
-    top_k = tl.load(settings[1] + slot * 16)
-    top_p = tl.load(settings[0] + slot * 8 + 1)
-    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    top_k, has_k = top_k_of(slot, settings, VOCABULARY)
+    top_p = top_p_of(slot, settings)
     high = _order_key(top) + 1
     low = _order_key(pivot)
     if has_k:
@@ -194,19 +99,17 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
             threshold = low + (k_high - low) * inner // 9
             reached = tl.zeros((8, TILE), tl.int32)
             for tile in range(0, tiles):
-                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                   TILE, CANDIDATES)  # fmt: skip
+                x = _candidates(tile, gathered, count, here, TILE, CANDIDATES)[0]
                 reached += (_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32)
             found = tl.sum(reached, axis=1)
             low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0), 9)
     if top_p < 1.0:
         total = _fixed(row_mass)
-        if has_k | (tl.load(settings[0] + slot * 8 + 2) > 0):
+        if has_k | (min_p_of(slot, settings) > 0):
             # Only what top-k and min-p left counts, and all of that is among the candidates.
             kept = tl.zeros((TILE,), tl.int64)
             for tile in range(0, tiles):
-                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                   TILE, CANDIDATES)  # fmt: skip
+                x = _candidates(tile, gathered, count, here, TILE, CANDIDATES)[0]
                 kept += tl.where(_order_key(x) >= low, _mass_of(x, top), 0)
             total = tl.sum(kept, axis=0)
         target = (total.to(tl.float64) * top_p).to(tl.int64)
@@ -214,8 +117,7 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
             threshold = low + (high - low) * inner // 9
             above = tl.zeros((8, TILE), tl.int64)
             for tile in range(0, tiles):
-                x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                   TILE, CANDIDATES)  # fmt: skip
+                x = _candidates(tile, gathered, count, here, TILE, CANDIDATES)[0]
                 above += tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
             mass = tl.sum(above, axis=1)
             low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
@@ -225,9 +127,8 @@ def _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, s
 @triton.jit
 def is_binned(pivot, slot, settings, VOCABULARY):
     """Whether the mass of a row's candidates is added up by intervals: for top-p with a bound, but without top-k."""
-    top_k = tl.load(settings[1] + slot * 16)
-    has_k = (top_k > 0) & (top_k < VOCABULARY)
-    return (tl.load(settings[0] + slot * 8 + 1) < 1.0) & (has_k == 0) & (pivot > float("-inf"))
+    _, has_k = top_k_of(slot, settings, VOCABULARY)
+    return (top_p_of(slot, settings) < 1.0) & (has_k == 0) & (pivot > float("-inf"))
 
 
 @triton.jit
@@ -238,53 +139,51 @@ def _bin_of(x, top, pivot, BINS: tl.constexpr):
 
 
 @triton.jit
-def _interval_values(wanted, gathered, count, row, logits, logits_stride, work, slot, known, settings, top, pivot,
-                     PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr,
-                     INTERVAL: tl.constexpr):  # fmt: skip
+def _interval_values(wanted, gathered, count, here, top, pivot, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+                     BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
     """Store the values of one interval, if no more than INTERVAL; returns their number, the least and the largest."""
+    row, _, _, _, _, _, work = here
     held_count = 0
     least = top
     largest = float("-inf")
     for tile in range(0, tl.cdiv(count, PASS_TILE)):
-        x, _ = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                           PASS_TILE, CANDIDATES)  # fmt: skip
+        x = _candidates(tile, gathered, count, here, PASS_TILE, CANDIDATES)[0]
         held = (x >= pivot) & (_bin_of(x, top, pivot, BINS) == wanted)
-        here = tl.sum(held.to(tl.int32), axis=0)
-        if here > 0:
+        held_here = tl.sum(held.to(tl.int32), axis=0)
+        if held_here > 0:
             least = tl.minimum(least, tl.min(tl.where(held, x, top), axis=0))
             largest = tl.maximum(largest, tl.max(tl.where(held, x, float("-inf")), axis=0))
             place = held_count + tl.cumsum(held.to(tl.int32), axis=0) - 1
-            tl.store(work[8] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
-            held_count += here
+            tl.store(work[INTERVAL_VALUES] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
+            held_count += held_here
     tl.debug_barrier()
     return held_count, least, largest
 
 
 @triton.jit
-def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot,
-                    row_mass, FEW: tl.constexpr, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-                    BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
+def _kept_from_bins(gathered, count, here, top, pivot, row_mass, FEW: tl.constexpr, PASS_TILE: tl.constexpr,
+                    CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
     """`(order key, found)`: as `_kept_from` for top-p, from the intervals' mass; not found if one holds too many."""
+    row, slot, _, _, _, settings, work = here
     place = tl.arange(0, BINS)
-    masses = tl.load(work[7] + row * BINS + place, cache_modifier=".cg")
+    masses = tl.load(work[BIN_MASSES] + row * BINS + place, cache_modifier=".cg")
     total = _fixed(row_mass)
-    if tl.load(settings[0] + slot * 8 + 2) > 0:
+    if min_p_of(slot, settings) > 0:
         total = tl.sum(masses, axis=0)  # what min-p left
-    target = tl.maximum((total.to(tl.float64) * tl.load(settings[0] + slot * 8 + 1)).to(tl.int64), 1)
+    target = tl.maximum((total.to(tl.float64) * top_p_of(slot, settings)).to(tl.int64), 1)
     wanted = tl.sum((tl.cumsum(masses, axis=0) < target).to(tl.int32), axis=0)
     above = tl.sum(tl.where(place < wanted, masses, 0), axis=0)
     low = _order_key(pivot)  # where the target lies beyond the last interval, all candidates are kept
     found = wanted == BINS
     if wanted < BINS:
         held_count, least, largest = _interval_values(
-            wanted, gathered, count, row, logits, logits_stride, work, slot, known, settings, top, pivot,
-            PASS_TILE, CANDIDATES, BINS, INTERVAL,
-        )  # fmt: skip
+            wanted, gathered, count, here, top, pivot, PASS_TILE, CANDIDATES, BINS, INTERVAL
+        )
         low = _order_key(least)
         found = (held_count > 0) & ((held_count <= INTERVAL) | (least == largest))
         if found & (held_count <= FEW):
             few = tl.arange(0, FEW)
-            x = tl.load(work[8] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
+            x = tl.load(work[INTERVAL_VALUES] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
             mass = tl.sum(tl.where(x[None, :] >= x[:, None], _mass_of(x, top)[None, :], 0), axis=1)
             reached = (above + mass >= target) & (few < held_count)
             low = tl.maximum(low, tl.max(tl.where(reached, _order_key(x), low), axis=0))
@@ -292,7 +191,7 @@ def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, kno
             high = _order_key(largest) + 1
             inner = tl.arange(0, 8) + 1
             lane = tl.arange(0, INTERVAL)
-            x = tl.load(work[8] + row * INTERVAL + lane, mask=lane < held_count, other=float("-inf"))
+            x = tl.load(work[INTERVAL_VALUES] + row * INTERVAL + lane, mask=lane < held_count, other=float("-inf"))
             while high - low > 1:
                 threshold = low + (high - low) * inner // 9
                 sums = tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
@@ -302,67 +201,64 @@ def _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, kno
 
 
 @triton.jit
-def _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW: tl.constexpr,
-                   CANDIDATES: tl.constexpr):  # fmt: skip
+def _choice_of_few(count, here, VOCABULARY, top, row_mass, FEW: tl.constexpr, CANDIDATES: tl.constexpr):
     """The chosen id among at most FEW candidates, each compared with each: no rounds."""
+    row, slot, known, _, _, settings, work = here
     lane = tl.arange(0, FEW)
     inside = lane < count
-    token_id = tl.load(work[5] + row * CANDIDATES + lane, mask=inside, other=0x7FFFFFFF)
-    x = tl.load(work[4] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+    token_id = tl.load(work[CANDIDATE_IDS] + row * CANDIDATES + lane, mask=inside, other=NO_ID)
+    x = tl.load(work[CANDIDATE_VALUES] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
     greater = x[None, :] > x[:, None]
-    top_k = tl.load(settings[1] + slot * 16)
-    has_k = (top_k > 0) & (top_k < VOCABULARY)
+    top_k, has_k = top_k_of(slot, settings, VOCABULARY)
     kept = inside & ((tl.sum(greater.to(tl.int32), axis=1) < top_k) | (has_k == 0))
-    top_p = tl.load(settings[0] + slot * 8 + 1)
+    top_p = top_p_of(slot, settings)
     if top_p < 1.0:
         mass = tl.where(kept, _mass_of(x, top), 0)
         total = tl.sum(mass, axis=0)
-        if (has_k == 0) & (tl.load(settings[0] + slot * 8 + 2) <= 0):
+        if (has_k == 0) & (min_p_of(slot, settings) <= 0):
             total = _fixed(row_mass)
         target = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
         ahead = tl.sum(tl.where(greater, mass[None, :], 0), axis=1)
         kept = kept & (ahead < target)
     x = tl.where(kept, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
-    return tl.min(tl.where(x == tl.max(x, axis=0), token_id, 0x7FFFFFFF), axis=0)
+    return tl.min(tl.where(x == tl.max(x, axis=0), token_id, NO_ID), axis=0)
 
 
 @triton.jit
-def truncated_choice(count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY, top, pivot, row_mass,
-                     FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-                     BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
+def truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW: tl.constexpr, TILE: tl.constexpr,
+                     PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr,
+                     INTERVAL: tl.constexpr):  # fmt: skip
     """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
+    _, slot, _, _, _, settings, _ = here
     gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
-    best_id = 0x7FFFFFFF
+    best_id = NO_ID
     if gathered & (count <= FEW):
-        best_id = _choice_of_few(count, row, work, slot, known, settings, VOCABULARY, top, row_mass, FEW, CANDIDATES)
+        best_id = _choice_of_few(count, here, VOCABULARY, top, row_mass, FEW, CANDIDATES)
     else:
         count = tl.where(gathered, count, VOCABULARY)
         low = _order_key(pivot)
         found = False
         if is_binned(pivot, slot, settings, VOCABULARY):
-            low, found = _kept_from_bins(gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                         VOCABULARY, top, pivot, row_mass, FEW, PASS_TILE, CANDIDATES, BINS,
-                                         INTERVAL)  # fmt: skip
+            low, found = _kept_from_bins(
+                gathered, count, here, top, pivot, row_mass, FEW, PASS_TILE, CANDIDATES, BINS, INTERVAL
+            )
         if found == 0:
-            low = _kept_from(gathered, count, row, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                             top, pivot, row_mass, TILE, CANDIDATES)  # fmt: skip
-        best_id = _best_from(low, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                             PASS_TILE, CANDIDATES)  # fmt: skip
+            low = _kept_from(gathered, count, here, VOCABULARY, top, pivot, row_mass, TILE, CANDIDATES)
+        best_id = _best_from(low, gathered, count, here, PASS_TILE, CANDIDATES)
     return best_id
 
 
 @triton.jit
-def _best_from(low, gathered, count, row, logits, logits_stride, work, slot, known, settings, TILE: tl.constexpr,
-               CANDIDATES: tl.constexpr):  # fmt: skip
+def _best_from(low, gathered, count, here, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
     """The id with the best noisy score among the values whose order key is at least `low`."""
-    best_id = 0x7FFFFFFF
+    _, slot, known, _, _, settings, _ = here
+    best_id = NO_ID
     best = float("-inf")
     for tile in range(0, tl.cdiv(count, TILE)):
-        x, token_id = _candidates(tile, gathered, count, row, logits, logits_stride, work, slot, known, settings,
-                                  TILE, CANDIDATES)  # fmt: skip
+        x, token_id = _candidates(tile, gathered, count, here, TILE, CANDIDATES)
         x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
         tile_best = tl.max(x, axis=0)
-        tile_id = tl.min(tl.where(x == tile_best, token_id, 0x7FFFFFFF), axis=0)
+        tile_id = tl.min(tl.where(x == tile_best, token_id, NO_ID), axis=0)
         better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
         best_id = tl.where(better, tile_id, best_id)
         best = tl.maximum(best, tile_best)
@@ -370,57 +266,30 @@ def _best_from(low, gathered, count, row, logits, logits_stride, work, slot, kno
 
 
 @triton.jit
-def gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY, CHUNKS: tl.constexpr,
-           CHUNK: tl.constexpr, PIECE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+def gather(pivot, top, here, VOCABULARY, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
+           CANDIDATES: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
     """Copy this program's share of the values from `pivot` up into the row's candidates, in any order; count mass."""
+    row, slot, _, _, _, settings, work = here
     PIECES: tl.constexpr = CHUNK // PIECE
     binned = is_binned(pivot, slot, settings, VOCABULARY)
     piece = tl.arange(0, PIECES)
     for chunk in range(tl.program_id(1), CHUNKS, tl.num_programs(1)):
-        holds = tl.load(work[0] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
+        holds = tl.load(work[PIECE_MAXIMA] + (row * CHUNKS + chunk) * PIECES + piece) >= pivot
         if tl.max(holds.to(tl.int32), axis=0) > 0:
             token_id = chunk * CHUNK + piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
             inside = (token_id < VOCABULARY) & holds[:, None]  # pieces without a candidate are not read
-            x = _logits_at(token_id, inside, row, logits, logits_stride, slot, known, settings)
+            x = logits_at(token_id, inside, here)
             kept = (inside & (x >= pivot)).to(tl.int32)
             in_piece = tl.sum(kept, axis=1)
             before = tl.cumsum(in_piece, axis=0) - in_piece
-            base = tl.atomic_add(work[6] + row * 2, tl.sum(in_piece, axis=0), sem="relaxed")
+            base = tl.atomic_add(work[TICKETS] + row * 2, tl.sum(in_piece, axis=0), sem="relaxed")
             place = base + before[:, None] + tl.cumsum(kept, axis=1) - 1
             fits = (kept > 0) & (place < CANDIDATES)
-            tl.store(work[4] + row * CANDIDATES + place, x, mask=fits)
-            tl.store(work[5] + row * CANDIDATES + place, token_id, mask=fits)
+            tl.store(work[CANDIDATE_VALUES] + row * CANDIDATES + place, x, mask=fits)
+            tl.store(work[CANDIDATE_IDS] + row * CANDIDATES + place, token_id, mask=fits)
             if binned:
-                bins = work[7] + row * BINS + _bin_of(x, top, pivot, BINS)
+                bins = work[BIN_MASSES] + row * BINS + _bin_of(x, top, pivot, BINS)
                 tl.atomic_add(bins, _mass_of(x, top), mask=kept > 0, sem="relaxed")
-
-
-@triton.jit
-def best_by_bounds(bounds, row, logits, logits_stride, slot, known, settings, VOCABULARY, PIECE: tl.constexpr,
-                   PIECE_TILE: tl.constexpr):  # fmt: skip
-    """The id with the best score of a row that keeps the whole vocabulary, the lowest among equals.
-
-    bounds: [PIECE_TILE], what no score of each piece exceeds. Pieces are looked at in the order of their bounds until
-    none that is left can win, which is nearly always so after the first.
-    """
-    piece = tl.arange(0, PIECE_TILE)
-    best_id = 0x7FFFFFFF
-    best = float("-inf")
-    bound = tl.max(bounds, axis=0)
-    while (bound >= best) & (bound > float("-inf")):
-        here = tl.min(tl.where(bounds == bound, piece, PIECE_TILE), axis=0)
-        token_id = here * PIECE + tl.arange(0, PIECE)
-        x = _logits_at(token_id, token_id < VOCABULARY, row, logits, logits_stride, slot, known, settings)
-        x = noisy_scores(x, token_id, slot, known, settings)
-        score = tl.max(x, axis=0)
-        score_id = tl.min(tl.where(x == score, token_id, 0x7FFFFFFF), axis=0)
-        better = (score > best) | ((score == best) & (score_id < best_id))
-        best_id = tl.where(better, score_id, best_id)
-        best = tl.maximum(best, score)
-        bounds = tl.where(piece == here, float("-inf"), bounds)
-        # A score that reaches its bound can only be equalled, and by higher ids.
-        bound = tl.where(score == bound, float("-inf"), tl.max(bounds, axis=0))
-    return best_id
 
 
 @triton.jit
@@ -430,11 +299,11 @@ def pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY):
     For top-k: at least k values reach the k-th largest piece maximum. For min-p: its own threshold. For top-p alone:
     all values below t weigh less than VOCABULARY * exp(t - top), which at this t is the share that top-p may leave out.
     """
-    top_k = tl.load(settings[1] + slot * 16)
-    top_p = tl.load(settings[0] + slot * 8 + 1)
-    min_p = tl.load(settings[0] + slot * 8 + 2)
+    top_k, has_k = top_k_of(slot, settings, VOCABULARY)
+    top_p = top_p_of(slot, settings)
+    min_p = min_p_of(slot, settings)
     pivot = float("-inf")
-    if (top_k > 0) & (top_k < VOCABULARY):
+    if has_k:
         finite = maxima > float("-inf")
         if tl.sum(finite.to(tl.int32), axis=0) >= top_k:
             low = _order_key(tl.min(tl.where(finite, maxima, top), axis=0))

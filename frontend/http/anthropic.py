@@ -94,7 +94,7 @@ async def _events(message_id: str, chat: StartedChat, writer: DirectWriter) -> A
             usage = chat.stream.request.usage()
             empty = stop_fields(None, None, has_calls=False)
             yield blocks.event("message_start", message=message_body(message_id, chat.model, [], empty, usage))
-            chat.stream.direct = [writer.of(lambda text: blocks.take(parser.feed(text)))]
+            chat.stream.shortcuts = [writer.of(lambda text: blocks.take(parser.feed(text)))]
         if isinstance(event, Final):
             ended = event.samples[0]
             delta = stop_fields(ended.finish_reason, ended.stop_reason, has_calls=parser.has_calls)

@@ -1,13 +1,13 @@
 """`/v1/chat/completions`: a chat in, the assistant's message out."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from frontend.chat.answer import AnswerParser
 from frontend.engine import Engine
-from frontend.events import Final
+from frontend.events import Final, Shortcut
 from frontend.http import generation
 from frontend.http.bodies import read_body
 from frontend.http.chat_start import StartedChat, start_chat
@@ -46,7 +46,7 @@ async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest, writer
             begun = True
             yield b"".join(reply.role_chunk(index) for index in range(n))
             if reply.is_bare and not with_running_usage:
-                chat.stream.direct = [_direct(reply, index, writer, parsers) for index in range(n)]
+                chat.stream.shortcuts = [_shortcut(reply, index, writer, parsers) for index in range(n)]
         if isinstance(event, Final):
             if with_usage:
                 yield reply.event(None, finals_usage([event]))
@@ -61,9 +61,7 @@ async def _events(reply: ChatReply, chat: StartedChat, body: ChatRequest, writer
             yield chunk
 
 
-def _direct(
-    reply: ChatReply, index: int, writer: DirectWriter, parsers: Sequence[AnswerParser]
-) -> Callable[[str], bool]:
+def _shortcut(reply: ChatReply, index: int, writer: DirectWriter, parsers: Sequence[AnswerParser]) -> Shortcut:
     """What takes the tokens of choice `index`."""
     if not parsers:
         return writer.of_texts(*reply.plain_parts(index))

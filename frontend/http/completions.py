@@ -86,8 +86,8 @@ async def _events(
             echoed.add(at)
             echo = await _echo(engine, reply, prompts[at], request.prompt_token_ids, request.prompt_logprobs)
             yield b"".join(reply.echo_chunk(at * n + index, echo) for index in range(n))
-        if is_direct and not streams[0].direct:
-            streams[0].direct = [writer.of_texts(*reply.plain_parts(index)) for index in range(n)]
+        if is_direct and not streams[0].shortcuts:
+            streams[0].shortcuts = [writer.of_texts(*reply.plain_parts(index)) for index in range(n)]
         if isinstance(event, Final):
             finals.append(event)
             continue

@@ -4,18 +4,53 @@ Waking the task that writes a stream, and going through the application's layers
 happens to a token. That slow path is taken for a stream's start and end, for errors, for clients that read too slowly,
 and by servers other than ours. Nothing can overtake anything: a token takes the fast path only while the task waits for
 one, which means that everything before it has been written.
+
+What the tokens of one message write is gathered until the core is through with all of them (`StepWrites`). Python and
+the system's network code, in turns for each token, would push each other out of the processor's caches.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.types import Scope
 
+from frontend.events import Shortcut
+
 CYCLE_KEY = "trireme.cycle"
 """Where our protocol leaves uvicorn's record of a response in the request's scope."""
 
-_encoder = msgspec.json.Encoder()
+_SIZES = [b"%x\r\n" % size for size in range(1024)]
+"""The first line of a chunk by its size in bytes."""
+
+_encode = msgspec.json.Encoder().encode
+
+logger = logging.getLogger(__name__)
+
+
+class StepWrites:
+    """Chunks that wait to be written, in order, each with the writer whose it is."""
+
+    __slots__ = ("chunks", "writers")
+
+    def __init__(self) -> None:
+        self.writers: list[DirectWriter] = []
+        self.chunks: list[bytes] = []
+
+    def flush(self) -> None:
+        """Write them; a connection that fails is closed, since its stream would lack a token."""
+        if not self.writers:
+            return
+        writers, chunks = self.writers, self.chunks
+        self.writers, self.chunks = [], []
+        for writer, chunk in zip(writers, chunks, strict=True):
+            try:
+                writer.put(chunk)
+            except Exception:
+                logger.exception("a stream could not be written")
+                writer.cut_off()
 
 
 class DirectWriter:
@@ -25,56 +60,103 @@ class DirectWriter:
         scope: of the request.
 
     Attributes:
+        is_ready: whether an event can take this path now.
         silent: nothing was written since this was last set.
+        put: writes to the connection at once.
+        writes: takes what is to be written at the end of the step.
     """
 
+    __slots__ = ("_cycle", "_is_open", "is_ready", "put", "silent", "writes")
+
     def __init__(self, scope: Scope) -> None:
+        self.is_ready = False
         self.silent = True
-        self._cycle: Any = scope.get(CYCLE_KEY)
+        self.put: Callable[[bytes], object]
+        self.writes: StepWrites
         self._is_open = False
+        self._cycle: Any = scope.get(CYCLE_KEY)
+        if self._cycle is not None:
+            transport = self._cycle.transport
+            self.put, self.writes, transport.on_change = transport.write, transport.step_writes, self.look
 
     def open(self) -> None:
         """The response's head is written."""
         self._is_open = self._cycle is not None and bool(self._cycle.chunked_encoding)
+        self.look()
 
     def close(self) -> None:
         """From now on everything takes the slow path."""
-        self._is_open = False
+        self._is_open = self.is_ready = False
 
-    def of(self, render: Callable[[str], bytes]) -> Callable[[str], bool]:
-        """A function that writes what `render` makes of a text.
+    def look(self) -> None:
+        """The connection has changed: take the fast path only while the client is there and not too slow."""
+        self.is_ready = self._is_open and not (self._cycle.flow.write_paused or self._cycle.disconnected)
 
-        It returns False, without rendering, if the text has to take the slow path: the client may be slow, or gone.
-        """
-        cycle = self._cycle
+    def cut_off(self) -> None:
+        """Close the connection in the middle of the response."""
+        self.close()
+        self._cycle.transport.close()
 
-        def write(text: str) -> bool:
-            if not self._is_open or cycle.flow.write_paused or cycle.disconnected:
-                return False
-            if event := render(text):
-                cycle.transport.write(b"%x\r\n%b\r\n" % (len(event), event))
-                self.silent = False
-            return True
+    def of(self, render: Callable[[str], bytes]) -> Shortcut:
+        """Writes what `render` makes of a text; renders nothing if the text has to take the slow path."""
+        return _RenderedEvents(self, render)
 
-        return write
+    def of_texts(self, start: bytes, end: bytes) -> Shortcut:
+        """The same for events that consist of the text, as JSON, between two constants."""
+        return _TextEvents(self, start, end)
 
-    def of_texts(self, start: bytes, end: bytes) -> Callable[[str], bool]:
-        """The same for events that consist of the text, as JSON, between two constants.
 
-        Nearly every token takes this way, so all of it is in one function.
-        """
-        if self._cycle is None:
-            return lambda text: False
-        cycle, flow, put, encode = self._cycle, self._cycle.flow, self._cycle.transport.write, _encoder.encode
-        constant_bytes, chunk_end = len(start) + len(end), end + b"\r\n"
+class _RenderedEvents:
+    __slots__ = ("_render", "_writer")
 
-        def write(text: str) -> bool:
-            if not self._is_open or flow.write_paused or cycle.disconnected:
-                return False
-            if text:
-                json = encode(text)
-                put(b"%x\r\n%b%b%b" % (constant_bytes + len(json), start, json, chunk_end))
-                self.silent = False
-            return True
+    def __init__(self, writer: DirectWriter, render: Callable[[str], bytes]) -> None:
+        self._writer = writer
+        self._render = render
 
-        return write
+    def take(self, text: str) -> bool:
+        """See `Shortcut`."""
+        writer = self._writer
+        if not writer.is_ready:
+            return False
+        if event := self._render(text):
+            writer.writes.writers.append(writer)
+            writer.writes.chunks.append(b"%x\r\n%b\r\n" % (len(event), event))
+            writer.silent = False
+        return True
+
+
+class _TextEvents:
+    """The events of one choice whose tokens are shown as text only: nearly every token takes this way.
+
+    All of it is in one function, and all that it needs in few objects, since none of them is in a cache any more when
+    the next token comes.
+    """
+
+    __slots__ = ("_chunk_end", "_constant_bytes", "_start", "_writer")
+
+    def __init__(self, writer: DirectWriter, start: bytes, end: bytes) -> None:
+        self._writer = writer
+        self._start = start
+        self._chunk_end = _ended(end)
+        self._constant_bytes = len(start) + len(end)
+
+    def take(self, text: str) -> bool:
+        """See `Shortcut`."""
+        writer = self._writer
+        if not writer.is_ready:
+            return False
+        if text:
+            json = _encode(text)
+            size = self._constant_bytes + len(json)
+            first_line = _SIZES[size] if size < 1024 else b"%x\r\n" % size
+            writes = writer.writes
+            writes.writers.append(writer)
+            writes.chunks.append(b"".join((first_line, self._start, json, self._chunk_end)))
+            writer.silent = False
+        return True
+
+
+@functools.lru_cache(maxsize=64)
+def _ended(end: bytes) -> bytes:
+    """The end of a chunk: one object for all streams, which stays in the caches."""
+    return end + b"\r\n"

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.errors import RequestError
 from frontend.connections import Connections
-from frontend.http.direct import CYCLE_KEY
+from frontend.http.direct import CYCLE_KEY, StepWrites
 from frontend.http.errors import error_body
 
 HEAD_LIMIT_BYTES = 64 << 10
@@ -33,11 +33,12 @@ class Protocol(HttpToolsProtocol):
     """One connection; `of` gives the class for one application."""
 
     open_connections: Connections
+    step_writes: StepWrites
 
     @classmethod
-    def of(cls, connections: Connections) -> "type[Protocol]":
-        """The protocol whose connections are counted there."""
-        return type(cls.__name__, (cls,), {"open_connections": connections})
+    def of(cls, connections: Connections, step_writes: StepWrites) -> "type[Protocol]":
+        """The protocol whose connections are counted there, and whose streams gather there what they write."""
+        return type(cls.__name__, (cls,), {"open_connections": connections, "step_writes": step_writes})
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -66,6 +67,16 @@ class Protocol(HttpToolsProtocol):
             _end(cycle)
         super().connection_lost(exc)
         self.open_connections.http_count = len(self.connections)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        super().pause_writing()
+        self._note_change()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        super().resume_writing()
+        self._note_change()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes from the client; ends the connection if a request's head has no end."""
@@ -158,6 +169,10 @@ class Protocol(HttpToolsProtocol):
         elif self._in_body and self.cycle.response_complete:
             self._start_timer(UNWANTED_BODY_S, self.transport.close)
 
+    def _note_change(self) -> None:
+        for cycle in self._cycles:
+            cycle.transport.on_change()
+
     def _unanswered(self) -> list[Any]:
         return [cycle for cycle in self._cycles if not cycle.response_complete]
 
@@ -214,11 +229,16 @@ class _ResponseTransport:
 
     A connection that is closed while bytes are on their way is reset, and a client or a proxy that still sends loses
     the response, which says why its body is not wanted.
+
+    Attributes:
+        on_change: called when the client has gone, reads too slowly, or has caught up.
     """
 
-    __slots__ = ("close", "is_closing", "write")
+    __slots__ = ("close", "is_closing", "on_change", "step_writes", "write")
 
     def __init__(self, protocol: Protocol) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self.step_writes = protocol.step_writes
         self.write = protocol.transport.write
         self.is_closing = protocol.transport.is_closing
         self.close = protocol.close_after_body
@@ -228,4 +248,5 @@ def _end(cycle: Any) -> None:
     """Tell a request's application that its client is gone."""
     if not cycle.response_complete:
         cycle.disconnected = True
+        cycle.transport.on_change()
     cycle.message_event.set()

@@ -115,7 +115,7 @@ async def _events(head: ResponseHead, chat: StartedChat, writer: DirectWriter) -
             begun = True
             yield head.event("response.created", response=head.whole([], None, None))
             yield head.event("response.in_progress", response=head.whole([], None, None))
-            chat.stream.direct = [writer.of(lambda text: items.take(parser.feed(text)))]
+            chat.stream.shortcuts = [writer.of(lambda text: items.take(parser.feed(text)))]
         if isinstance(event, Final):
             response = head.whole(items.output, reason, event.usage)
             yield head.event(f"response.{response['status']}", response=response)

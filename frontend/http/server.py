@@ -13,6 +13,7 @@ from common.config import EngineConfig, ServerOptions
 from common.http_socket import BACKLOG, bind_http, http_url, inherited_http_socket
 from frontend.engine import Engine
 from frontend.http.app import build_app
+from frontend.http.direct import StepWrites
 from frontend.http.history import History
 from frontend.http.protocol import Protocol
 from frontend.http.tls import check_tls
@@ -49,6 +50,8 @@ class HttpServer:
         self.endpoint = http_url(options, listener)
         self._listener = listener
         app = build_app(engine, options)
+        step_writes = StepWrites()
+        engine.core.after_tokens.append(step_writes.flush)
         self._history: History = app.state.history
         self._server = _Server(
             uvicorn.Config(
@@ -57,7 +60,7 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 loop="none",
-                http=Protocol.of(engine.connections),
+                http=Protocol.of(engine.connections, step_writes),
                 ws="none",
                 server_header=False,
                 backlog=ACCEPTED_AT_ONCE,

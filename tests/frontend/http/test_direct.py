@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from frontend.http.direct import CYCLE_KEY, DirectWriter
+from frontend.http.direct import CYCLE_KEY, DirectWriter, StepWrites
 
 CALL = 'Look. <tool_call>\n{"name": "f", "arguments": {"a": "sea"}}\n</tool_call>'
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 60}
@@ -46,8 +46,23 @@ class Connection:
         self.direct_count = 0
         self.flow = SimpleNamespace(write_paused=False)
         self.disconnected = False
+        self.is_closed = False
         self.chunked_encoding = None
-        self.transport = SimpleNamespace(write=self._write)
+        self.step_writes = StepWrites()
+        self.transport = SimpleNamespace(
+            write=self._write, close=self._close, step_writes=self.step_writes, on_change=lambda: None
+        )
+
+    def pause(self, paused: bool) -> None:
+        self.flow.write_paused = paused
+        self.transport.on_change()
+
+    def leave(self) -> None:
+        self.disconnected = True
+        self.transport.on_change()
+
+    def _close(self) -> None:
+        self.is_closed = True
 
     def _write(self, data: bytes) -> None:
         size, _, rest = data.partition(b"\r\n")
@@ -81,6 +96,7 @@ def stream(api, path: str, body: dict, connection: Connection, on_step=lambda: N
         "type": "http", "method": "POST", "path": path, "query_string": b"", "client": None,
         "headers": [(b"x-request-id", b"same")], CYCLE_KEY: connection,
     }  # fmt: skip
+    api.engine.core.after_tokens.append(connection.step_writes.flush)
     api.loop.run_until_complete(api.app(scope, receive, connection.send))
 
 
@@ -119,7 +135,7 @@ def test_a_stream_says_the_same_either_way(name, make_api):
     connections = []
     for is_slow in (True, False):
         connection = Connection()
-        connection.flow.write_paused = is_slow
+        connection.pause(is_slow)
         api = make_api().ready()
         if name == "a call":
             api.scheduler.answer, api.scheduler.stops = CALL, True
@@ -137,7 +153,7 @@ def test_a_client_that_reads_now_and_then_gets_every_token_in_order(seed, make_a
     connection = Connection()
 
     def on_step() -> None:
-        connection.flow.write_paused = choose.random() < 0.5
+        connection.pause(choose.random() < 0.5)
 
     reference = Connection()
     stream(make_api().ready(), *REQUESTS["two chats"], reference)
@@ -149,33 +165,74 @@ def test_a_client_that_reads_now_and_then_gets_every_token_in_order(seed, make_a
 def test_without_our_protocol_and_after_the_end_everything_goes_the_long_way():
     without = DirectWriter({})
     without.open()
-    assert not without.of(str.encode)("x") and not without.of_texts(b"", b"")("x")
+    assert not without.of(str.encode).take("x") and not without.of_texts(b"", b"").take("x")
     connection = Connection()
     connection.chunked_encoding = True
     writer = DirectWriter({CYCLE_KEY: connection})
-    write = writer.of_texts(b"<", b">")
+    write = writer.of_texts(b"<", b">").take
     assert not write("before the head is written")
     writer.open()
     assert writer.silent and write("") and writer.silent
     assert write("a") and not writer.silent
-    connection.disconnected = True
+    connection.leave()
     assert not write("the client is gone")
     connection.disconnected = False
+    connection.pause(False)
+    assert write("")
     writer.close()
+    connection.pause(False)
     assert not write("after the end")
+    connection.step_writes.flush()
     assert connection.body == b'<"a">'
 
 
 def test_what_goes_the_long_way_is_not_read_by_a_parser_before():
     connection = Connection()
-    connection.chunked_encoding, connection.flow.write_paused = True, True
+    connection.chunked_encoding = True
     writer = DirectWriter({CYCLE_KEY: connection})
+    connection.pause(True)
     writer.open()
     seen = []
-    write = writer.of(lambda text: seen.append(text) or text.encode())
+    write = writer.of(lambda text: seen.append(text) or text.encode()).take
     assert not write("a") and not seen
-    connection.flow.write_paused = False
-    assert write("b") and seen == ["b"] and connection.body == b"b"
+    connection.pause(False)
+    assert write("b") and seen == ["b"]
+    connection.step_writes.flush()
+    assert connection.body == b"b"
+
+
+@pytest.mark.parametrize("size", [1, 900, 1023, 1024, 1025, 70_000])
+def test_a_text_of_any_length_is_one_chunk(size):
+    connection = Connection()
+    connection.chunked_encoding = True
+    writer = DirectWriter({CYCLE_KEY: connection})
+    writer.open()
+    assert writer.of_texts(b"<", b">").take("a" * size)
+    connection.step_writes.flush()
+    assert connection.direct_count == 1 and connection.body == b'<"%b">' % (b"a" * size)
+
+
+def test_a_connection_that_fails_is_closed_and_holds_up_no_other(caplog):
+    """Its stream would go on without a token."""
+
+    def fail(data: bytes) -> None:
+        raise RuntimeError("the handler is closed")
+
+    writes, connections, takers = StepWrites(), [Connection() for _ in range(3)], []
+    connections[1].transport.write = fail
+    for connection in connections:
+        connection.chunked_encoding, connection.transport.step_writes = True, writes
+        writer = DirectWriter({CYCLE_KEY: connection})
+        writer.open()
+        takers.append(writer.of_texts(b"", b"").take)
+    assert all(take("a") for take in takers)
+    writes.flush()
+    assert [connection.body for connection in connections] == [b'"a"', b"", b'"a"']
+    assert [connection.is_closed for connection in connections] == [False, True, False]
+    assert [take("b") for take in takers] == [True, False, True]
+    assert "a stream could not be written" in caplog.text
+    writes.flush()
+    assert connections[2].body == b'"a""b"', "nothing is written twice"
 
 
 def test_a_connection_that_cannot_take_chunks_gets_none():
@@ -184,4 +241,4 @@ def test_a_connection_that_cannot_take_chunks_gets_none():
     connection.chunked_encoding = False
     writer = DirectWriter({CYCLE_KEY: connection})
     writer.open()
-    assert not writer.of(str.encode)("x") and not writer.of_texts(b"", b"")("x")
+    assert not writer.of(str.encode).take("x") and not writer.of_texts(b"", b"").take("x")

@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
+import socket
 
 import pytest
 
 from common.messages import RequestFailed
-from frontend.http import bodies, protocol
+from frontend.http import bodies, protocol, server
+from frontend.http.direct import StepWrites
 from tests.frontend.http.test_app import GOOD, exchange, serve
 
 BODY = {"prompt": "The sea", "max_tokens": 3, "request_id": "r"}
@@ -247,6 +250,46 @@ def test_a_client_that_leaves_takes_all_its_requests_along(make_api, stream, cou
     assert b"200 OK" in serve(api, talk)
     assert api.scheduler.aborted == [request.request_id for request in api.scheduler.added]
     assert len(api.scheduler.added) == 1, "a request was begun for a client that is gone"
+
+
+def test_a_client_that_stops_reading_holds_up_no_other_and_misses_nothing(make_api, monkeypatch):
+    """What it has not read waits as merged text; once it reads again, its tokens go straight to it as before."""
+    api, written, flush, bind = make_api(port=0).ready(max_model_len=8192), [], StepWrites.flush, server.bind_http
+
+    def request(**fields) -> bytes:
+        return post("/v1/completions", json.dumps({**BODY, **fields}).encode())
+
+    def flush_noted(writes) -> None:
+        written.extend(writes.writers)
+        flush(writes)
+
+    def bind_small(options):
+        listener = bind(options)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    async def talk(address):
+        loop, late = asyncio.get_running_loop(), b""
+        with socket.socket() as stalled:
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.setblocking(False)
+            await loop.sock_connect(stalled, address)
+            await loop.sock_sendall(stalled, request(max_tokens=3000, stream=True))
+            await exchange(address, request(max_tokens=1000, stream=True))
+            before = list(written)
+            while part := await loop.sock_recv(stalled, 65536):
+                late += part
+        return before, late, await exchange(address, request(max_tokens=3000))
+
+    monkeypatch.setattr(server, "bind_http", bind_small)
+    monkeypatch.setattr(StepWrites, "flush", flush_noted)
+    before, late, whole = serve(api, talk)
+    slow, fast = dict.fromkeys(before)
+    assert 100 < before.count(slow) < 900 < before.count(fast)
+    assert written[len(before) :].count(slow) > 500
+    events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})", late, re.MULTILINE)]
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
 
 
 @pytest.mark.parametrize(
