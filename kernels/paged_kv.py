@@ -40,6 +40,7 @@ from kernels.kv_quant import check_scales
 from kernels.launch import takes_gluon
 
 LOG2_E = 1.4426950408889634
+LOG2_E_CONSTANT = tl.constexpr(LOG2_E)  # the same inside kernels
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_BLOCK_SIZE = 128
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -239,7 +240,7 @@ def _attend_row(
 @triton.jit
 def soft_capped(scores, cap):
     """cap * tanh(scores / cap) for scores in natural units."""
-    half = 1.0 / (1.0 + tl.exp2(scores * (-2.0 * 1.4426950408889634) / cap))
+    half = 1.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E_CONSTANT) / cap))
     return cap * (2.0 * half - 1.0)
 
 

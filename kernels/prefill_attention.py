@@ -46,9 +46,10 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_tensor
-from kernels.launch import launch_options
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
+    LOG2_E_CONSTANT,
     HeadShape,
     check_options,
     check_paged_inputs,
@@ -88,9 +89,8 @@ def _prefill_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
 
     # 1. Count the tiles of every row.
     rows = tl.arange(0, ROWS_TILE)
@@ -231,8 +231,8 @@ def _accumulate(
             scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + (keys + KEY_TILE) % BLOCK_SIZE
             key_scale = tl.load(key_scales_ptr + scale_places, mask=keys + KEY_TILE < scale_end, other=0.0)
         if HAS_SOFT_CAP:
-            scores = soft_capped(scores * (multiplier / 1.4426950408889634), soft_cap)
-            multiplier = 1.4426950408889634
+            scores = soft_capped(scores * (multiplier / LOG2_E_CONSTANT), soft_cap)
+            multiplier = LOG2_E_CONSTANT
         if MASKED:
             is_seen = (positions - start)[:, None] >= places_in_tile[None, :]  # edge: the diagonal
             if WINDOW > 0:
