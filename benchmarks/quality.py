@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import records
 from benchmarks.paged_model import PagedModel
-from common.processors import usable_cores
+from common.processors import granted_cores
 from worker_proc.attention import attention
 from worker_proc.engine import choose_device, set_threads
 from worker_proc.fetch_model import fetch_model
@@ -93,7 +93,7 @@ class Quality:
             benchmark="quality", workload=measurement, metrics=metrics, limit=limit,
             model=records.model_label(self.options.model), weights="real",
             options=options | {"variant": variant.name, "dtype": str(variant.dtype).removeprefix("torch.")},
-            device=f"{records.processor_name()}, {usable_cores()} cores" if self.device.type == "cpu" else "",
+            device=f"{records.processor_name()}, {granted_cores():g} cores" if self.device.type == "cpu" else "",
         )  # fmt: skip
         self.results.append(entry)
         if self.options.output:

@@ -44,6 +44,8 @@ TURN_INTERVAL_BEATS = 10
 """After how many heartbeats without a sign of it the main loop is woken to give one."""
 HANG_TIMEOUTS_S = {"frontend": 60, "scheduler": 60, "worker": 300}
 """How long a main loop may not turn while it serves; a worker's turn is a step, which on a CPU may take minutes."""
+LAST_WORDS_S = 10.0
+"""How long a process that ends waits until its last message is on its way: its supervisor may just be held up."""
 READING_VOCABULARY = "reading the vocabulary"
 """The state of a scheduler that may miss heartbeats because llguidance holds the interpreter."""
 DEATH_PIPE_VARIABLE = "TRIREME_DEATH_PIPE"
@@ -128,7 +130,7 @@ class SupervisorLink:
         """Send what is still queued and end the thread."""
         self._closing = True
         _poke(self._wake_thread_fd)
-        self._thread.join(timeout=2.0)
+        self._thread.join(timeout=LAST_WORDS_S)
 
     def _send(self, data: bytes) -> None:
         self._outgoing.put(data)
@@ -147,7 +149,7 @@ class SupervisorLink:
             _drain(self._wake_link_fd)
             self._exchange(socket)
         self._exchange(socket)
-        socket.close(linger=1000)
+        socket.close(linger=int(LAST_WORDS_S * 1000))
         context.term()
 
     def _watch_main_loop(self, socket: "zmq.Socket[bytes]") -> None:
@@ -159,7 +161,7 @@ class SupervisorLink:
             faulthandler.dump_traceback()
             text = f"its main loop has not turned for {self._hang_timeout_s:g} s; its stack is on stderr"
             socket.send(Failed(self._process, text).to_wire())
-            socket.close(linger=1000)
+            socket.close(linger=int(LAST_WORDS_S * 1000))
             socket.context.term()
             os._exit(1)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from common import log
 from common.child import DEATH_PIPE_VARIABLE
 from common.errors import StartupError
 
@@ -148,10 +149,18 @@ class Child:
     def _pass_stderr_on(self) -> None:
         assert self._shown is not None, "what is shown is always piped"
         with self._shown as pipe:
+            lines = log.ForeignLines(self.name) if log.is_json() else None
             while data := os.read(pipe.fileno(), 65536):
                 self._tail = (self._tail + data)[-_TAIL_LIMIT_BYTES:]
-                with contextlib.suppress(OSError):  # our own stderr may be gone; the child must not block on it
-                    os.write(2, data)
+                _write_stderr(data if lines is None else lines.feed(data))
+            if lines is not None:
+                _write_stderr(lines.end())
+
+
+def _write_stderr(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # it may be gone; a child must not block on it
+        while data:
+            data = data[os.write(2, data) :]
 
 
 class Wakeup:
@@ -232,9 +241,10 @@ def raise_file_limit() -> None:
 
 
 def last_error_line(text: str) -> str:
-    """The last line of a stderr text that is not blank or indented: of a traceback, the one that names the error."""
+    """What the last line of a stderr text says that is not blank or indented: of a traceback, the one that names the
+    error."""
     lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip() and not line[0].isspace()]
-    return lines[-1].strip()[:1000] if lines else ""
+    return log.said(lines[-1].strip())[:1000] if lines else ""
 
 
 def _environment(death_pipe: DeathPipe) -> dict[str, str]:

@@ -105,6 +105,16 @@ def instances(base: Path | None = None) -> list[Instance]:
     return found
 
 
+def may_return(socket_path: Path) -> bool:
+    """Whether somebody may still serve at a Unix socket: not once its directory is gone, or was one of an engine that
+    has ended. Nobody takes a run directory over.
+    """
+    folder = socket_path.parent
+    return folder.is_dir() and not (
+        folder.name.startswith(PREFIX) and (folder / "lock").exists() and not _in_use(folder)
+    )
+
+
 def remove_stale(base: Path) -> None:
     """Remove the directories of instances that no longer run."""
     for path in _own_dirs(base):

@@ -34,11 +34,24 @@ HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 SOCKET_LIMIT = 65_536
+CONTEXT_FILES = 6
+"""File descriptors of a context with one socket, and one more for what that connects or binds. ZeroMQ ends the whole
+process when it gets some of them and not all."""
+CLIENT_FILES = 9
+"""Those of a client: two more sockets tell what becomes of its connection."""
 
 
 def new_context() -> "zmq.Context[zmq.Socket[bytes]]":
-    """The process's ZeroMQ context."""
-    context = zmq.Context()
+    """The process's ZeroMQ context.
+
+    Raises:
+        StartupError: this process has no room for more sockets.
+    """
+    try:
+        _expect_room(CONTEXT_FILES)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    except OSError as error:
+        raise StartupError(f"there is no room for ZeroMQ's sockets: {error.strerror}") from None
     context.set(zmq.MAX_SOCKETS, SOCKET_LIMIT)
     return context
 
@@ -121,6 +134,22 @@ def is_served(endpoint: str) -> bool:
         return probe.connect_ex(path) in (0, errno.EAGAIN)  # EAGAIN: so many wait there already that we cannot
 
 
+def is_refused(endpoint: str, timeout_s: float = 0.25) -> bool:
+    """Whether nobody listens at an endpoint, and the system says so; False where nobody answers, or there is no such
+    address. Waits for an answer over TCP, and for the address of a name.
+    """
+    if endpoint.startswith("ipc://"):
+        return not endpoint.startswith("ipc://@") and not is_served(endpoint)  # an abstract address has no file
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        unix.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
+
+
 def connect_client(
     endpoint: str, keys: ClientKeys | None = None
 ) -> "tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], zmq.Socket[bytes]]":
@@ -142,6 +171,7 @@ def connect_client(
         )
     context: zmq.Context[zmq.Socket[bytes]] | None = None
     try:
+        _expect_room(CLIENT_FILES)
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
@@ -156,7 +186,7 @@ def connect_client(
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         _allow_ipv6(socket, endpoint)
         socket.connect(endpoint)
-    except zmq.ZMQError as error:
+    except (OSError, zmq.ZMQError) as error:
         if context is not None:
             context.destroy(linger=0)
         raise StartupError(f"cannot connect to {endpoint!r}: {_reason(error, endpoint)}") from None
@@ -189,14 +219,25 @@ def _internal(
     return socket
 
 
+def _expect_room(count: int) -> None:
+    """Raise OSError where this process cannot open so many more files now."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for file in opened:
+            os.close(file)
+
+
 def _allow_ipv6(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     if endpoint.startswith("tcp://["):
         socket.set(zmq.IPV6, 1)
 
 
-def _reason(error: zmq.ZMQError, endpoint: str) -> str:
-    """What ZeroMQ says, without the endpoint that its Python binding repeats."""
-    return str(error).removesuffix(f" (addr={endpoint!r})")
+def _reason(error: OSError | zmq.ZMQError, endpoint: str) -> str:
+    """What the system or ZeroMQ says, without the endpoint that the latter's Python binding repeats."""
+    return str(error.strerror if isinstance(error, OSError) else error).removesuffix(f" (addr={endpoint!r})")
 
 
 def _bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:

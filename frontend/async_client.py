@@ -10,6 +10,7 @@ result aborts the request.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from frontend import client_requests
 from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
     HELLO_ID,
+    LOOK_S,
     ClientState,
     Connection,
     Inbox,
@@ -315,12 +317,18 @@ class AsyncClient:
         """See to it that requests do not wait for ever for an engine that is lost."""
         if self._give_up is not None:
             self._give_up.cancel()
-        self._give_up = asyncio.get_running_loop().call_later(self.timeout_s, self._on_silence)
+        self._give_up_at_s = time.monotonic() + self.timeout_s
+        self._give_up = asyncio.get_running_loop().call_later(min(LOOK_S, self.timeout_s), self._on_silence)
 
     def _on_silence(self) -> None:
-        if self._state.is_resuming:
-            self._state.give_up()
-            self._settle()
+        if not self._state.is_resuming:
+            return
+        error = self._connection.hopeless(self._state.engine)
+        if error is None and time.monotonic() < self._give_up_at_s:
+            self._give_up = asyncio.get_running_loop().call_later(LOOK_S, self._on_silence)
+            return
+        self._state.give_up(error)
+        self._settle()
 
     def _on_message(self, frames: list[bytes]) -> None:
         for message in self._state.take(frames[-1]):
@@ -359,10 +367,7 @@ class AsyncClient:
         if self._socket.closed:
             self._reconnect()
         if not self._settled.is_set():
-            try:
-                await asyncio.wait_for(self._settled.wait(), self.timeout_s)
-            except TimeoutError:
-                raise self._connection.unreachable(self.timeout_s) from None
+            await self._wait_for_connection()
         if self._closed:
             raise EngineDeadError("this client is closed")
         if not self._connection.is_up and self._connection.refusal:
@@ -371,6 +376,19 @@ class AsyncClient:
         if inbox is not None:
             self._state.note_sent(inbox, message)
         self._reader.recheck()
+
+    async def _wait_for_connection(self) -> None:
+        """Until there is one, or will be none; raises EngineDeadError if the engine is gone, or the time is over."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while not self._settled.is_set():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise self._connection.unreachable(self.timeout_s)
+            engine = self._state.engine
+            if engine is not None and (error := await asyncio.to_thread(self._connection.hopeless, engine)):
+                raise error
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._settled.wait(), min(left_s, LOOK_S))
 
     async def _call(self, call: Call[T, ReplyT], request_id: str | None = None) -> T:
         inbox = self._inbox(request_id)

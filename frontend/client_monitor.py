@@ -5,6 +5,8 @@ descriptors are about to run out, all connections of the client socket are cut: 
 reconnect are served. Owned by `client_server`.
 """
 
+import asyncio
+import contextlib
 import logging
 import struct
 from collections import Counter
@@ -42,6 +44,7 @@ class ClientMonitor:
         self._counts: Counter[bytes] = Counter()
         self._someone_left = False
         self._is_open = True
+        self._loop = asyncio.get_running_loop()
         self._monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._reader = ZmqReader(self._monitor, self._on_event, self._after_events)
 
@@ -50,6 +53,13 @@ class ClientMonitor:
         self._reader.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
+
+    def catch_up(self) -> None:
+        """Count what has happened by now: whoever has read a message may not have read yet that its sender came."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._on_event(self._monitor.recv_multipart(zmq.NOBLOCK))
+        self._loop.call_soon(self._after_events)
 
     def _on_event(self, frames: list[bytes]) -> None:
         number = _EVENT.unpack_from(frames[0])[0]
@@ -66,6 +76,8 @@ class ClientMonitor:
         self._connections.client_count += change
 
     def _after_events(self) -> None:
+        if self._monitor.closed:
+            return
         if self._someone_left:
             self._someone_left = False
             self._on_disconnect()

@@ -1,6 +1,6 @@
 """The state of both clients: whether they are connected, and the replies that came, sorted by request.
 
-No sockets and no waiting: `client.Client` and `async_client.AsyncClient` have those.
+No sockets of its own and no waiting: `client.Client` and `async_client.AsyncClient` have those.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -18,7 +19,8 @@ import zmq
 from common import client_messages as wire
 from common.errors import AccessError, EngineDeadError, RequestError, StartupError, TriremeError, WireError
 from common.keys import ClientKeys
-from common.sockets import connection_event
+from common.run_dir import may_return
+from common.sockets import connection_event, is_refused
 from frontend.client_resumption import FRUITLESS_LIMIT, Kept
 
 HELLO_ID = ""
@@ -32,6 +34,12 @@ TIMEOUT_SLACK_S = 5.0
 
 REFUSALS_LIMIT = 3
 """Handshakes that fail in a row before a client gives up; a single one may fail because the engine is just ending."""
+
+LOOK_S = 0.1
+"""How often who waits for a connection looks whether there may still be one."""
+GONE_S = 5.0
+"""How long nobody listens where the engine was until its clients take it for gone; time for a service manager to start
+another one in its place."""
 
 OwnKeys = str | os.PathLike[str] | Sequence[str] | None
 """A client's keys: the file with its secret key, or the pair (public, secret)."""
@@ -128,8 +136,12 @@ class ClientState:
         try:
             yield
         except BaseException:
-            self._live.pop(inbox.request_id, None)
+            self.forget(inbox)
             raise
+
+    def forget(self, inbox: Inbox) -> None:
+        """The engine has never heard of the inbox's request: its id is free again."""
+        self._live.pop(inbox.request_id, None)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request has not ended yet."""
@@ -255,13 +267,14 @@ class Connection:
         self._endpoint = endpoint
         self._keys = keys
         self._failed_count = 0
+        self._refused_since_s: float | None = None
 
     def note(self, event: Sequence[bytes]) -> bool:
         """Take one event of the socket's monitor; True if the connection was up and has ended."""
         number = connection_event(event)
         was_up, self.is_up = self.is_up, number == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self.is_up:
-            self._failed_count = 0
+            self._failed_count, self._refused_since_s = 0, None
         elif number == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refusal = AccessError(f"the engine at {self._endpoint} does not let this client in: {self._who()}")
         elif number != zmq.EVENT_DISCONNECTED:
@@ -280,9 +293,33 @@ class Connection:
         self.refusal = EngineDeadError(f"{self.lost()}, and no new socket can be made: {error}")
         return self.refusal
 
+    def hopeless(self, engine: str | None) -> TriremeError | None:
+        """The error for requests that wait for a connection, if they would wait in vain. May take a quarter of a second
+        to find out.
+
+        Args:
+            engine: as `ClientState.engine`.
+        """
+        if self.refusal is not None or engine is None or not self._is_gone(engine):
+            return self.refusal
+        return EngineDeadError(f"{self.lost()}, and nobody serves there any more")
+
     def unreachable(self, timeout_s: float) -> EngineDeadError:
         """The error for a request that finds no connection."""
         return EngineDeadError(f"no engine can be reached at {self._endpoint} within {timeout_s:g} s")
+
+    def _is_gone(self, engine: str) -> bool:
+        if self.is_up:
+            return False
+        path = self._endpoint.removeprefix("ipc://")
+        if path != self._endpoint and not may_return(Path(path)):
+            return True
+        if engine or not is_refused(self._endpoint):  # that one will be started again
+            self._refused_since_s = None
+            return False
+        now_s = time.monotonic()
+        self._refused_since_s = self._refused_since_s or now_s
+        return now_s - self._refused_since_s >= GONE_S
 
     def _who(self) -> str:
         return f"its key {self._keys.own.public.decode()} is not authorised" if self._keys else "it has no keys"

@@ -222,11 +222,8 @@ class Core:
 
     def fail(self, request_id: int, error: RequestError) -> None:
         """End a request with an error: its sink gets `on_failed`. Unknown ids are ignored."""
-        request = self._live.get(request_id)
-        if request is not None:
-            self._outbox.abort(request_id)
-            self._fail(request, error)
-            self._outbox.flush()
+        if (request := self._live.get(request_id)) is not None:
+            self._give_up(request, error)
 
     def abort_named(self, name: str | None) -> int:
         """Abort all live requests, or those with this name, or with what follows the first `-` in it.
@@ -291,16 +288,14 @@ class Core:
                     self._outbox.resume(self._live.values())
 
     def _break(self, request: Request, error: BaseException) -> None:
-        """An error of ours, a panic of the tokenizer (no Exception) or a lack of memory ends the request it concerns,
-        but no other.
+        """An error of ours, a panic of the tokenizer (no Exception) or a lack of memory ends its own request alone.
 
         Raises:
             MemoryError: the request's end was made, and may not have reached its client.
         """
         logger.exception("request %d failed in the frontend", request.request_id)
         if self._live.get(request.request_id) is request:
-            why = RequestError(f"internal error: {error}", code="internal_error", status=500)
-            self.fail(request.request_id, why)
+            self._give_up(request, RequestError(f"internal error: {error}", code="internal_error", status=500))
         elif isinstance(error, MemoryError):
             raise error
 
@@ -376,6 +371,12 @@ class Core:
         self._retire(request)
         request.sink.on_failed(error)
         self.later(self._tell_observers, request, error.code)
+
+    def _give_up(self, request: Request, error: RequestError) -> None:
+        """End a request that the scheduler goes on with."""
+        self._outbox.abort(request.request_id)
+        self._fail(request, error)
+        self._outbox.flush()
 
     def _retire(self, request: Request) -> None:
         request.timings.last_token_s = request.last_token_s

@@ -17,6 +17,12 @@ SHOWN = frozenset({1.0, 1.5, 2.0, 3.0, 5.0, 7.5})
 """Those of them that are exported: finer ones would only make the export long."""
 
 
+GOOD_ENDS = frozenset({"stop", "length", "abort"})
+"""How a request ends that does not end with an error."""
+FAILURES = frozenset({"engine_dead", "engine_restarted", "internal_error", "sample_failed"})
+"""Errors that are the engine's own. Others are its load's (a full queue, a deadline) or the client's."""
+
+
 class Histogram:
     """Counts of values by bucket.
 
@@ -98,10 +104,10 @@ class Figures:
     """The statistics of one frontend.
 
     Attributes:
-        first_token_s: arrival to first token, one value per request.
+        first_token_s: arrival to first token, one value per request; none for one that began before this frontend.
         gap_s: between two steps of a sample that brought tokens.
         mean_gap_s: a request's mean time between tokens.
-        latency_s: arrival to end.
+        latency_s: arrival to end, of the same requests. Here and below without those that were refused.
         queue_s: submission to the first step that computes some of the prompt; prefill_s: from there to the first
             token; decode_s: from there to the last; inference_s: both.
         prompt_tokens, output_tokens, max_tokens, sample_counts: per request, how many of each.
@@ -133,7 +139,7 @@ class Figures:
     def note_first_token(self, request: Request) -> None:
         """A request has its first token."""
         timings = request.timings
-        if timings.first_token_s is not None:
+        if timings.first_token_s is not None and not request.began_before:
             self.first_token_s.add(timings.first_token_s - timings.arrived_s)
 
     def note_gaps(self, now_s: float) -> None:
@@ -144,10 +150,12 @@ class Figures:
         self.previous_s.clear()
 
     def note_end(self, request: Request, outcome: str) -> None:
-        """A request has ended."""
+        """A request has ended. One that was refused is counted and no more: it would make latencies look short."""
         self.ended[outcome] += 1
         timings, usage = request.timings, request.usage()
-        if timings.finished_s is not None:
+        if outcome not in GOOD_ENDS and timings.first_token_s is None:
+            return
+        if timings.finished_s is not None and not request.began_before:
             self.latency_s.add(timings.finished_s - timings.arrived_s)
         self.prompt_tokens.add(usage.prompt_tokens)
         self.output_tokens.add(usage.completion_tokens)

@@ -32,6 +32,7 @@ from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
 from common.config import EngineConfig
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError
+from common.log import said
 from common.sampling_params import SamplingParams
 from frontend.client import Client
 from frontend.client_requests import Params
@@ -168,7 +169,10 @@ class LLM:
             except BaseException:
                 self._finalizer()
                 raise
-        self.client = Client(ready["local_endpoint"], name="LLM", busy_poll_ms=busy_poll_s * 1000)
+        self.client = Client(
+            ready["local_endpoint"], name="LLM", busy_poll_ms=busy_poll_s * 1000,
+            busy_poll_io=config.server.busy_poll_io,
+        )  # fmt: skip
 
     def generate(
         self,
@@ -316,7 +320,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", ready_file: Path, log:
             log.wait()
             last_line = log.last_line or "it said nothing"
             kind = ConfigError if code == EXIT_CODES[ConfigError] else StartupError
-            raise kind(f"the engine did not start (exit code {code}): {last_line.removeprefix('trireme: ')}")
+            raise kind(f"the engine did not start (exit code {code}): {said(last_line)}")
         time.sleep(START_POLL_S)
     ready: dict[str, Any] = json.loads(ready_file.read_text())
     return ready

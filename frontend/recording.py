@@ -1,7 +1,7 @@
 """Records everything that the frontend's core is told and tells: requests as they enter, events as they leave.
 
     calls     [SUBMIT, prompt ids, params, options] [ABORT, id] [DRAIN] [FAIL_ALL, message, code, dead] [FLUSH]
-              [SUSPEND, why, session] [OVERDUE, wall clock]
+              [SUSPEND, why, session] [OVERDUE, wall clock] [FAIL, id, message, code, status]
     events    [DELTA, request, delta] [FINAL, request, samples, usage] [FAILED, request, code, message] [REFUSED, ...]
 
 The scheduler's messages are recorded where they enter and leave the process (`main`). The HTTP API and the client
@@ -23,7 +23,7 @@ from frontend.events import Final, Sink, Timings
 from frontend.pieces import Piece
 from frontend.request import Request
 
-SUBMIT, ABORT, DRAIN, FAIL_ALL, FLUSH, SUSPEND, OVERDUE = range(7)
+SUBMIT, ABORT, DRAIN, FAIL_ALL, FLUSH, SUSPEND, OVERDUE, FAIL = range(8)
 DELTA, FINAL, FAILED, REFUSED = range(4)
 
 
@@ -144,6 +144,11 @@ class RecordedCore(Core):
         self._log.call(ABORT, request_id)
         super().abort(request_id)
 
+    def fail(self, request_id: int, error: RequestError) -> None:
+        """As Core's."""
+        self._log.call(FAIL, request_id, str(error), error.code, error.status)
+        super().fail(request_id, error)
+
     def drain(self) -> None:
         """As Core's."""
         self._log.call(DRAIN)
@@ -204,11 +209,17 @@ def repeat_call(core: Core, data: bytes) -> None:
         FLUSH: lambda core, _: core.flush_cache(),
         SUSPEND: lambda core, read: core.suspend(read.text("why"), read.integer("session")),
         OVERDUE: lambda core, read: core.end_overdue(read.number("now_s")),
+        FAIL: _fail_again,
     }
     if kind not in calls:
         raise WireError(f"call {kind} is not known")
     with FieldReader("call", fields) as read:
         calls[kind](core, read)
+
+
+def _fail_again(core: Core, read: FieldReader) -> None:
+    request_id, message = read.integer("request_id"), read.text("message")
+    core.fail(request_id, RequestError(message, code=read.text("code"), status=read.integer("status")))
 
 
 def _submit_again(core: Core, read: FieldReader) -> None:

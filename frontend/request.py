@@ -29,13 +29,14 @@ class Sample:
     Attributes:
         pieces: if set, the next token's text may be taken from there: `Core` then keeps token and text itself, which is
             all that `add` would do.
+        known_count: tokens that had come when an earlier frontend was lost.
         shortcut: if set, it is offered the texts of such tokens before the request's sink.
     """
 
     __slots__ = (
         "_detokenizer", "_known_pieces", "_matcher", "_plain_pieces", "_request", "finish_reason", "index",
-        "last_token_s", "logprobs", "pending", "pieces", "preemption_count", "shortcut", "stop_reason", "text_parts",
-        "token_ids",
+        "known_count", "last_token_s", "logprobs", "pending", "pieces", "preemption_count", "shortcut",
+        "stop_reason", "text_parts", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int) -> None:
@@ -49,6 +50,7 @@ class Sample:
         self.pending: Delta | None = None
         self.last_token_s: float | None = None
         self.preemption_count = 0
+        self.known_count = 0
         self.shortcut: Shortcut | None = None
         self._request = request
         self._detokenizer = request.tokenizer.detokenizer(
@@ -95,6 +97,7 @@ class Sample:
         for count, token_id in enumerate(known.token_ids, 1):
             is_last = count == len(known.token_ids)
             self.add(token_id, silent=ends_silently and is_last and token_id in request.end_token_ids)
+            self.known_count = count
             if self.finish_reason is not None:
                 return
         if reason is not None:
@@ -231,6 +234,11 @@ class Request:
         return sum(len(sample.token_ids) for sample in self.samples)
 
     @property
+    def began_before(self) -> bool:
+        """Whether some of its tokens came to an earlier frontend, which alone knew when it began."""
+        return any(sample.known_count for sample in self.samples)
+
+    @property
     def last_token_s(self) -> float | None:
         """When the last token of any sample came; None before the first."""
         return max((s.last_token_s for s in self.samples if s.last_token_s is not None), default=None)
@@ -298,8 +306,8 @@ class Request:
         return sum(sample.preemption_count for sample in self.samples)
 
     def mean_gap_s(self) -> float | None:
-        """Mean seconds between tokens, of the longest sample; None if none has two."""
-        longest = max(len(sample.token_ids) for sample in self.samples)
+        """Mean seconds between the tokens that came to this frontend, of the longest sample; None if none has two."""
+        longest = max(len(sample.token_ids) - sample.known_count for sample in self.samples)
         decode_s = self.timings.decode_s
         return None if longest < 2 or decode_s is None else decode_s / (longest - 1)
 

@@ -42,7 +42,7 @@ def fields_of(request: Request, outcome: str) -> dict[str, Any]:
         "queue_ms": _ms(times.queue_s),
         "prefill_ms": _ms(times.prefill_s),
         "decode_ms": _ms(times.decode_s),
-        "ttft_ms": _ms(times.after_arrival(times.first_token_s)),
+        "ttft_ms": None if request.began_before else _ms(times.after_arrival(times.first_token_s)),
         "itl_ms": _ms(request.mean_gap_s()),
         "total_ms": _ms(times.after_arrival(times.finished_s)),
     }

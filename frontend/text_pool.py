@@ -151,26 +151,30 @@ class TextPool:
         wanted = len(self._processes) < self._config.server.frontend_workers
         if starting or not wanted or self._failure_count >= FAILURES_LIMIT:
             return
-        if self._context is None:
-            self._open()
-        assert self._context is not None, "just opened"
         number = min(set(range(len(self._processes) + 1)) - self._processes.keys())
         try:
+            context = self._context or self._open()
             child = Child(f"text-{number}", self._command(number), self._death_pipe)
         except StartupError as error:
             self._failure_count += 1
             logger.error("%s; threads do its work", error)
             return
-        process = TextProcess(number, child, connect_push(self._context, self._endpoint(f"text-{number}")))
+        process = TextProcess(number, child, connect_push(context, self._endpoint(f"text-{number}")))
         self._processes[number] = process
         if child.exit_fd >= 0:
             asyncio.get_running_loop().add_reader(child.exit_fd, self._on_end, process)
 
-    def _open(self) -> None:
-        self._context = new_context()
-        self._death_pipe = DeathPipe()
-        self._results = bind_pull(self._context, self._endpoint("texts"))
+    def _open(self) -> "zmq.Context[zmq.Socket[bytes]]":
+        context = new_context()
+        try:
+            self._results = bind_pull(context, self._endpoint("texts"))
+            self._death_pipe = DeathPipe()
+        except (OSError, zmq.ZMQError, StartupError) as error:
+            context.destroy(linger=0)
+            raise StartupError(f"no text process can be started: {error}") from None
         self._reader = ZmqReader(self._results, self._on_result)
+        self._context = context
+        return context
 
     def _command(self, number: int) -> list[str]:
         config = self._config

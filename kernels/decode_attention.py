@@ -17,6 +17,9 @@ last with that (row, head), as an atomic counter tells, merges the parts by log-
 two ends, so two places for partial results per program are enough whatever the lengths are, and one captured graph is
 correct, and balanced, for every mix of lengths. docs/how-it-works.md has an example.
 
+The kernel is compiled for a FORMAT of the cache (`kv_format.cache_format`). Over 8-bit ones NATIVE and SINGLE say by
+which instructions elements are converted and multiplied: kernels/decode_tile.py, which also has the merge.
+
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|
 | query    | [token_count, query_heads, head_dim] | bf16/f16/f32 | row r's query is token r                         |
@@ -62,9 +65,12 @@ from kernels.kv_format import cache_format, vector_bytes
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
+    LOG2_E_CONSTANT,
     HeadShape,
     check_options,
     check_paged_inputs,
+    check_partials,
+    check_rows,
     compile_options,
     gluon_attends,
     paged_attention_reference,
@@ -76,6 +82,7 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_GROUP = 8
+"""Query heads of a K/V head that the Hopper kernels take: the columns of a tensor core instruction's result."""
 
 
 def decode_attention_reference(
@@ -96,7 +103,20 @@ def decode_attention_reference(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
+    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`).
+
+    Attributes:
+        program_count: programs, all of them on the card at once.
+        tile_tokens: keys of a tile.
+        group_rows: rows of a tile of queries, the query heads of one K/V head among them.
+        dim_tile, rows_tile: powers of two that hold head_dim and the bucket's rows.
+        min_tiles: of a program's piece; more than 1 leaves programs without work rather than cut rows small.
+        start_tiles: tiles that beginning a (row, head) is counted as.
+        num_stages: tiles on their way at a time.
+        max_registers: of a thread; None: as the compiler likes.
+        workspace_floats, counter_count: elements of `partials` and `counters`.
+        specialised: a Hopper kernel's.
+    """
 
     program_count: int
     tile_tokens: int
@@ -322,7 +342,7 @@ def _decode_kernel(
             else:
                 scores = scores * scale_log2
             if HAS_SOFT_CAP:
-                scores = soft_capped(scores * (1.0 / 1.4426950408889634), soft_cap) * 1.4426950408889634
+                scores = soft_capped(scores * (1.0 / LOG2_E_CONSTANT), soft_cap) * LOG2_E_CONSTANT
             is_seen = is_token
             if WINDOW > 0:
                 is_seen = is_seen & (positions >= length - WINDOW)  # edge: the window's first tile
@@ -378,16 +398,6 @@ def _decode_kernel(
                 tl.store(empty_places + head_places, zeros, mask=is_query)
 
 
-def _check_workspace(
-    plan: DecodePlan, max_rows: int, kv_heads: int, partials: torch.Tensor, counters: torch.Tensor
-) -> None:
-    wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
-    wanted(partials.dtype == torch.float32, "partials dtype", torch.float32, partials.dtype)
-    wanted(partials.numel() >= plan.workspace_floats, "partials", f">= {plan.workspace_floats}", partials.numel())
-    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
-    wanted(counters.numel() >= max_rows * kv_heads, "counters", f">= {max_rows * kv_heads}", counters.numel())
-
-
 def _common_options(
     shape: HeadShape, plan: DecodePlan, cache_dtype: torch.dtype, has_row_count: bool
 ) -> dict[str, int | bool]:
@@ -434,7 +444,8 @@ def decode_attention(
     check_options(scale, sliding_window, soft_cap)
     max_rows = row_slots.shape[0]
     wanted(query.shape[0] >= max_rows, "query token_count", f">= {max_rows} rows", query.shape[0])
-    _check_workspace(plan, max_rows, shape.kv_heads, partials, counters)
+    check_rows(max_rows, plan.rows_tile, counters, max_rows * shape.kv_heads)
+    check_partials(partials, plan.workspace_floats)
     early = launch_options(output) if pdl else {"PDL": False}
     tensors = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, decode_row_count)
     workspace = (partials, counters, key_scales, value_scales)

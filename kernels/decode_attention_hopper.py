@@ -24,6 +24,9 @@ block tables, lengths and all other tokens must have been written by kernels tha
 Measured on an H200, 16 query and 8 K/V heads of 128, by `python -m benchmarks.kernels.tune_attention --only decode`, in
 microseconds for bfloat16, int8, fp8: 256 x 1024 254, 142, 145; 32 x 1024 37.8, 26.3, 25.2; 64 x 256 21.0, 17.8, 16.9.
 docs/log.md has those of the plain kernel beside them, and says where the rest goes.
+
+Sources: those of kernels/decode_attention.py. NVIDIA, Parallel Thread Execution ISA: `mma.sync` m16n8k16 and m16n8k32,
+`cp.async.bulk.tensor`, `griddepcontrol`.
 """
 
 from __future__ import annotations
@@ -37,8 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
-    FP8,
-    INT8,
     QUERIES,
     allocate_tiles,
     box_rows_of,
@@ -49,16 +50,19 @@ from kernels.decode_warp import (
     store_piece,
     zero_empty_rows,
 )
+from kernels.kv_quant import FP8, INT8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
 LEVELS = gl.constexpr(127.0 * 128.0)
+"""Of a query over an int8 cache, either side of 0: 127 * 128, so that two bytes, the higher times 128, hold each."""
 
 
 @gluon.jit
 def add(left, right):
+    """What a running sum is made with (`associative_scan`)."""
     return left + right
 
 

@@ -16,6 +16,9 @@ workspace is `launch_plan(..., specialised=True, num_warps=...)`'s. Limits: thos
 
 With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
 block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+
+Measured figures: kernels/decode_attention.py and docs/log.md. Sources: those of kernels/decode_attention_hopper.py, and
+there `cp.async`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
 from kernels.decode_attention_hopper import LEVELS, segment, share_of_work
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
-from kernels.decode_warp import FP8, INT8, QUERIES, block_barrier, left_operands, store_piece, zero_empty_rows
+from kernels.decode_warp import QUERIES, block_barrier, left_operands, store_piece, zero_empty_rows
+from kernels.kv_quant import FP8, INT8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
 if TYPE_CHECKING:

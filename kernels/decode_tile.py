@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.kv_format import TOPS
+from kernels.kv_quant import FP8, INT8
 from kernels.launch import is_hopper_or_later
 
 INT8_PAIRS = tl.constexpr("""
@@ -71,11 +72,11 @@ def has_single_keys(query: torch.Tensor, cache: torch.Tensor) -> bool:
 def unpacked(pairs, DTYPE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """Even and odd elements of int16 pairs in DTYPE; native fp8: times 2^-120."""
     if NATIVE:
-        PAIRS: tl.constexpr = INT8_PAIRS if FORMAT == 1 else FP8_PAIRS
+        PAIRS: tl.constexpr = INT8_PAIRS if FORMAT == INT8 else FP8_PAIRS
         even, odd = tl.inline_asm_elementwise(
             PAIRS, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )  # fmt: skip
-    elif FORMAT == 1:
+    elif FORMAT == INT8:
         even = ((pairs << 8) >> 8).to(DTYPE)
         odd = (pairs >> 8).to(DTYPE)
     else:
@@ -95,11 +96,11 @@ def query_parts(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.con
     unit = tl.full([rows.shape[0]], 1.0, tl.float32)
     if SINGLE:
         wide = rows.to(tl.float32)
-        LEVELS: tl.constexpr = 127.0 * 128.0 if FORMAT == 1 else 1.0
+        LEVELS: tl.constexpr = 127.0 * 128.0 if FORMAT == INT8 else 1.0
         unit = tl.max(tl.abs(wide), axis=1) / LEVELS
         unit = tl.where(unit > 0.0, unit, 1.0)
         level = wide / unit[:, None]
-        if FORMAT == 1:
+        if FORMAT == INT8:
             multiple = _nearest(level / 128.0)
             first = multiple.to(tl.int8)
             second = _nearest(level - multiple * 128.0).to(tl.int8)
@@ -107,7 +108,7 @@ def query_parts(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr, SINGLE: tl.con
             first = level.to(tl.float16)
     elif FORMAT > 0:
         first, second = tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
-        if NATIVE and FORMAT == 2:
+        if NATIVE and FORMAT == FP8:
             first = (first.to(tl.float32) * FP8_SHIFT).to(first.dtype)
             second = (second.to(tl.float32) * FP8_SHIFT).to(second.dtype)
     return first, second, unit
@@ -124,7 +125,7 @@ def scores_of(first, second, unit, keys, FORMAT: tl.constexpr, NATIVE: tl.conste
     if FORMAT == 0:
         scores = tl.dot(first, tl.trans(keys), input_precision="ieee")
     elif SINGLE:
-        if FORMAT == 1:
+        if FORMAT == INT8:
             scores = (tl.dot(first, tl.trans(keys)) * 128 + tl.dot(second, tl.trans(keys))).to(tl.float32)
         else:
             scores = tl.dot(first, tl.trans(keys.to(tl.float16)))
@@ -133,7 +134,7 @@ def scores_of(first, second, unit, keys, FORMAT: tl.constexpr, NATIVE: tl.conste
         even_keys, odd_keys = unpacked(keys, first.dtype, FORMAT, NATIVE)
         scores = tl.dot(first, tl.trans(even_keys), input_precision="ieee")
         scores = tl.dot(second, tl.trans(odd_keys), scores, input_precision="ieee")
-        if NATIVE and FORMAT == 2:
+        if NATIVE and FORMAT == FP8:
             scores *= FP8_UNSHIFT
     return scores
 
@@ -149,7 +150,7 @@ def add_weighted(even, odd, shrink, weights, values, value_scale, DTYPE: tl.cons
         even = tl.dot(weights.to(DTYPE), values, even * shrink[:, None], input_precision="ieee")
     else:
         scale = value_scale.to(tl.float32)
-        if NATIVE and FORMAT == 2:
+        if NATIVE and FORMAT == FP8:
             scale *= FP8_SHIFT
         weights = (weights * scale[None, :]).to(DTYPE)
         even_values, odd_values = unpacked(values, DTYPE, FORMAT, NATIVE)
@@ -180,7 +181,7 @@ def split_sums(rows, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     even, odd = rows, rows
     if FORMAT > 0:
         even, odd = tl.split(tl.reshape(rows, [rows.shape[0], rows.shape[1] // 2, 2]))
-        if NATIVE and FORMAT == 2:
+        if NATIVE and FORMAT == FP8:
             even, odd = even / FP8_UNSHIFT, odd / FP8_UNSHIFT
     return even, odd
 
@@ -191,7 +192,7 @@ def whole_sums(even, odd, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     result = even
     if FORMAT > 0:
         result = tl.interleave(even, odd)
-        if NATIVE and FORMAT == 2:
+        if NATIVE and FORMAT == FP8:
             result *= FP8_UNSHIFT
     return result
 
@@ -240,14 +241,14 @@ def _load_vectors(cache, scales, place, inside, HEAD_DIM: tl.constexpr, FORMAT: 
 
 @triton.jit
 def load_tile(
-    k_cache, v_cache, k_scales, v_scales, table, first, inside, head,
+    key_cache, value_cache, key_scales, value_scales, table, first, inside, head,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Keys [TILE, d] and values of a K/V head's cached positions from `first` on, each followed by its scales [TILE];
     and the positions' places in the caches [TILE]. Over an 8-bit cache d is half of HEAD_DIM: pairs."""
     place = _tile_places(table, first, inside, head, KV_HEADS, BLOCK_SIZE, TILE)
-    keys, key_scale = _load_vectors(k_cache, k_scales, place, inside, HEAD_DIM, FORMAT)
-    values, value_scale = _load_vectors(v_cache, v_scales, place, inside, HEAD_DIM, FORMAT)
+    keys, key_scale = _load_vectors(key_cache, key_scales, place, inside, HEAD_DIM, FORMAT)
+    values, value_scale = _load_vectors(value_cache, value_scales, place, inside, HEAD_DIM, FORMAT)
     return keys, key_scale, values, value_scale, place
 
 

@@ -14,10 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.decode_tile import FP8_PAIRS, INT8_PAIRS
+from kernels.kv_quant import INT8
 
 QUERIES = gl.constexpr(8)
-INT8 = gl.constexpr(1)  # a cache's FORMAT, as kernels/kv_format.py has it; 0: plain
-FP8 = gl.constexpr(2)
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 calls it otherwise
 
 

@@ -38,7 +38,15 @@ import triton
 import triton.language as tl
 
 from kernels.launch import launch_options, wait_for_inputs
-from kernels.paged_kv import LOG2_E, check_options, check_paged_inputs, row_of_work, wanted
+from kernels.paged_kv import (
+    LOG2_E,
+    check_options,
+    check_paged_inputs,
+    check_partials,
+    check_rows,
+    row_of_work,
+    wanted,
+)
 
 SPAN = 512
 """Keys of a span: eight tiles, some ten microseconds of one multiprocessor."""
@@ -51,7 +59,16 @@ PART_COUNT = 4096
 
 @dataclass(frozen=True)
 class FixedOrderAttentionPlan:
-    """Everything a launch fixes; tiles and spans are the same for all sizes."""
+    """Everything a launch fixes; tiles and spans are the same for all sizes.
+
+    Attributes:
+        chunk_programs, single_programs: of the two kernels; the first has as many for each K/V head.
+        query_tile: tokens of a tile of queries, each with the query heads of one K/V head.
+        key_tile: keys of a tile.
+        dim_tile, rows_tile, group_tile: powers of two that hold head_dim, the rows, and a K/V head's query heads.
+        span: keys that are summed up from nothing before they are folded.
+        tile_rows: rows of a tile of queries.
+    """
 
     chunk_programs: int
     single_programs: int
@@ -354,12 +371,8 @@ def fixed_order_attention(
     )
     check_options(scale, sliding_window, 0.0)
     max_rows = row_slots.shape[0]
-    wanted(query_starts.shape == (max_rows + 1,), "query_starts shape", [max_rows + 1], list(query_starts.shape))
-    wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
-    wanted(partials.numel() >= plan.workspace_floats, "partials", f">= {plan.workspace_floats}", partials.numel())
-    wanted(
-        counters.numel() >= max_rows * shape.kv_heads, "counters", f">= {max_rows * shape.kv_heads}", counters.numel()
-    )
+    check_rows(max_rows, plan.rows_tile, counters, max_rows * shape.kv_heads, query_starts)
+    check_partials(partials, plan.workspace_floats)
     inputs = (
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, query_starts, key_scales,
         value_scales,

@@ -19,7 +19,8 @@ takes the new token. One captured graph is right for every mix of lengths.
 | output             | [R, hq, d]          | as qkv       | rows of slot -1 or length 0 get zeros             |
 | rope_table         | [max_position, d]   | float32      | cosines, then sines; as the other kernel's        |
 | q_weight, k_weight | [d]                 | any float    | both or neither                                   |
-| k_scales, v_scales | [block, hkv, pos]   | float16      | beside 8-bit caches; else None                    |
+| key_scales,        | [block, hkv, pos]   | float16      | beside 8-bit caches; else None                    |
+| value_scales       |                     |              |                                                   |
 | partials           | [workspace_floats]  | float32      | contents never matter                             |
 | counters           | [R hkv]             | int32        | zero before the first call and after each         |
 
@@ -66,12 +67,12 @@ from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
 GROUP_ROWS = 16  # query rows of a tensor core's tile
-PROGRAM_TARGET = 264  # two for each multiprocessor of the card that this was measured on
+PROGRAM_TARGET = 264  # two for each multiprocessor of the card that this was measured on; of single warps four times it
 APART_ROWS = 2
 """Up to here the new token is a part of its own: 577 us a step of one row, not 640; of 16 rows 1,222, not 1,127."""
 
 MAX_SPLITS = 32
-WARPS_GROUP = 8
+WARPS_GROUP = 8  # query heads of a K/V head that kernels/fused_decode_warps.py takes
 WARPS_ROWS = 2
 WARPS_ROWS_8_BIT = 4
 """Rows from which on kernels/fused_decode_warps.py computes plain and 8-bit caches; below, the others are faster. A
@@ -81,8 +82,8 @@ tokens 782 and 876, 16 of 300 tokens 914 and 1,024."""
 
 def fused_decode_attention_reference(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     context_lengths: torch.Tensor,
@@ -93,11 +94,11 @@ def fused_decode_attention_reference(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stores K and V in place and returns [R, hq, d] in float32; zeros for padding rows. Synchronises."""
-    block_size = k_cache.shape[2]
+    block_size = key_cache.shape[2]
     slots, lengths = row_slots.tolist(), context_lengths.tolist()
     real = [slot >= 0 and length > 0 for slot, length in zip(slots, lengths, strict=True)]
     places = [
@@ -105,12 +106,12 @@ def fused_decode_attention_reference(
         for slot, n, is_real in zip(slots, lengths, real, strict=True)
     ]
     query = qk_norm_rope_store_reference(
-        qkv, k_cache, v_cache, torch.tensor(places, device=qkv.device), (context_lengths - 1).clamp(min=0), rope_table,
-        query_heads, q_weight, k_weight, eps, k_scales, v_scales,
+        qkv, key_cache, value_cache, torch.tensor(places, device=qkv.device),
+        (context_lengths - 1).clamp(min=0), rope_table, query_heads, q_weight, k_weight, eps, key_scales, value_scales,
     )  # fmt: skip
-    cache = (k_cache, v_cache, block_tables, row_slots, context_lengths)
+    cache = (key_cache, value_cache, block_tables, row_slots, context_lengths)
     return paged_attention_reference(
-        query, *cache, torch.arange(len(slots) + 1), scale=scale, key_scales=k_scales, value_scales=v_scales
+        query, *cache, torch.arange(len(slots) + 1), scale=scale, key_scales=key_scales, value_scales=value_scales
     )
 
 
@@ -141,7 +142,15 @@ def takes_warps(
 
 @dataclass(frozen=True)
 class FusedDecodePlan:
-    """Everything a launch fixes; a pure function of the bucket and the head shape."""
+    """Everything a launch fixes; a pure function of the bucket and the head shape.
+
+    Attributes:
+        splits: programs of a (row, K/V head), between which its cached tokens are shared out.
+        tile: cached tokens that a program takes at a time.
+        is_apart: the new token is a part of its own.
+        workspace_floats: elements of `partials`.
+        single_warps: the plan is one of kernels/fused_decode_warps.py, which has a program more for the new value.
+    """
 
     splits: int
     tile: int
@@ -172,8 +181,8 @@ def launch_plan(
 
 @triton.jit
 def _fused_decode_kernel(
-    qkv, output, k_cache, v_cache, k_scales, v_scales, next_k_cache, next_v_cache, block_tables, row_slots,
-    context_lengths, rope_table, q_weight, k_weight, partials, counters,
+    qkv, output, key_cache, value_cache, key_scales, value_scales, next_key_cache, next_value_cache,
+    block_tables, row_slots, context_lengths, rope_table, q_weight, k_weight, partials, counters,
     qkv_stride, output_stride, table_stride, eps, scale_log2,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
@@ -210,7 +219,7 @@ def _fused_decode_kernel(
         lane = tl.arange(0, TILE)
         inside = first * TILE + lane < cached
         keys, key_scale, values, value_scale, tile_place = load_tile(
-            k_cache, v_cache, k_scales, v_scales, table, first * TILE, inside, head,
+            key_cache, value_cache, key_scales, value_scales, table, first * TILE, inside, head,
             KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
         )  # fmt: skip
         new_block = tl.load(table + (length - 1) // BLOCK_SIZE).to(tl.int64)
@@ -219,8 +228,8 @@ def _fused_decode_kernel(
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         k_gain, k_partner_gain = norm_gains(k_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(next_k_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
-            prefetch_tile(next_v_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
+            prefetch_tile(next_key_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
+            prefetch_tile(next_value_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
         wait_for_inputs(PDL)
         # 3. The group's queries, and the new token's key and value, which split 0 stores and attends to.
         source = qkv + row.to(tl.int64) * qkv_stride
@@ -229,7 +238,7 @@ def _fused_decode_kernel(
         q = new_queries(source, head, column, column >= 0, q_gain, q_partner_gain, cos, sin, eps,
                         GROUP, HEAD_DIM, HALF, HAS_NORM, ROWS)  # fmt: skip
         k, v = stored_new_token(
-            source, k_cache, v_cache, k_scales, v_scales, head, new_place, column, owns_new,
+            source, key_cache, value_cache, key_scales, value_scales, head, new_place, column, owns_new,
             k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
         )  # fmt: skip
         score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
@@ -245,7 +254,7 @@ def _fused_decode_kernel(
             )  # fmt: skip
             inside = ((tile + 1) * TILE + lane < cached) & (tile + 1 < last)
             keys, key_scale, values, value_scale, _ = load_tile(
-                k_cache, v_cache, k_scales, v_scales, table, (tile + 1) * TILE, inside, head,
+                key_cache, value_cache, key_scales, value_scales, table, (tile + 1) * TILE, inside, head,
                 KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
             )  # fmt: skip
         accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
@@ -271,20 +280,22 @@ def _fused_decode_kernel(
 
 
 def _check(
-    output: torch.Tensor, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    row_slots: torch.Tensor, context_lengths: torch.Tensor,
+    output: torch.Tensor, qkv: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    block_tables: torch.Tensor, row_slots: torch.Tensor, context_lengths: torch.Tensor,
 ) -> None:  # fmt: skip
     check_tensor("qkv", qkv, (None, None), FLOATS)
-    check_tensor("k_cache", k_cache, (None, None, None, None), (qkv.dtype, *TOPS), like=qkv)
-    _, kv_heads, block_size, head_dim = k_cache.shape
-    check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, like=k_cache)
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_size & (block_size - 1):
-        raise ValueError(f"k_cache, v_cache: wanted contiguous blocks of a power of two of positions, got {block_size}")
-    check_tensor("output", output, (None, None, head_dim), qkv.dtype, like=k_cache)
+    check_tensor("key_cache", key_cache, (None, None, None, None), (qkv.dtype, *TOPS), like=qkv)
+    _, kv_heads, block_size, head_dim = key_cache.shape
+    check_tensor("value_cache", value_cache, key_cache.shape, key_cache.dtype, like=key_cache)
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous()) or block_size & (block_size - 1):
+        raise ValueError(
+            f"key_cache, value_cache: wanted contiguous blocks of a power of two of positions, got {block_size}"
+        )
+    check_tensor("output", output, (None, None, head_dim), qkv.dtype, like=key_cache)
     rows, query_heads, _ = output.shape
-    check_tensor("block_tables", block_tables, (None, None), torch.int32, like=k_cache)
-    check_tensor("row_slots", row_slots, (rows,), torch.int32, like=k_cache)
-    check_tensor("context_lengths", context_lengths, (rows,), torch.int32, like=k_cache)
+    check_tensor("block_tables", block_tables, (None, None), torch.int32, like=key_cache)
+    check_tensor("row_slots", row_slots, (rows,), torch.int32, like=key_cache)
+    check_tensor("context_lengths", context_lengths, (rows,), torch.int32, like=key_cache)
     if rows > MAX_ROWS or query_heads % kv_heads or not supports(head_dim, query_heads // kv_heads, head_dim, 0):
         raise ValueError(f"output: wanted at most {MAX_ROWS} rows of heads that `supports` takes, got {output.shape}")
 
@@ -292,8 +303,8 @@ def _check(
 def fused_decode_attention(
     output: torch.Tensor,
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     row_slots: torch.Tensor,
     context_lengths: torch.Tensor,
@@ -303,8 +314,8 @@ def fused_decode_attention(
     new: NewTokens,
     *,
     scale: float,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     next_caches: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Store the new tokens' K and V and write their attention to `output`. Shapes: the module's table.
@@ -313,10 +324,10 @@ def fused_decode_attention(
     tiles will be is brought into the level-2 cache meanwhile. Raises ValueError for a shape, dtype, stride or device
     that differs from the table, or a workspace that is too small.
     """
-    _check(output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths)
-    check_scales(k_cache, k_scales=k_scales, v_scales=v_scales)
+    _check(output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths)
+    check_scales(key_cache, key_scales=key_scales, value_scales=value_scales)
     rows, query_heads, head_dim = output.shape
-    kv_heads, block_size = k_cache.shape[1:3]
+    kv_heads, block_size = key_cache.shape[1:3]
     new.check(qkv, output, kv_heads)
     if partials.numel() < plan.workspace_floats or counters.numel() < rows * kv_heads:
         raise ValueError(
@@ -329,16 +340,16 @@ def fused_decode_attention(
     if plan.single_warps:
         from kernels import fused_decode_warps
 
-        inputs = (output, qkv, k_cache, v_cache, block_tables, row_slots, context_lengths, partials, counters)
+        inputs = (output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths, partials, counters)
         early = launch_options(qkv)["PDL"]
         fused_decode_warps.launch(
-            *inputs, (k_scales, v_scales), next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early
+            *inputs, (key_scales, value_scales), next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early
         )
         return
     options = {
-        "FORMAT": cache_format(k_cache.dtype), "NATIVE": is_native(qkv, k_cache), "KV_HEADS": kv_heads, "GROUP": group,
-        "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SPLITS": plan.splits, "TILE": plan.tile, "ROWS": GROUP_ROWS,
-        "HAS_NORM": new.q_weight is not None, "HAS_NEXT": next_caches is not None,
+        "FORMAT": cache_format(key_cache.dtype), "NATIVE": is_native(qkv, key_cache), "KV_HEADS": kv_heads,
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SPLITS": plan.splits, "TILE": plan.tile,
+        "ROWS": GROUP_ROWS, "HAS_NORM": new.q_weight is not None, "HAS_NEXT": next_caches is not None,
     }  # fmt: skip
     parts, merge_heads = merge_sizes(group, head_dim, 8 * plan.num_warps if plan.is_apart else 64)
     if plan.is_apart:
@@ -347,8 +358,8 @@ def fused_decode_attention(
         parts = min(plan.splits, parts)
     kernel = fused_decode_parts_kernel if plan.is_apart else _fused_decode_kernel
     kernel[(plan.splits, kv_heads, rows)](
-        qkv, output, k_cache, v_cache, k_scales, v_scales, *(next_caches or (k_cache, v_cache)), block_tables,
-        row_slots, context_lengths, new.rope_table, new.q_weight, new.k_weight, partials, counters,
+        qkv, output, key_cache, value_cache, key_scales, value_scales, *(next_caches or (key_cache, value_cache)),
+        block_tables, row_slots, context_lengths, new.rope_table, new.q_weight, new.k_weight, partials, counters,
         qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale * LOG2_E,
         MERGE_HEADS=merge_heads, PARTS=parts, num_warps=plan.num_warps, **options, **launch_options(qkv),
     )  # fmt: skip

@@ -26,8 +26,8 @@ from kernels.new_token import new_queries, norm_gains, repeated, rotation, store
 
 @triton.jit
 def fused_decode_parts_kernel(
-    qkv, output, k_cache, v_cache, k_scales, v_scales, next_k_cache, next_v_cache, block_tables, row_slots,
-    context_lengths, rope_table, q_weight, k_weight, partials, counters,
+    qkv, output, key_cache, value_cache, key_scales, value_scales, next_key_cache, next_value_cache,
+    block_tables, row_slots, context_lengths, rope_table, q_weight, k_weight, partials, counters,
     qkv_stride, output_stride, table_stride, eps, scale_log2,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -69,15 +69,15 @@ def fused_decode_parts_kernel(
         lane = tl.arange(0, TILE)
         inside = first * TILE + lane < cached
         keys, key_scale, values, value_scale, tile_place = load_tile(
-            k_cache, v_cache, k_scales, v_scales, table, first * TILE, inside, head,
+            key_cache, value_cache, key_scales, value_scales, table, first * TILE, inside, head,
             KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
         )  # fmt: skip
         rope_row = rope_table + (length - 1).to(tl.int64) * HEAD_DIM
         cos, sin = rotation(rope_row, column, HALF)
         q_gain, q_partner_gain = norm_gains(q_weight, column, HEAD_DIM, HALF, HAS_NORM)
         if HAS_NEXT:
-            prefetch_tile(next_k_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
-            prefetch_tile(next_v_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
+            prefetch_tile(next_key_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
+            prefetch_tile(next_value_cache, tile_place, inside, HEAD_DIM, FORMAT, PDL)
         pair = row * KV_HEADS + head
         part = pair * SPLITS + split
         sums_place = partials + part * (ROWS * HEAD_DIM)
@@ -95,7 +95,7 @@ def fused_decode_parts_kernel(
             q = new_queries(source, head, column, is_column, q_gain, q_partner_gain, cos, sin, eps,
                             GROUP, HEAD_DIM, HALF, HAS_NORM, HEADS)  # fmt: skip
             k, v = stored_new_token(
-                source, k_cache, v_cache, k_scales, v_scales, head, new_place, column, is_column[None, :],
+                source, key_cache, value_cache, key_scales, value_scales, head, new_place, column, is_column[None, :],
                 k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
             )  # fmt: skip
             score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
@@ -125,7 +125,7 @@ def fused_decode_parts_kernel(
                 if tile + 1 < last:
                     inside = (tile + 1) * TILE + lane < cached
                     keys, key_scale, values, value_scale, _ = load_tile(
-                        k_cache, v_cache, k_scales, v_scales, table, (tile + 1) * TILE, inside, head,
+                        key_cache, value_cache, key_scales, value_scales, table, (tile + 1) * TILE, inside, head,
                         KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
                     )  # fmt: skip
             accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)

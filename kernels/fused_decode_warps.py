@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2
 
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
 from kernels.decode_warp import (
-    FP8,
     QUERIES,
     allocate_tiles,
     block_barrier,
@@ -42,6 +41,7 @@ from kernels.decode_warp import (
     store_columns,
 )
 from kernels.kv_format import cache_format
+from kernels.kv_quant import FP8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 from kernels.new_token import NewTokens
 from kernels.new_token_warp import new_key, new_queries, new_value, query_factors
@@ -308,20 +308,22 @@ def fused_decode_warps_kernel(
 
 
 def launch(
-    output: torch.Tensor, qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    row_slots: torch.Tensor, context_lengths: torch.Tensor, partials: torch.Tensor, counters: torch.Tensor,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None], next_caches: tuple[torch.Tensor, torch.Tensor] | None,
-    splits: int, tile: int, new: NewTokens, scale_log2: float, pdl: bool,
+    output: torch.Tensor, qkv: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    block_tables: torch.Tensor, row_slots: torch.Tensor, context_lengths: torch.Tensor, partials: torch.Tensor,
+    counters: torch.Tensor, scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    next_caches: tuple[torch.Tensor, torch.Tensor] | None, splits: int, tile: int, new: NewTokens,
+    scale_log2: float, pdl: bool,
 ) -> None:  # fmt: skip
     """Launch on arguments that `fused_decode_attention` has checked."""
     rows, query_heads, head_dim = output.shape
-    kv_heads, block_size = k_cache.shape[1:3]
+    kv_heads, block_size = key_cache.shape[1:3]
     group = query_heads // kv_heads
     fused_decode_warps_kernel[(splits + 1, kv_heads, rows)](
-        qkv, output, cache_descriptor(k_cache, tile), cache_descriptor(v_cache, tile), k_cache, v_cache, *scales,
-        *(next_caches or (k_cache, v_cache)), block_tables, row_slots, context_lengths, new.rope_table, new.q_weight,
-        new.k_weight, partials, counters, qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale_log2,
-        FORMAT=cache_format(k_cache.dtype), KV_HEADS=kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
+        qkv, output, cache_descriptor(key_cache, tile), cache_descriptor(value_cache, tile), key_cache, value_cache,
+        *scales, *(next_caches or (key_cache, value_cache)), block_tables, row_slots, context_lengths, new.rope_table,
+        new.q_weight, new.k_weight, partials, counters, qkv.stride(0), output.stride(0), block_tables.stride(0),
+        new.eps, scale_log2,
+        FORMAT=cache_format(key_cache.dtype), KV_HEADS=kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
         HEAD_DIM=head_dim, BLOCK_SIZE=block_size, SPLITS=splits, TILE=tile, STAGES=STAGE_COUNT,
         HAS_NORM=new.q_weight is not None, HAS_NEXT=next_caches is not None and pdl, NUMBERS=MERGED_NUMBERS,
         PDL=pdl, num_warps=1, **compile_options(None, pdl),

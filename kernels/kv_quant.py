@@ -6,7 +6,7 @@ scales, one a key, multiply what the product gives (K) or what goes into it (V):
 
     scores[i, p]  = (q_i . k_p) * k_scale[p]          out_i = sum_p (weight[i, p] * v_scale[p]) * v_p
 
-FORMAT is a constexpr, `kv_format.CACHE_INT8` or `CACHE_FP8`. FP8 conversions need compute capability 8.9. Called by the
+FORMAT is a constexpr, `kv_format.cache_format` of the cache. FP8 conversions need compute capability 8.9. Called by the
 kernels that store and read the cache.
 """
 
@@ -15,16 +15,21 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_tensor
-from kernels.kv_format import SCALE_DTYPE, TOPS, scales_shape
+from kernels.kv_format import CACHE_FP8, CACHE_INT8, LARGEST_SCALE, SCALE_DTYPE, SMALLEST_SCALE, TOPS, scales_shape
+
+INT8, FP8 = tl.constexpr(CACHE_INT8), tl.constexpr(CACHE_FP8)
+"""A cache's FORMAT, as kernels compare it; 0: plain."""
+
+SMALLEST, LARGEST = tl.constexpr(SMALLEST_SCALE), tl.constexpr(LARGEST_SCALE)
 
 
 @triton.jit
 def quantising_scale(largest, FORMAT: tl.constexpr):
     """(float16 scales, what elements are divided by) from the largest magnitude of each vector."""
-    TOP: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
+    TOP: tl.constexpr = 127.0 if FORMAT == INT8 else 448.0
     # Division by a constant is a multiplication to the compiler, and off by one rounding.
     scale = tl.div_rn(largest, tl.full(largest.shape, TOP, tl.float32))
-    scale = tl.minimum(tl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(tl.float16)
+    scale = tl.minimum(tl.maximum(scale, SMALLEST), LARGEST).to(tl.float16)
     is_zero = largest == 0.0
     scale = tl.where(is_zero, tl.zeros_like(scale), scale)
     return scale, tl.where(is_zero, 1.0, scale.to(tl.float32))
@@ -33,10 +38,10 @@ def quantising_scale(largest, FORMAT: tl.constexpr):
 @triton.jit
 def quantised_levels(x, divisor, FORMAT: tl.constexpr):
     """Float32 vectors [N, D] over their divisors [N], within the format's range; int8 in whole numbers."""
-    TOP: tl.constexpr = 127.0 if FORMAT == 1 else 448.0
+    TOP: tl.constexpr = 127.0 if FORMAT == INT8 else 448.0
     level = tl.div_rn(x, tl.broadcast_to(divisor[:, None], x.shape))
     level = tl.minimum(tl.maximum(level, -TOP), TOP)
-    if FORMAT == 1:
+    if FORMAT == INT8:
         whole = level.to(tl.int32)  # towards zero
         rest = level - whole.to(tl.float32)
         whole += (rest >= 0.5).to(tl.int32) - (rest <= -0.5).to(tl.int32)  # halves away from zero
@@ -47,7 +52,7 @@ def quantised_levels(x, divisor, FORMAT: tl.constexpr):
 @triton.jit
 def as_elements(levels, FORMAT: tl.constexpr):
     """Levels as elements of the format's type; FP8 rounds to the nearest, ties to even."""
-    return levels.to(tl.int32).to(tl.int8) if FORMAT == 1 else levels.to(tl.float8e4nv)
+    return levels.to(tl.int32).to(tl.int8) if FORMAT == INT8 else levels.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -57,11 +62,11 @@ def read_levels(levels, FORMAT: tl.constexpr):
     FP8 is rounded here by arithmetic: Triton 3.6's ptxas takes what is converted back in the program that also stores
     it, in a word of four, out of a register that nothing has written.
     """
-    if FORMAT == 1:
+    if FORMAT == INT8:
         read = levels
     else:
         power = (levels.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        shift = tl.maximum(power * 0.125, 0.001953125) * 12582912.0  # float32 beside it has e4m3's spacing
+        shift = tl.maximum(power * 0.125, 2.0**-9) * (1.5 * 2.0**23)  # float32 beside it has e4m3's spacing
         read = (levels + shift) - shift
     return read
 

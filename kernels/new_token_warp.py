@@ -12,7 +12,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.decode_warp import INT8, QUERIES
+from kernels.decode_warp import QUERIES
+from kernels.kv_quant import INT8, LARGEST, SMALLEST
 from kernels.launch_gluon import wait_for_inputs
 
 
@@ -58,7 +59,7 @@ def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
     bits = gl.abs(x).to(gl.int32, bitcast=True)  # in the same order, and one instruction compares those of all lanes
     largest = gl.max(bits, axis=0).to(gl.float32, bitcast=True)
     scale = _divided(largest, TOP, 1.0 / TOP)
-    scale = gl.minimum(gl.maximum(scale, 5.9604644775390625e-08), 65504.0).to(gl.float16).to(gl.float32)
+    scale = gl.minimum(gl.maximum(scale, SMALLEST), LARGEST).to(gl.float16).to(gl.float32)
     scale = gl.where(largest == 0.0, 0.0, scale)
     divisor = gl.where(largest == 0.0, 1.0, scale)
     level = _divided(x, divisor, 1.0 / divisor)

@@ -10,7 +10,8 @@ draws do not depend on its neighbours, on the batch, or on how often a step is r
 
 Sources: 1. J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (counter-based generation). 2. C.
 Wellons, "Prospecting for Hash Functions", 2018 (the multipliers of `_mix`). 3. E. Gumbel, 1954; C. Maddison et al.,
-"A* Sampling", 2014 (the maximum trick).
+"A* Sampling", 2014 (the maximum trick). The numbers that are added or multiplied in `noise_bits` and `noise_keys` only
+need to be odd and without pattern: 2^32 over the golden ratio, one of MurmurHash3's, and xxHash's first prime.
 """
 
 import torch
@@ -21,9 +22,11 @@ from kernels.launch import interpreted
 
 MASK = 0xFFFFFFFF
 HAS_PTX = tl.constexpr(not interpreted() and torch.version.hip is None)
+"""Whether kernels may contain NVIDIA's assembly."""
 
 
 def _mix_reference(x: torch.Tensor) -> torch.Tensor:
+    """A one-to-one scrambling of 32-bit integers, held as int64 [2]."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK
     x = x ^ (x >> 15)
@@ -50,6 +53,7 @@ def gumbel_reference(bits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _mix(x):
+    """`_mix_reference` of uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -90,6 +94,6 @@ def _log(x):
 @triton.jit
 def gumbel(bits):
     """Gumbel noise in float32 from uint32 bits; finite for all of them."""
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994039)
-    series = u * (1.0 + u * (0.5 + u * (0.3333333333 + u * 0.25)))
-    return -_log(tl.where(u < 0.015625, series, -_log(1.0 - u)))
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    series = u * (1.0 + u * (1.0 / 2.0 + u * (1.0 / 3.0 + u * (1.0 / 4.0))))
+    return -_log(tl.where(u < 1.0 / 64.0, series, -_log(1.0 - u)))

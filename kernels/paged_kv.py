@@ -40,6 +40,7 @@ from kernels.kv_quant import check_scales
 from kernels.launch import takes_gluon
 
 LOG2_E = 1.4426950408889634
+LOG2_E_CONSTANT = tl.constexpr(LOG2_E)  # the same inside kernels
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_BLOCK_SIZE = 128
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -123,6 +124,24 @@ def check_paged_inputs(
     wanted(row_slots.dim() == 1, "row_slots", "[max_rows]", list(row_slots.shape))
     wanted(context_lengths.shape == row_slots.shape, "context_lengths shape", row_slots.shape, context_lengths.shape)
     return HeadShape(query_heads, kv_heads, head_dim, block_size)
+
+
+def check_rows(
+    max_rows: int, rows_tile: int, counters: torch.Tensor, counter_count: int, query_starts: torch.Tensor | None = None
+) -> None:
+    """That a plan has room for the rows, its counters are there, and `query_starts`, where it is taken, fits."""
+    wanted(max_rows <= rows_tile, "max_rows", f"<= the plan's {rows_tile}", max_rows)
+    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
+    wanted(counters.numel() >= counter_count, "counters", f">= {counter_count}", counters.numel())
+    if query_starts is not None:
+        wanted(query_starts.dtype == torch.int32, "query_starts dtype", torch.int32, query_starts.dtype)
+        wanted(query_starts.shape == (max_rows + 1,), "query_starts shape", [max_rows + 1], list(query_starts.shape))
+
+
+def check_partials(partials: torch.Tensor, float_count: int) -> None:
+    """That the workspace of partial results is as large as the plan wants it."""
+    wanted(partials.dtype == torch.float32, "partials dtype", torch.float32, partials.dtype)
+    wanted(partials.numel() >= float_count, "partials", f">= {float_count}", partials.numel())
 
 
 def check_options(scale: float, sliding_window: int, soft_cap: float) -> None:
@@ -221,7 +240,7 @@ def _attend_row(
 @triton.jit
 def soft_capped(scores, cap):
     """cap * tanh(scores / cap) for scores in natural units."""
-    half = 1.0 / (1.0 + tl.exp2(scores * (-2.0 * 1.4426950408889634) / cap))
+    half = 1.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E_CONSTANT) / cap))
     return cap * (2.0 * half - 1.0)
 
 

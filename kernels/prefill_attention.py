@@ -46,12 +46,14 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_tensor
-from kernels.launch import launch_options
+from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
+    LOG2_E_CONSTANT,
     HeadShape,
     check_options,
     check_paged_inputs,
+    check_rows,
     compile_options,
     paged_attention_reference,
     row_of_work,
@@ -87,9 +89,8 @@ def _prefill_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
 
     # 1. Count the tiles of every row.
     rows = tl.arange(0, ROWS_TILE)
@@ -230,8 +231,8 @@ def _accumulate(
             scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + (keys + KEY_TILE) % BLOCK_SIZE
             key_scale = tl.load(key_scales_ptr + scale_places, mask=keys + KEY_TILE < scale_end, other=0.0)
         if HAS_SOFT_CAP:
-            scores = soft_capped(scores * (multiplier / 1.4426950408889634), soft_cap)
-            multiplier = 1.4426950408889634
+            scores = soft_capped(scores * (multiplier / LOG2_E_CONSTANT), soft_cap)
+            multiplier = LOG2_E_CONSTANT
         if MASKED:
             is_seen = (positions - start)[:, None] >= places_in_tile[None, :]  # edge: the diagonal
             if WINDOW > 0:
@@ -277,17 +278,6 @@ def _zero_unowned(
     for token in range(tl.load(starts_ptr + max_rows) + program, token_count, programs):
         token_ptr = output_ptr + tl.cast(token, tl.int64) * output_stride
         tl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
-
-
-def _check_plan(
-    plan: PrefillPlan, shape: HeadShape, max_rows: int, query_starts: torch.Tensor, counters: torch.Tensor
-) -> None:
-    wanted(query_starts.dtype == torch.int32, "query_starts dtype", torch.int32, query_starts.dtype)
-    wanted(query_starts.shape == (max_rows + 1,), "query_starts shape", [max_rows + 1], list(query_starts.shape))
-    wanted(max_rows <= plan.rows_tile, "max_rows", f"<= the plan's {plan.rows_tile}", max_rows)
-    wanted(counters.dtype == torch.int32, "counters dtype", torch.int32, counters.dtype)
-    wanted(counters.numel() >= COUNTER_COUNT, "counters", f">= {COUNTER_COUNT}", counters.numel())
-    wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
 
 
 def _check_fresh(
@@ -339,7 +329,8 @@ def prefill_attention(
         output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, key_scales, value_scales
     )
     check_options(scale, sliding_window, soft_cap)
-    _check_plan(plan, shape, row_slots.shape[0], query_starts, counters)
+    check_rows(row_slots.shape[0], plan.rows_tile, counters, COUNTER_COUNT, query_starts)
+    wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
     _check_fresh(plan, shape, query, key_scales, fresh)
     early = pdl and launch_options(output)["PDL"]
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, query_starts)

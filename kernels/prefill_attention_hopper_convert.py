@@ -23,10 +23,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.kv_quant import INT8
 from kernels.prefill_attention_hopper_copy import MAIL_SLOTS, cached_tiles, read_mail
 
 PIECE_ROWS = gl.constexpr(32)
+"""Keys that are converted at a time: a whole tile, before and after, is more than the warps' registers hold."""
 
+# Operands of the assembly, of which four elements share a copy: $2 the four stored bytes, $3 to $6 the scale's upper
+# part (`_scale_words`), four times the same, $7 to $10 its lower part; $0 and $1 get two bfloat16 each.
 _SCALED = """
     mul.rn.bf16x2 high, low, $7;
     fma.rn.bf16x2 $0, low, $3, high;
@@ -91,7 +95,7 @@ def _convert_tile(
         high = high_words.slice(piece * PIECE_ROWS, PIECE_ROWS).load(rows)
         low = low_words.slice(piece * PIECE_ROWS, PIECE_ROWS).load(rows)
         scaled = gl.inline_asm_elementwise(
-            INT8_TO_BF16 if FORMAT == 1 else FP8_TO_BF16,
+            INT8_TO_BF16 if FORMAT == INT8 else FP8_TO_BF16,
             "=&r,=&r,r,r,r,r,r,r,r,r,r",
             [stored, gl.expand_dims(high, 1), gl.expand_dims(low, 1)],
             dtype=gl.bfloat16,
@@ -106,6 +110,7 @@ def _convert_tile(
 
 @gluon.jit
 def _load_scales(scales_ptr, blocks, keys, head, length, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The float16 scales of `keys`, positions of a row; 0 before its first and from its end on."""
     places = (blocks.to(gl.int64) * KV_HEADS + head) * BLOCK_SIZE + keys % BLOCK_SIZE
     return gl.load(scales_ptr + places, mask=(keys >= 0) & (keys < length), other=0.0)
 

@@ -4,7 +4,7 @@
     h         = h / sqrt(mean(h^2) + eps) * weight               h in q, k; only with norm weights; float32 inside
     h[i]      = h[i] * cos[p, i] - h[i + r/2] * sin[p, i]        i < r/2, p = positions[t], r = rotary_dim
     h[i+r/2]  = h[i + r/2] * cos[p, i] + h[i] * sin[p, i]        elements from r on pass through
-    q_out[t]  = q;   k_cache[b, :, s] = k;   v_cache[b, :, s] = v        slot_mapping[t] = b * block_size + s
+    q_out[t]  = q;   key_cache[b, :, s] = k;   value_cache[b, :, s] = v        slot_mapping[t] = b * block_size + s
 
 Sources: 1. J. Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (half-split pairing, as
 GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transformers", 2020.
@@ -14,8 +14,10 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 | qkv          | [T, (hq + 2 hkv) d]               | any float      | last axis 1; q heads, then k, then v     |
 |              | [S, T, (hq + 2 hkv) d]            | any float      | the same in S parts, added up in float32 |
 | q_out        | [T, hq, d]                        | as qkv; any beside parts | last axis 1, heads adjacent    |
-| k_cache, v_cache | [block, kv head, position, d] | any float, int8 or float8_e4m3fn | last axis 1; 64-bit offsets |
-| k_scales, v_scales | [block, kv head, position]  | float16        | beside int8 and fp8 caches; else None    |
+| key_cache,   | [block, kv head, position, d]     | any float, int8 | last axis 1; 64-bit offsets             |
+| value_cache  |                                   | or float8_e4m3fn |                                        |
+| key_scales,  | [block, kv head, position]        | float16        | beside int8 and fp8 caches; else None    |
+| value_scales |                                   |                |                                          |
 | slot_mapping | [T]                               | int64          | -1: K and V of this row are not stored   |
 | positions    | [T]                               | int32 or int64 | below max_position, also in padding rows |
 | rope_table   | [max_position, r]                 | float32        | cos in the first r/2 columns, then sin   |
@@ -61,8 +63,8 @@ def rotate_reference(heads: torch.Tensor, positions: torch.Tensor, rope_table: t
 
 def qk_norm_rope_store_reference(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
     rope_table: torch.Tensor,
@@ -70,12 +72,12 @@ def qk_norm_rope_store_reference(
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     write_back: bool = False,
 ) -> torch.Tensor:
     """Store K and V into the caches in place and return q [T, hq, d], all arithmetic in float32."""
-    _, kv_heads, block_size, head_dim = k_cache.shape
+    _, kv_heads, block_size, head_dim = key_cache.shape
     rows = qkv.float().sum(0) if qkv.dim() == 3 else qkv.float()
     heads = rows.view(rows.shape[0], -1, head_dim)
     q, k, v = heads.split((query_heads, kv_heads, kv_heads), dim=1)
@@ -85,7 +87,10 @@ def qk_norm_rope_store_reference(
     q, k = rotate_reference(q, positions, rope_table), rotate_reference(k, positions, rope_table)
     stored = slot_mapping >= 0
     block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
-    for part, heads, cache, scales in ((-2, k[stored], k_cache, k_scales), (-1, v[stored], v_cache, v_scales)):
+    for part, heads, cache, scales in (
+        (-2, k[stored], key_cache, key_scales),
+        (-1, v[stored], value_cache, value_scales),
+    ):
         if scales is None:
             cache[block, :, place] = heads.to(cache.dtype)
         else:
@@ -93,7 +98,7 @@ def qk_norm_rope_store_reference(
             if write_back:
                 written = kv_format.read_back(vectors, scale).flatten(1)
                 qkv.unflatten(1, (-1, kv_heads * head_dim))[stored, part] = written.to(qkv.dtype)
-    return q.to(k_cache.dtype if qkv.dim() == 3 and k_scales is None else qkv.dtype)
+    return q.to(key_cache.dtype if qkv.dim() == 3 and key_scales is None else qkv.dtype)
 
 
 @dataclass(frozen=True)
@@ -238,8 +243,8 @@ def _store_cached(
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight, k_scales, v_scales,
-    part_stride, qkv_stride, q_stride, k_strides, v_strides, scale_strides, eps,
+    qkv, q_out, key_cache, value_cache, slot_mapping, positions, rope_table, q_weight, k_weight, key_scales,
+    value_scales, part_stride, qkv_stride, q_stride, k_strides, v_strides, scale_strides, eps,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP_QUERIES: tl.constexpr, GROUP_KEYS: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -284,18 +289,18 @@ def _qk_norm_rope_store_kernel(
     _store_split(place, q, query < GROUP_QUERIES, half, rest, HEAD_DIM, SPLIT)
     k = _normed_rotated(k, k_gains, cos, sin, eps, HEAD_DIM, SPLIT, HALF, HAS_NORM)
     head = (first_key + key).to(tl.int64)
-    _store_cached(k_cache, k_scales, k, slot, head, is_key, half, rest, k_strides, scale_strides,
+    _store_cached(key_cache, key_scales, k, slot, head, is_key, half, rest, k_strides, scale_strides,
                   k_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, WRITE_BACK)  # fmt: skip
-    _store_cached(v_cache, v_scales, v, slot, head, is_key, half, rest, v_strides, scale_strides,
+    _store_cached(value_cache, value_scales, v, slot, head, is_key, half, rest, v_strides, scale_strides,
                   v_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, WRITE_BACK)  # fmt: skip
 
 
-def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight) -> None:
-    check_tensor("k_cache", k_cache, (None, None, None, None), CACHE_DTYPES, like=qkv)
-    check_tensor("v_cache", v_cache, k_cache.shape, k_cache.dtype, like=qkv)
-    check_tensor("q_out", q_out, (None, None, k_cache.shape[3]), FLOATS, like=qkv)
+def _check(qkv, q_out, key_cache, value_cache, slot_mapping, positions, rope_table, q_weight, k_weight) -> None:
+    check_tensor("key_cache", key_cache, (None, None, None, None), CACHE_DTYPES, like=qkv)
+    check_tensor("value_cache", value_cache, key_cache.shape, key_cache.dtype, like=qkv)
+    check_tensor("q_out", q_out, (None, None, key_cache.shape[3]), FLOATS, like=qkv)
     token_count, query_heads, head_dim = q_out.shape
-    width = (query_heads + 2 * k_cache.shape[1]) * head_dim
+    width = (query_heads + 2 * key_cache.shape[1]) * head_dim
     if qkv.dim() == 3:
         check_tensor("qkv", qkv, (None, token_count, width), FLOATS)
     else:
@@ -310,16 +315,16 @@ def _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_
 def qk_norm_rope_store(
     qkv: torch.Tensor,
     q_out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
     rope_table: torch.Tensor,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
     one_plan: bool = False,
     write_back: bool = False,
 ) -> None:
@@ -331,14 +336,14 @@ def qk_norm_rope_store(
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
-    _check(qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table, q_weight, k_weight)
-    check_scales(k_cache, k_scales=k_scales, v_scales=v_scales)
-    if write_back and (k_scales is None or qkv.dim() == 3):
+    _check(qkv, q_out, key_cache, value_cache, slot_mapping, positions, rope_table, q_weight, k_weight)
+    check_scales(key_cache, key_scales=key_scales, value_scales=value_scales)
+    if write_back and (key_scales is None or qkv.dim() == 3):
         raise ValueError(
-            f"write_back: wanted an 8-bit cache and qkv in one part, got {k_cache.dtype}, {qkv.dim()} axes"
+            f"write_back: wanted an 8-bit cache and qkv in one part, got {key_cache.dtype}, {qkv.dim()} axes"
         )
     token_count, query_heads, head_dim = q_out.shape
-    kv_heads, block_size = k_cache.shape[1:3]
+    kv_heads, block_size = key_cache.shape[1:3]
     if token_count == 0:
         return
     plan = launch_plan(1 if one_plan else token_count, query_heads, kv_heads, head_dim)
@@ -346,15 +351,15 @@ def qk_norm_rope_store(
     half = rope_table.shape[1] // 2
     split = half or head_dim // 2
     _qk_norm_rope_store_kernel[(token_count, plan.grid[1])](
-        qkv, q_out, k_cache, v_cache, slot_mapping, positions, rope_table,
-        q_weight if has_norm else qkv, k_weight if has_norm else qkv, k_scales, v_scales,
-        qkv.stride(0), qkv.stride(-2), q_out.stride(0), k_cache.stride()[:3], v_cache.stride()[:3],
-        (0, 0, 0) if k_scales is None else k_scales.stride(), eps,
+        qkv, q_out, key_cache, value_cache, slot_mapping, positions, rope_table,
+        q_weight if has_norm else qkv, k_weight if has_norm else qkv, key_scales, value_scales,
+        qkv.stride(0), qkv.stride(-2), q_out.stride(0), key_cache.stride()[:3], value_cache.stride()[:3],
+        (0, 0, 0) if key_scales is None else key_scales.stride(), eps,
         QUERY_HEADS=query_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, BLOCK_SIZE=block_size,
         GROUP_QUERIES=plan.query_heads, GROUP_KEYS=plan.kv_heads,
         BLOCK_QUERIES=triton.next_power_of_2(plan.query_heads), BLOCK_KEYS=triton.next_power_of_2(plan.kv_heads),
         BLOCK_HALF=triton.next_power_of_2(split), BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * split, 1)),
-        HAS_NORM=has_norm, PARTS=qkv.shape[0] if qkv.dim() == 3 else 1, FORMAT=cache_format(k_cache.dtype),
+        HAS_NORM=has_norm, PARTS=qkv.shape[0] if qkv.dim() == 3 else 1, FORMAT=cache_format(key_cache.dtype),
         WRITE_BACK=write_back,
         num_warps=plan.num_warps, **launch_options(qkv),
     )  # fmt: skip

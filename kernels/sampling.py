@@ -40,6 +40,10 @@ search runs over all: slower, and as exact. The last program of a row to finish 
 Measured on an H200 at commit cf6694d by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
 for 1 / 64 / 256 rows: greedy 4.4 / 20 / 53 us (2.9 TB/s at 256 rows, 64 % of the read limit of that run; torch's
 argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91.
+
+Sources: 1. N. Keskar et al., CTRL, arXiv:1909.05858 (repetition penalty). 2. A. Fan et al., arXiv:1805.04833 (top-k).
+3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. N. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
+in `kernels.noise`.
 """
 
 from dataclasses import dataclass
@@ -56,9 +60,13 @@ from kernels.sampling_state import (
     BAD_WORD_COUNT,
     BANNED_COUNT,
     BANNED_UNTIL,
+    BEST_IDS,
+    BEST_SCORES,
     BIAS_COUNT,
+    BIN_MASSES,
     BINS,
     CHUNK,
+    CHUNK_SUMS,
     COUNT_ROW,
     FAILED_ID,
     FEW,
@@ -68,11 +76,15 @@ from kernels.sampling_state import (
     NO_SAMPLE_ID,
     PASS_TILE,
     PIECE,
+    PIECE_MAXIMA,
     PRESENCE,
+    RAW_CHUNK_SUMS,
+    RAW_PIECE_MAXIMA,
     REPETITION,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
+    TICKETS,
     TILE,
     TOP_K,
     TOP_P,
@@ -80,17 +92,21 @@ from kernels.sampling_state import (
     SamplingWorkspace,
 )
 from kernels.truncation import (
+    NO_ID,
     adjusted,
     at_temperature,
+    count_place,
     gather,
     has_adjustments,
     is_binned,
     is_truncated,
+    logprob_count,
     noisy_scores,
     pivot_of,
     truncated_choice,
 )
 
+_NO_SAMPLE, _FAILED = tl.constexpr(NO_SAMPLE_ID), tl.constexpr(FAILED_ID)
 SCAN_WARPS = 8
 SCAN_REGISTERS = 64  # a thread's: four programs then fit on a multiprocessor, which keeps memory busy
 
@@ -159,7 +175,8 @@ def logprobs_reference(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Grids of the two launches, and how a row is divided."""
+    """Grids of the two launches, and how a row is divided: into `chunk_count` chunks, and into pieces, for which
+    `piece_tile` is a power of two that holds them all."""
 
     scan_grid: tuple[int, int]
     choose_grid: tuple[int, int]
@@ -205,22 +222,22 @@ def _scan_kernel(
         at = row * CHUNKS + chunk
         truncated = is_truncated(slot, settings, VOCABULARY)
         # 2. For logprobs: piece maxima and mass of the raw logits.
-        if tl.load(settings[1] + slot * 16 + 1) >= 0:
-            _store_pieces(x, work[4], work[5], at, CHUNK, PIECE)
+        if logprob_count(slot, settings) >= 0:
+            _store_pieces(x, work[RAW_PIECE_MAXIMA], work[RAW_CHUNK_SUMS], at, CHUNK, PIECE)
         if has_adjustments(slot, settings):
             x = adjusted(x, token_id, inside, slot, known, settings)
         x = at_temperature(x, slot, settings)
         if truncated:
             # 3. For thresholds: the same of what is sampled from.
-            top = _store_pieces(x, work[2], work[3], at, CHUNK, PIECE)
-            tl.store(work[0] + at, top)
+            top = _store_pieces(x, work[PIECE_MAXIMA], work[CHUNK_SUMS], at, CHUNK, PIECE)
+            tl.store(work[BEST_SCORES] + at, top)
         else:
             # 4. Otherwise the chunk's best score, and the lowest id that has it.
             x = noisy_scores(x, token_id, slot, known, settings)
             top = tl.max(x, axis=0)
             best = tl.min(tl.where(x == top, lane, CHUNK), axis=0)
-            tl.store(work[0] + at, top)
-            tl.store(work[1] + at, chunk * CHUNK + best)
+            tl.store(work[BEST_SCORES] + at, top)
+            tl.store(work[BEST_IDS] + at, chunk * CHUNK + best)
 
 
 @triton.jit
@@ -242,11 +259,13 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
     """The chosen id's logprob and the largest `top_count`, found piece by piece from the pieces' maxima."""
     PIECES: tl.constexpr = CHUNK // PIECE
     piece = tl.arange(0, PIECE_TILE)
-    maxima = tl.load(work[4] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf"))
+    maxima = tl.load(
+        work[RAW_PIECE_MAXIMA] + row * CHUNKS * PIECES + piece, mask=piece < CHUNKS * PIECES, other=float("-inf")
+    )
     top = tl.max(maxima, axis=0)
     chunk_maxima = tl.max(tl.reshape(maxima, (CHUNK_TILE, PIECES)), axis=1)
     chunk = tl.arange(0, CHUNK_TILE)
-    mass = tl.load(work[5] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+    mass = tl.load(work[RAW_CHUNK_SUMS] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
     log_mass = top + tl.log(tl.sum(mass * tl.exp(chunk_maxima - top), axis=0))
     raw = tl.load(logits + row * logits_stride + chosen).to(tl.float32)
     tl.store(out_logprobs + row, raw - log_mass)
@@ -268,7 +287,7 @@ def _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_log
         x = x.to(tl.float32)
         # Larger values, and equal ones with lower ids, have been written already.
         left = (x < last) | ((x == last) & (token_id > last_id))
-        last_id = tl.min(tl.where(left & (x == value), token_id, 0x7FFFFFFF), axis=0)
+        last_id = tl.min(tl.where(left & (x == value), token_id, NO_ID), axis=0)
         last = value
         left = (x < last) | ((x == last) & (token_id > last_id))
         maxima = tl.where(piece == where, tl.max(tl.where(left, x, float("-inf")), axis=0), maxima)
@@ -293,11 +312,11 @@ def _choose_kernel(
     slot = tl.load(row_slots + row).to(tl.int64)
     if (slot < 0) | (tl.load(sample_rows + row) < 0):
         if gatherer == 0:
-            tl.store(out_ids + row, -2)
+            tl.store(out_ids + row, _NO_SAMPLE)
     else:
         known = tl.load(known_lengths + slot)
         chunk = tl.arange(0, CHUNK_TILE)
-        scores = tl.load(work[0] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+        scores = tl.load(work[BEST_SCORES] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
         top = tl.max(scores, axis=0)
         valid = (top > float("-inf")) & (top < float("inf"))
         mine = gatherer == 0
@@ -305,44 +324,42 @@ def _choose_kernel(
         # 2. Without truncation: the best of the chunks' best. Otherwise gather; the last program to finish chooses.
         if valid:
             if is_truncated(slot, settings, VOCABULARY):
+                here = (row, slot, known, logits, logits_stride, settings, work)
                 piece = tl.arange(0, PIECE_TILE)
                 in_row = piece < CHUNKS * PIECES
-                maxima = tl.load(work[2] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
-                sums = tl.load(work[3] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+                maxima = tl.load(work[PIECE_MAXIMA] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
+                sums = tl.load(work[CHUNK_SUMS] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
                 row_mass = tl.sum(sums * tl.exp(scores - top), axis=0)
                 pivot = pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY)
                 if pivot > float("-inf"):
-                    gather(row, pivot, top, logits, logits_stride, work, slot, known, settings, VOCABULARY,
-                           CHUNKS, CHUNK, PIECE, CANDIDATES, BINS)  # fmt: skip
+                    gather(pivot, top, here, VOCABULARY, CHUNKS, CHUNK, PIECE, CANDIDATES, BINS)
                 tl.debug_barrier()
-                mine = tl.atomic_add(work[8] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
+                mine = tl.atomic_add(work[TICKETS] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
-                    count = tl.atomic_add(work[8] + row * 2, 0, sem="acquire")
-                    chosen = truncated_choice(count, row, logits, logits_stride, work, slot, known, settings,
-                                              VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE, CANDIDATES,
-                                              BINS, INTERVAL)  # fmt: skip
+                    count = tl.atomic_add(work[TICKETS] + row * 2, 0, sem="acquire")
+                    chosen = truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE,
+                                              CANDIDATES, BINS, INTERVAL)  # fmt: skip
                     tl.debug_barrier()
                     if is_binned(pivot, slot, settings, VOCABULARY):
                         empty = tl.zeros((BINS,), tl.int64)
-                        tl.store(work[9] + row * BINS + tl.arange(0, BINS), empty)
-                    tl.store(work[8] + row * 2, 0)
-                    tl.store(work[8] + row * 2 + 1, 0)
+                        tl.store(work[BIN_MASSES] + row * BINS + tl.arange(0, BINS), empty)
+                    tl.store(work[TICKETS] + row * 2, 0)
+                    tl.store(work[TICKETS] + row * 2 + 1, 0)
             elif mine:
-                ids = tl.load(work[1] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0x7FFFFFFF)
-                chosen = tl.min(tl.where(scores == top, ids, 0x7FFFFFFF), axis=0)
+                ids = tl.load(work[BEST_IDS] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=NO_ID)
+                chosen = tl.min(tl.where(scores == top, ids, NO_ID), axis=0)
         # 3. Report, and feed the next step.
         if mine:
-            tl.store(out_ids + row, tl.where(valid, chosen, -1))
-            top_count = tl.minimum(tl.load(settings[1] + slot * 16 + 1), top_columns)
+            tl.store(out_ids + row, tl.where(valid, chosen, _FAILED))
+            top_count = tl.minimum(logprob_count(slot, settings), top_columns)
             if valid & (top_count >= 0):
                 _write_logprobs(row, chosen, top_count, logits, logits_stride, work, out_logprobs, out_ranks, top_ids,
                                 top_logprobs, top_stride, VOCABULARY, CHUNKS, CHUNK, PIECE, CHUNK_TILE,
                                 PIECE_TILE)  # fmt: skip
             else:
                 tl.store(out_logprobs + row, float("nan"))
-            count_row = tl.load(settings[1] + slot * 16 + 2)
-            if valid & (count_row >= 0):
-                place = settings[5] + count_row.to(tl.int64) * settings[11] + chosen
+            is_counted, place = count_place(chosen, slot, settings)
+            if valid & is_counted:
                 tl.store(place, tl.minimum(tl.load(place).to(tl.int32) + 2, 32767).to(tl.int16))
             tl.store(slot_token_ids + slot * slot_stride + known, chosen, mask=known < MAX_LENGTH)
             tl.debug_barrier()  # every thread has read the old value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 CHUNK = 4096  # logits a program scans
 CANDIDATES = 16_384  # the most that are gathered for a row
@@ -95,9 +96,25 @@ def fill_counts(counts_row: torch.Tensor, token_ids: torch.Tensor, prompt_length
     counts_row.bitwise_or_(in_prompt)
 
 
+(BEST_SCORES, BEST_IDS, PIECE_MAXIMA, CHUNK_SUMS, RAW_PIECE_MAXIMA, RAW_CHUNK_SUMS, CANDIDATE_VALUES, CANDIDATE_IDS,
+ TICKETS, BIN_MASSES, INTERVAL_VALUES) = map(tl.constexpr, range(11))  # fmt: skip
+"""Places in `SamplingWorkspace.tensors`, for the kernels."""
+
+
 @dataclass(frozen=True)
 class SamplingWorkspace:
-    """What the first launch leaves for the second; `tickets` and `bins` are zero between steps."""
+    """What the first launch leaves for the second, and the second's programs for one another.
+
+    best_scores   [R, chunks] float32     each chunk's best score; of a row that is truncated its largest logit
+    best_ids      [R, chunks] int32       the lowest id that has it
+    piece_maxima  [R, pieces] float32     the largest of what is sampled from in each piece
+    chunk_sums    [R, chunks] float32     sum of exp(x - the chunk's largest x) of the same
+    raw_piece_maxima, raw_chunk_sums      the same of the raw logits, for logprobs
+    candidates    [R, CANDIDATES] float32, candidate_ids int32        what reached the row's bound, in any order
+    tickets       [R, 2] int32            candidates so far, and programs that have finished; zero between steps
+    bins          [R, BINS] int64         the candidates' mass by intervals of value; zero between steps
+    interval      [R, INTERVAL] float32   the values of the interval that holds the threshold of top-p
+    """
 
     best_scores: torch.Tensor
     best_ids: torch.Tensor

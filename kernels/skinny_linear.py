@@ -138,6 +138,7 @@ def _weight_tile(weight, n, k0, N, weight_stride, K: tl.constexpr, BLOCK_K: tl.c
 
 @triton.jit
 def _vector(pointer, k0, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """BLOCK_K elements of a vector of K from `k0` on, float32; zeros beyond its end."""
     k = k0 + tl.arange(0, BLOCK_K)
     if K % BLOCK_K == 0:
         return tl.load(pointer + k).to(tl.float32)
@@ -146,6 +147,7 @@ def _vector(pointer, k0, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _silu(x):
+    """x * sigmoid(x); kernels/silu_mul.py has the source."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -388,6 +390,7 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
 
 
 def _by_hopper(plan, x, weight, out, silu_mul) -> None:
+    """By kernels/skinny_linear_hopper.py; `out` as its table."""
     from kernels import skinny_linear_hopper  # needs a Triton that older installations lack
 
     skinny_linear_hopper.launch(plan, x, weight, out, silu_mul, launch_options(x)["PDL"])

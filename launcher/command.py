@@ -4,18 +4,22 @@ Exit codes are those of `common.errors`. Called by `launch.py`.
 """
 
 import importlib
+import itertools
+import logging
 import os
-import sys
 from collections.abc import Sequence
 
 import setproctitle
 
+from common import log
 from common.cli import program_name
 from common.config import DEFAULT_MODEL
 from common.errors import EXIT_CODES, ConfigError, TriremeError, exit_code
 from common.processes import open_standard_files
 from launcher import serve
 from launcher.supervisor import ProcessLost
+
+logger = logging.getLogger("launch")
 
 VERBS = ("serve", "status", "stop", "chat", "check", "bench", "keys")
 
@@ -25,6 +29,8 @@ def run(argv: Sequence[str]) -> int:
     open_standard_files()
     setproctitle.setproctitle("trireme-supervisor")
     arguments = list(argv)
+    if _asks_for_json(arguments):
+        log.set_up("supervisor", form="json")
     verb = arguments.pop(0) if arguments and _is_verb(arguments[0]) else "serve"
     try:
         if verb == "serve":
@@ -55,6 +61,19 @@ def run(argv: Sequence[str]) -> int:
     except TriremeError as error:
         _report(error)
         return exit_code(error)
+    except (BrokenPipeError, ModuleNotFoundError):  # the entry's to report
+        raise
+    except Exception as error:
+        if not log.is_json():
+            raise
+        logger.critical("stopped by an error", exc_info=error)
+        return exit_code(error)
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks for a log of JSON objects; also one that is refused should be reported in it."""
+    words = [argument.replace("_", "-") for argument in arguments]
+    return "--log-format=json" in words or ("--log-format", "json") in itertools.pairwise(words)
 
 
 def _is_verb(word: str) -> bool:
@@ -65,4 +84,4 @@ def _is_verb(word: str) -> bool:
 
 def _report(error: TriremeError) -> None:
     if text := " ".join(str(error).split()):
-        print(f"trireme: {text}", file=sys.stderr, flush=True)
+        log.say(text, "error", log.PROGRAM)

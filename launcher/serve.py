@@ -44,9 +44,9 @@ def serve(arguments: argparse.Namespace) -> int:
         print(f"trireme {own_version()}")
         return 0
     config = configuration(arguments)
-    if arguments.once is not None and sys.stderr.isatty():
-        print(f"starting {config.model_name()}", file=sys.stderr, flush=True)
     log.set_up("supervisor", config.log.log_level, config.log.log_format)
+    if arguments.once is not None and sys.stderr.isatty():
+        log.say(f"starting {config.model_name()}")
     wakeup = Wakeup()
     raise_file_limit()
     with RunDir() as run_dir:
@@ -100,7 +100,10 @@ def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Names
         write_atomically(Path(arguments.ready_file), text)
     tell_service_manager(READY, status=line)
     try:
-        print(line, file=sys.stdout if arguments.once is None else sys.stderr, flush=True)
+        if arguments.once is None:
+            print(line, flush=True)
+        else:
+            log.say(line)
     except BrokenPipeError:  # no reason not to serve
         discard_stdout()
 

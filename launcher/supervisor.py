@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from common import log
 from common.child import READING_VOCABULARY
 from common.config import DEFAULT_MODEL, EngineConfig, in_session, with_changes
 from common.errors import EXIT_CODES, ConfigError, EngineDeadError, StartupError, WireError
@@ -260,7 +261,8 @@ class Supervisor:
             return folder
         logger.info("fetching %s", "the default model" if name == DEFAULT_MODEL else name)
         command = ["-m", "worker_proc.fetch_model", "--model", name, *arguments]
-        child = Child("fetch_model", command, self._death_pipe, capture_stdout=True)
+        quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"} if log.is_json() else {}
+        child = Child("fetch_model", command, self._death_pipe, variables=quiet, capture_stdout=True)
         self._watch_end(child)
         try:
             self.run_until(child.ended)

@@ -16,6 +16,10 @@ import torch
 
 from kernels import interpreter
 
+# Our servers are on this machine, whatever proxy leads to others.
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1,localhost"]))
+
 # Here, before any test is imported: `@settings` keeps what it finds then. Other programs on the machine are no fault of
 # ours, and an example that fails is the fault of whoever changed something: each run makes up the same ones.
 hypothesis.settings.register_profile(

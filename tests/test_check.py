@@ -207,7 +207,8 @@ def test_another_python(monkeypatch):
 
 
 @pytest.mark.parametrize("verb", command.VERBS)
-def test_every_verb_explains_itself(verb, capsys):
+def test_every_verb_explains_itself(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as caught:
         launch.main([verb, "--help"])
     lines = capsys.readouterr().out.splitlines()

@@ -123,12 +123,12 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def engine(tmp_path, monkeypatch) -> Iterator[Engine]:
+def engine(tmp_path_factory, monkeypatch) -> Iterator[Engine]:
     """One that gives its children all the time they want to do as they are told: the machine may be busy."""
     monkeypatch.setattr(supervision, "FAILURE_NOTICE_S", 60.0)
     monkeypatch.setattr(supervision, "EXIT_TIMEOUT_S", 60.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    engine = Engine(tmp_path)
+    engine = Engine(tmp_path_factory.mktemp("e"))  # a short name: there are sockets in it
     try:
         yield engine
     finally:
@@ -379,7 +379,7 @@ def test_signals_ask_for_a_graceful_stop_and_two_for_an_immediate_one(engine: En
     supervisor.stop(600.0)
 
 
-def test_the_end_of_the_parent_stops_the_engine(tmp_path, engine: Engine):
+def test_the_end_of_the_parent_stops_the_engine(engine: Engine):
     read_fd, write_fd = os.pipe()
     config = EngineConfig(server=engine.server, run_dir=str(engine.run_dir.path))
     engine.supervisor = Supervisor(config, engine.run_dir, engine.wakeup, parent_fd=read_fd, rooms={})
@@ -423,7 +423,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 def test_what_a_child_writes_reaches_our_stderr(capfd):
-    child = run_child_script("import sys; print('out'); print('err', file=sys.stderr); sys.exit(4)")
+    child = run_child_script("import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(4)")
     child._process.wait()
     assert child.describe_end() == "child ended with exit code 4: err"
     child.close()

@@ -13,7 +13,7 @@ import torch
 from common.config import EngineConfig, step_limits
 from common.errors import ConfigError
 from common.messages import StepPlan
-from common.processors import usable_cores
+from common.processors import granted_threads
 from kernels.compile_process import CompileProcess
 from worker_proc.fixed_order_model import aligned_threads
 from worker_proc.kernels_on_disk import compile_process
@@ -165,8 +165,8 @@ def device_name(device: torch.device) -> str:
 
 
 def set_threads(count: int) -> None:
-    """Threads of torch's own pool; 0 takes the cores that this process may use."""
-    torch.set_num_threads(count or usable_cores())
+    """Threads of torch's own pool; 0 takes one for each core that this process is granted."""
+    torch.set_num_threads(count or granted_threads())
 
 
 @contextmanager

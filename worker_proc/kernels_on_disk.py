@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 
 from common.config import EngineConfig
-from common.processors import usable_cores
+from common.processors import granted_threads
 from kernels.compile_process import CompileProcess
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +21,7 @@ _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
 
 def compile_process(config: EngineConfig) -> CompileProcess:
     """What compiles the kernels of a start with this configuration; started if that is likely to be needed."""
-    compiler = CompileProcess(config.worker.cpu_threads or usable_cores())
+    compiler = CompileProcess(config.worker.cpu_threads or granted_threads())
     if config.model.device != "cpu" and any(path.exists() for path in _DRIVERS) and not _note(config).exists():
         compiler.start()
     return compiler

@@ -76,7 +76,7 @@ class ModelConfig:
         """Tokens a sequence may hold: what the scaling of the rotary embedding was made for, if that is more than
         `max_position_embeddings` (yarn and dynamic configurations often keep the trained length there).
         """
-        factor = self.rope.factor or 1.0
+        factor = max(1.0, self.rope.factor or 1.0)
         if self.rope.rope_type == "yarn":
             return max(self.max_position_embeddings, int(self.rope.original_max_position_embeddings * factor))
         return (
@@ -102,7 +102,6 @@ def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
     fields = _Fields(raw, source)
     head_count = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // head_count
     layer_count = fields.integer("num_hidden_layers", most=LAYER_LIMIT)
     max_position_embeddings = fields.integer("max_position_embeddings")
     attention_bias = fields.flag("attention_bias")
@@ -114,8 +113,8 @@ def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
         layer_count=layer_count,
         head_count=head_count,
         kv_head_count=fields.integer("num_key_value_heads", default=head_count),
-        head_dim=fields.integer("head_dim", default=default_head_dim),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        head_dim=_head_dim(fields, architecture, hidden_size, head_count),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
         max_position_embeddings=max_position_embeddings,
         rope=_rope_config(fields, max_position_embeddings),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
@@ -136,40 +135,52 @@ class _Fields:
         self.raw, self.source, self._section = raw, source, section
 
     def integer(self, key: str, default: int | None = None, most: int = INT32_MAX) -> int:
-        value = self._value(key, default)
+        value = self.value(key, default)
         if type(value) is not int or value < 1:
             raise self._wrong(key, "a positive integer", value)
         if value > most:
             raise self._wrong(key, f"at most {most}", value)
         return value
 
-    def number(self, key: str, default: Any = None) -> Any:
-        """A finite number; JSON as Python reads it may hold others, and the model would compute nothing else."""
-        value = self._value(key, default)
-        if value is not None and not _is_finite(value):
+    def number(
+        self, key: str, default: Any = None, *, above: float = -math.inf, least: float = -math.inf,
+        most: float = math.inf,
+    ) -> Any:  # fmt: skip
+        """A finite number in a range; JSON as Python reads it may hold others, and the model would compute nothing."""
+        value = self.value(key, default)
+        if value is None:
+            return None
+        if not _is_finite(value):
             raise self._wrong(key, "a finite number", value)
+        if value <= above:
+            raise self._wrong(key, "a positive number" if above == 0 else f"above {above:g}", value)
+        if not least <= value <= most:
+            raise self._wrong(key, f"at least {least:g}" if value < least else f"at most {most}", value)
         return value
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        value = self._value(key, [])
+        """Finite numbers above zero."""
+        value = self.value(key, [])
         if not isinstance(value, list) or not all(map(_is_finite, value)):
             raise self._wrong(key, "a list of finite numbers", value)
+        if any(number <= 0 for number in value):
+            raise self._wrong(key, "a list of positive numbers", value)
         return tuple(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self._value(key, default)
+        value = self.value(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false", value)
         return value
 
     def section(self, key: str) -> "_Fields":
         """What lies in an object; nothing where it is missing."""
-        value = self._value(key, {})
+        value = self.value(key, {})
         if not isinstance(value, dict):
             raise self._wrong(key, "an object", value)
         return _Fields(value, self.source, f"{key}.")
 
-    def _value(self, key: str, default: Any) -> Any:
+    def value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)
         return default if value is None else value
 
@@ -195,6 +206,17 @@ def _architecture(raw: dict[str, Any], source: str) -> str:
     return str(name)
 
 
+def _head_dim(fields: _Fields, architecture: str, hidden_size: int, head_count: int) -> int:
+    if architecture == "Qwen3ForCausalLM":
+        return fields.integer("head_dim", default=128)
+    if fields.value("head_dim", None) is None and hidden_size % head_count:
+        raise ConfigError(
+            f"{fields.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads {head_count}, and "
+            "there is no head_dim"
+        )
+    return fields.integer("head_dim", default=hidden_size // head_count)
+
+
 def _validate(config: ModelConfig, fields: _Fields) -> None:
     raw, source = fields.raw, fields.source
     if config.head_count % config.kv_head_count:
@@ -204,7 +226,7 @@ def _validate(config: ModelConfig, fields: _Fields) -> None:
         )
     if config.head_dim % 2:
         raise ConfigError(f"{source}: head_dim must be even for rotary embeddings, got {config.head_dim}")
-    activation = raw.get("hidden_act", "silu")
+    activation = fields.value("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"{source}: hidden_act {shown(activation)} is not supported; supported: silu")
     if raw.get("quantization_config") is not None:
@@ -212,6 +234,10 @@ def _validate(config: ModelConfig, fields: _Fields) -> None:
         raise ConfigError(
             f"{source}: quantised weights ({shown(method)}) are not supported; use the unquantised model or a GGUF"
         )
+    if config.context_limit > INT32_MAX:
+        raise ConfigError(f"{source}: the rope factor makes a context of more than {INT32_MAX} tokens")
+    if config.rope.rope_type == "dynamic" and config.head_dim == 2:
+        raise ConfigError(f"{source}: rope type dynamic needs a head_dim above 2, got 2")
     for name in ("short_factor", "long_factor"):
         factors = getattr(config.rope, name)
         if config.rope.rope_type == "longrope" and len(factors) != config.head_dim // 2:
@@ -232,9 +258,9 @@ def _sliding_windows(fields: _Fields, architecture: str, layer_count: int) -> tu
     window = fields.integer("sliding_window", 4096)
     if not is_qwen:
         return (window,) * layer_count
-    first = fields.number("max_window_layers", 28)
+    first = fields.number("max_window_layers", 28, least=0)
     default_types = ["sliding_attention" if index >= first else "full_attention" for index in range(layer_count)]
-    types = fields.raw.get("layer_types") or default_types
+    types = fields.value("layer_types", default_types)
     known = isinstance(types, list) and all(kind in ("sliding_attention", "full_attention") for kind in types)
     if not known or len(types) != layer_count:
         raise ConfigError(f"{fields.source}: layer_types needs {layer_count} of sliding_attention or full_attention")
@@ -244,38 +270,58 @@ def _sliding_windows(fields: _Fields, architecture: str, layer_count: int) -> tu
 def _rope_config(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (before)."""
     rope = fields.section("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
-    rope_type = rope.raw.get("rope_type", rope.raw.get("type", "default"))
+    rope_type = rope.value("rope_type", rope.value("type", "default"))
     if rope_type not in SUPPORTED_ROPE_TYPES:
         supported = ", ".join(SUPPORTED_ROPE_TYPES)
         raise ConfigError(f"{fields.source}: rope type {shown(rope_type)} is not supported; supported: {supported}")
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor")) or 1.0
+    _refuse_rope_of_layers(rope)
+    _require_rope_keys(rope, rope_type)
+    theta = fields.number("rope_theta", 10_000.0, above=1)
+    name = "original_max_position_embeddings"
+    original = rope.number(name, above=1, most=INT32_MAX)
+    original = fields.number(name, original, above=1, most=INT32_MAX) or max_position_embeddings
+    factor = rope.number("factor", above=0, most=INT32_MAX)
+    if factor is None and rope_type in ("yarn", "longrope"):
+        factor = max_position_embeddings / original
+    low_freq_factor = rope.number("low_freq_factor", above=0)
+    beta_slow = rope.number("beta_slow", 1.0, above=0)
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=float(rope.number("rope_theta", theta, above=1)),
+        factor=factor,
+        attention_factor=rope.number("attention_factor", above=0),
+        original_max_position_embeddings=original,
+        beta_fast=rope.number("beta_fast", 32.0, least=beta_slow),
+        beta_slow=beta_slow,
+        mscale=rope.number("mscale", least=0),
+        mscale_all_dim=rope.number("mscale_all_dim", least=0),
+        truncate=rope.flag("truncate", True),
+        short_factor=rope.numbers("short_factor"),
+        long_factor=rope.numbers("long_factor"),
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=rope.number("high_freq_factor", above=low_freq_factor or 0),
+        partial_rotary_factor=_partial_rotary_factor(fields, rope, rope_type),
+    )
+
+
+def _partial_rotary_factor(fields: _Fields, rope: _Fields, rope_type: str) -> float:
+    name = "partial_rotary_factor"
+    partial = float(rope.number(name, fields.number(name, 1.0, least=0, most=1), least=0, most=1))
     if partial != 1.0 and rope_type != "proportional":
         raise ConfigError(
             f"{fields.source}: partial_rotary_factor {partial} is supported with rope type proportional only"
         )
-    _require_rope_keys(rope, rope_type)
-    name = "original_max_position_embeddings"
-    original = fields.number(name) or rope.number(name) or max_position_embeddings
-    factor = rope.number("factor")
-    if factor is None and rope_type in ("yarn", "longrope"):
-        factor = max_position_embeddings / original
-    return RopeConfig(
-        rope_type=rope_type,
-        theta=float(rope.number("rope_theta") or fields.number("rope_theta") or 10_000.0),
-        factor=factor,
-        attention_factor=rope.number("attention_factor"),
-        original_max_position_embeddings=original,
-        beta_fast=rope.number("beta_fast") or 32.0,
-        beta_slow=rope.number("beta_slow") or 1.0,
-        mscale=rope.number("mscale"),
-        mscale_all_dim=rope.number("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
-        short_factor=rope.numbers("short_factor"),
-        long_factor=rope.numbers("long_factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        partial_rotary_factor=float(partial),
-    )
+    return partial
+
+
+def _refuse_rope_of_layers(rope: _Fields) -> None:
+    """An object in the object is the rotary embedding of one kind of layer; only one for all layers is supported."""
+    kinds = [key for key, value in rope.raw.items() if isinstance(value, dict)]
+    if kinds:
+        raise ConfigError(
+            f"{rope.source}: rotary embeddings for each kind of layer ({shown(kinds[0])}, ...) are not supported; "
+            "supported: one for all layers"
+        )
 
 
 _REQUIRED_ROPE_KEYS = {

@@ -19,7 +19,7 @@ from common.child import watch_supervisor
 from common.config import EngineConfig, step_limits, with_changes
 from common.findings import MAY_BE_FETCHED, Findings, size_text
 from common.model_cache import is_hub_id
-from common.processors import usable_cores
+from common.processors import granted_cores
 from worker_proc.engine import check_options, choose_device
 from worker_proc.fetch_model import find_model
 from worker_proc.kv_cache import (
@@ -117,7 +117,9 @@ class Preflight:
                           free_bytes=card.free_bytes, total_bytes=card.total_bytes)  # fmt: skip
             return
         available = available_host_bytes()
-        text = f"CPU, {usable_cores()} cores" + (f", {size_text(available)} of memory available" if available else "")
+        text = f"CPU, {granted_cores():g} cores" + (
+            f", {size_text(available)} of memory available" if available else ""
+        )
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == "" or self._config.model.device == "cpu"
         if Path("/dev/nvidia0").exists() and not hidden:
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"

@@ -316,7 +316,7 @@ class FewRowsTrial(_PagedTrial):
         partials, counters = self.workspace(plan.workspace_floats, self.shape.batch * self.shape.kv_heads)
         call = partial(
             fused_decode_attention, output, qkv, *inputs.decode_inputs[1:], partials, counters, plan, new,
-            scale=self.scale, k_scales=inputs.key_scales, v_scales=inputs.value_scales,
+            scale=self.scale, key_scales=inputs.key_scales, value_scales=inputs.value_scales,
             next_caches=(inputs.key_cache, inputs.value_cache),
         )  # fmt: skip
         return call, output, counters
@@ -328,8 +328,8 @@ class FewRowsTrial(_PagedTrial):
         qkv, new = self._row
         return fused_decode_attention_reference(
             qkv, *inputs.decode_inputs[1:], new.rope_table, self.shape.query_heads, scale=self.scale,
-            q_weight=new.q_weight, k_weight=new.k_weight, eps=new.eps, k_scales=inputs.key_scales,
-            v_scales=inputs.value_scales,
+            q_weight=new.q_weight, k_weight=new.k_weight, eps=new.eps, key_scales=inputs.key_scales,
+            value_scales=inputs.value_scales,
         )  # fmt: skip
 
     @cached_property

@@ -46,7 +46,7 @@ def cases(smoke: bool) -> Iterator[Case]:
             options = {}
             if suffix:
                 options = {name: torch.empty(size[:3], dtype=torch.float16, device=device)
-                          for name in ("k_scales", "v_scales")}  # fmt: skip
+                          for name in ("key_scales", "value_scales")}  # fmt: skip
                 options["write_back"] = write_back
             calls.append(lambda a=arguments, o=options: qk_norm_rope_store(*a, **o))
         yield Case(f"t{tokens}_h{query_heads}_kv{kv_heads}_d{head_dim}{suffix}", moved, calls)

@@ -203,7 +203,7 @@ def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None
     )
     fused_decode_attention(
         chain.attended, chain.qkv, keys, values, chain.tables, chain.slots, chain.context_lengths, chain.partials,
-        chain.counters, plan, chain.new, scale=chain.scale, k_scales=key_scales, v_scales=value_scales,
+        chain.counters, plan, chain.new, scale=chain.scale, key_scales=key_scales, value_scales=value_scales,
         next_caches=(next_keys, next_values),
     )  # fmt: skip
 

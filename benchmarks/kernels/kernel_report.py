@@ -13,7 +13,6 @@ It compiles for a minute where Triton's folder on disk has nothing yet. The test
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks.kernels.compiled_kernels import instructions, machine_code, resident_programs, resources
 from benchmarks.kernels.pretended_gpu import CARD, Card, pretended_gpu
+from common.processors import granted_threads
 from kernels.compile_ahead import NeededKernel, compile_all, launches_left_out
 
 MODEL = Path(__file__).parents[1] / "models" / "qwen3-0.6b"
@@ -92,7 +92,7 @@ def main() -> None:
         for kernel in shipped_kernels(arguments.model, arguments.kv_cache_dtype, card)
         if arguments.only in kernel.function.fn.__name__
     ]
-    compile_all(needed, processes=os.cpu_count() or 1)
+    compile_all(needed, processes=granted_threads())
     columns = ("threads", "regs", "stack", "shared", "fit", "instr", *KINDS)
     print(f"{'kernel':<30}" + "".join(f"{name:>8}" for name in columns))
     for number, kernel in enumerate(needed):

@@ -20,7 +20,6 @@ Plans are not changed by this: whoever reads the table changes `launch_plan`.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
@@ -44,6 +43,7 @@ from benchmarks.kernels.attention_variants import (
 from benchmarks.kernels.compiled_kernels import resident_programs
 from benchmarks.kernels.pretended_gpu import Card
 from benchmarks.kernels.worker_processes import Answer, WorkerProcess, ask_all
+from common.processors import granted_threads
 
 WORKER = "benchmarks.kernels.attention_worker"
 COMPILE_S, TIME_S = 120.0, 45.0  # for one answer
@@ -228,7 +228,7 @@ def main() -> None:
     parser = harness.argument_parser(__doc__ or "")
     parser.set_defaults(output=records.RESULTS_DIR / "attention_plans.jsonl")
     parser.add_argument("--minutes", type=float, default=25.0, help="the whole run, compiling included")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile side by side")
+    parser.add_argument("--processes", type=int, default=granted_threads(), help="that compile side by side")
     arguments = parser.parse_args()
     end_s = time.monotonic() + 60 * arguments.minutes
     if not (arguments.smoke or harness.has_cuda()):

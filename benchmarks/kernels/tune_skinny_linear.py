@@ -12,7 +12,6 @@ entries of this card and dtype are replaced, all others are kept.
 
 import json
 import multiprocessing
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -23,6 +22,7 @@ import torch
 from benchmarks.kernels.harness import argument_parser, copies_to_exceed_l2, device_name, time_us
 from benchmarks.kernels.linear_candidates import candidates
 from benchmarks.kernels.linear_shapes import MODELS, LinearShape, ModelShape, make_arguments, make_reader
+from common.processors import granted_threads
 from kernels.skinny_linear import MAX_ROWS, Workspace, run_parts_plan, run_plan, skinny_linear_reference
 from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, operation_key
 
@@ -203,7 +203,7 @@ def main() -> None:
     row_counts = [int(rows) for rows in options.rows.split(",")]
     jobs = jobs_for(options.models.split(","), row_counts, options.kinds.split(","))
     start_s = time.perf_counter()
-    compile_all(jobs, min(16, os.cpu_count() or 1), options.prefetch)
+    compile_all(jobs, min(16, granted_threads()), options.prefetch)
     print(f"compiled in {time.perf_counter() - start_s:.0f} s", flush=True)
     workspace = make_workspace(151_936)
     timed = {(shape, rows): tune(shape, rows, workspace, options.prefetch) for shape, rows in jobs}

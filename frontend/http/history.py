@@ -13,7 +13,7 @@ from typing import Any
 from common.messages import STEP_PARTS, EngineStats
 from common.version import own_version
 from frontend.engine import Engine
-from frontend.figures import Histogram, percentile
+from frontend.figures import FAILURES, Histogram, percentile
 
 INTERVAL_S = 1.0
 KEPT_ROWS = 300
@@ -22,7 +22,7 @@ WINDOW_ROWS = 10
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 FIELDS = (
     "time_s", "running", "waiting", "swapped", "kv_used", "kv_cached", "output_tps", "prefill_tps", "finished_ps",
-    "aborted_ps", "failed_ps", "preemptions", "hit_rate", "steps_ps", "decode_rows", "chunk_tokens",
+    "aborted_ps", "refused_ps", "failed_ps", "preemptions", "hit_rate", "steps_ps", "decode_rows", "chunk_tokens",
     *(f"ttft_{name}" for name in SHARES), *(f"itl_{name}" for name in SHARES), *(f"{part}_us" for part in STEP_PARTS),
 )  # fmt: skip
 """A row's figures: requests and blocks as they stand (blocks as shares of all), rates per second, `decode_rows`,
@@ -148,6 +148,7 @@ class History:
         ended = {name: count - self._ended.get(name, 0) for name, count in core.figures.ended.items()}
         finished = ended.pop("stop", 0) + ended.pop("length", 0)
         aborted = ended.pop("abort", 0)
+        failed = sum(ended.pop(name, 0) for name in FAILURES)
         self._prefix.append((self._since("prefix_query_tokens"), self._since("prefix_hit_tokens")))
         queries, hits = map(sum, zip(*self._prefix, strict=True))
         return {
@@ -155,7 +156,8 @@ class History:
             "prefill_tps": self._since("chunk_tokens") / seconds,
             "finished_ps": finished / seconds,
             "aborted_ps": aborted / seconds,
-            "failed_ps": sum(ended.values()) / seconds,
+            "refused_ps": sum(ended.values()) / seconds,
+            "failed_ps": failed / seconds,
             "preemptions": self._since("preemptions"),
             "hit_rate": hits / queries if queries else None,
         }

@@ -18,14 +18,14 @@ from frontend.figures import Histogram
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 GAUGES = {
-    "num_requests_running": ("running_count", "Requests that run"),
-    "num_requests_waiting": ("waiting_count", "Requests that wait"),
-    "num_requests_swapped": ("swapped_count", "Requests whose KV is in host memory"),
+    "num_requests_running": ("running_count", "Sequences that run"),
+    "num_requests_waiting": ("waiting_count", "Sequences that wait"),
+    "num_requests_swapped": ("swapped_count", "Preempted sequences whose KV is in host memory"),
 }
 COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens of all requests"),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that have started to run"),
     "generation_tokens": ("output_tokens", "Tokens generated"),
-    "num_preemptions": ("preemptions", "Requests preempted"),
+    "num_preemptions": ("preemptions", "Sequences preempted"),
     "prefix_cache_queries": ("prefix_query_tokens", "Tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_hit_tokens", "Tokens found in the prefix cache"),
     "prefix_cache_evictions": ("evictions", "Cached blocks given up"),
@@ -33,7 +33,7 @@ COUNTERS = {
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("first_token_s", "Arrival to first token"),
-    "inter_token_latency_seconds": ("gap_s", "Time between two tokens of a request"),
+    "inter_token_latency_seconds": ("gap_s", "Time between two tokens of a sample"),
     "time_per_output_token_seconds": ("gap_s", "The same as inter_token_latency_seconds, under its older name"),
     "request_time_per_output_token_seconds": ("mean_gap_s", "Mean time between a request's tokens"),
     "e2e_request_latency_seconds": ("latency_s", "Arrival to end"),

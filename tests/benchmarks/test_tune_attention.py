@@ -98,7 +98,7 @@ def test_a_token_that_is_not_stored_is_seen(monkeypatch):
     whole = fused.fused_decode_attention
 
     def forgetful(output, qkv, keys, values, *rest, **options):
-        scales = {name: options.pop(name).clone() for name in ("k_scales", "v_scales")}
+        scales = {name: options.pop(name).clone() for name in ("key_scales", "value_scales")}
         whole(output, qkv, keys.clone(), values.clone(), *rest, **options, **scales)
 
     monkeypatch.setattr(fused, "fused_decode_attention", forgetful)

@@ -158,6 +158,18 @@ def test_a_failure_is_reported_before_the_exit(harness, how, code, message):
     assert child.wait(20) == code
 
 
+def test_the_last_words_wait_for_a_supervisor_that_is_held_up(harness):
+    """It said that the child had ended with exit code 2, and not why: nobody logs what the supervisor is to print."""
+    endpoint = harness.config.endpoint("supervisor")
+    harness.socket.unbind(endpoint)
+    child = harness.start("config")
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(1.5)
+    harness.socket.bind(endpoint)
+    assert harness.receive(Failed) == Failed("scheduler", "no such model: /nowhere")
+    assert child.wait(20) == 2
+
+
 def test_a_child_dies_when_the_supervisors_pipe_closes(harness):
     child = harness.start("serve")
     harness.receive(Ready)

@@ -57,6 +57,7 @@ def test_what_is_written_is_read(recorded):
 
 
 def test_a_killed_process_loses_only_the_last_moments(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.recording.FLUSH_INTERVAL_NS", 2**62)
     recorder = Recorder(tmp_path / "scheduler.rec", "scheduler", CONFIG)
     recorder.received(Link.PLANS, b"lost")
     assert Recording.load(tmp_path, "scheduler", partial=True).records == []

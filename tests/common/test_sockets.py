@@ -1,7 +1,11 @@
 """Who may bind an endpoint."""
 
 import errno
+import socket as unix
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
@@ -101,6 +105,28 @@ def test_what_is_no_endpoint_is_not_connected_to(endpoint):
         connect_client(endpoint)
 
 
+def test_who_is_not_there_refuses(context, tmp_path):
+    served, stale, missing = (f"ipc://{tmp_path}/{name}" for name in ("served", "stale", "missing"))
+    local = bind_client_router(context, served)
+    with unix.socket(unix.AF_UNIX) as socket:
+        socket.bind(stale.removeprefix("ipc://"))
+    router = bind_client_router(context, "tcp://127.0.0.1:*")
+    listening = router.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    with unix.create_server(("127.0.0.1", 0)) as free:
+        silent = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        assert not sockets.is_refused(silent)
+    assert [sockets.is_refused(endpoint) for endpoint in (served, stale, missing, "ipc://@none")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert [sockets.is_refused(endpoint) for endpoint in (listening, silent)] == [False, True]
+    assert not sockets.is_refused("tcp://no-such-host.invalid:5555"), "who cannot be asked has not refused"
+    local.close()
+    router.close()
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(zmq, "Context"), (zmq.Context, "socket"), (zmq.Socket, "get_monitor_socket"), (zmq.Socket, "connect")],
@@ -113,6 +139,47 @@ def test_whatever_finds_no_room_says_so_in_our_words(owner, name, monkeypatch, t
     monkeypatch.setattr(owner, name, find_no_room)
     with pytest.raises(StartupError, match="cannot connect to .*client.sock': Too many open files"):
         connect_client(f"ipc://{tmp_path}/client.sock")
+
+
+WITH_FEW_FILES = """
+import os, resource, sys, zmq
+from common.errors import StartupError
+from common.sockets import connect_client, new_context
+
+def context_with_a_socket():
+    context = new_context()
+    return context, context.socket(zmq.PULL)
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+clients = [lambda: connect_client(sys.argv[1]), lambda: connect_client("tcp://127.0.0.1:9")]
+for free in range(14):
+    for make in (*clients, context_with_a_socket):
+        held = []
+        try:
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            for file in held[len(held) - free:]:
+                os.close(file)
+        try:
+            context = make()[0]
+        except StartupError as error:
+            assert "Too many open files" in str(error) and free < 9, (free, error)
+        else:
+            context.destroy(linger=0)
+            assert free > 5, free
+        for file in held[:len(held) - free]:
+            os.close(file)
+print("all", free)
+"""
+
+
+def test_a_process_with_few_file_descriptors_left_is_told_and_lives(tmp_path):
+    """ZeroMQ aborted the whole program where a client found two to four."""
+    command = [sys.executable, "-c", WITH_FEW_FILES, f"ipc://{tmp_path}/client.sock"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=False)
+    assert done.stdout == "all 13\n", done.stderr
 
 
 def test_a_port_in_use_names_the_option(context):

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from common import client_messages as wire
-from common.errors import RequestError
+from common.errors import EngineDeadError, RequestError
 from frontend import Client, connections
 from frontend.connections import Connections
 
@@ -21,8 +21,13 @@ def test_the_limit_of_open_files_bounds_connections(monkeypatch, files, limit, t
     assert (allowed.limit, allowed.tolerance) == (limit, tolerance)
 
 
-def test_a_client_too_many_is_refused_and_the_others_are_served(frontend):
+@pytest.mark.parametrize("events_are_read", [True, False], ids=["events first", "messages first"])
+def test_a_client_too_many_is_refused_and_the_others_are_served(frontend, events_are_read):
+    """A message may be read before the event that tells of its connection."""
     frontend.frontend._engine.connections.limit = 3
+    if not events_are_read:
+        reader = frontend.frontend._clients._monitor._reader
+        frontend.frontend._ended.get_loop().call_soon_threadsafe(reader._loop.remove_reader, reader._fd)
     with contextlib.ExitStack() as stack:
         first, _ = (stack.enter_context(Client(frontend.endpoint)) for _ in range(2))
         with Client(frontend.endpoint) as last:
@@ -55,7 +60,7 @@ def test_clients_that_stay_all_the_same_are_cut_before_descriptors_run_out(front
         frontend.scheduler.wait_until(lambda: frontend.scheduler.aborted)
     frontend.scheduler.gate.set()
     assert "cutting the former, before file descriptors run out" in caplog.text
-    while True:
-        with contextlib.suppress(RequestError), Client(frontend.endpoint) as again:
+    while True:  # those that stay come again until they are closed, and may be cut once more
+        with contextlib.suppress(RequestError, EngineDeadError), Client(frontend.endpoint) as again:
             assert again.generate("the sea", {"max_tokens": 2}).samples[0].finish_reason == "length"
             return

@@ -6,11 +6,13 @@ from array import array
 
 import pytest
 
+from common.client_messages import SampleSoFar
 from common.messages import EngineStats, SampleFinish, TokensOut
 from common.sampling_params import SamplingParams
 from frontend import Client
 from frontend.core import Core
 from frontend.figures import Histogram, percentile, sizes, times
+from frontend.request_log import fields_of
 from tests.support.frontend_in_memory import Events
 
 
@@ -67,9 +69,9 @@ def timed(memory_engine):
     core = Core(memory_engine.engine.tokenizer, lambda _: None, clock=clock)
     core.handle(memory_engine.core.limits)
 
-    def submit(**params):
+    def submit(resumed=None, **params):
         sink = Events()
-        return core.submit(array("i", [5, 6, 7]), SamplingParams(max_tokens=50, **params), sink)
+        return core.submit(array("i", [5, 6, 7]), SamplingParams(max_tokens=50, **params), sink, resumed=resumed)
 
     def step(at_s, *rows, **more):
         """Rows are (request, sample index, tokens)."""
@@ -125,6 +127,30 @@ def test_a_request_without_tokens_has_no_times_but_its_end(timed):
     assert (figures.latency_s.count, figures.ended) == (1, {"abort": 1})
     empty = (figures.queue_s, figures.prefill_s, figures.decode_s, figures.first_token_s, figures.gap_s)
     assert [histogram.count for histogram in empty] == [0] * 5
+
+
+@pytest.mark.parametrize("known", [{}, {0: 1}, {0: 30}, {1: 30}, {0: 3, 1: 40}], ids=str)
+def test_the_tokens_of_an_earlier_frontend_count_in_no_time(timed, known):
+    """A request that went on behind a lost frontend had a mean time between tokens as if all had come to this one."""
+    core, submit, step = timed
+    request = submit(n=2, resumed=[SampleSoFar(index, array("i", [70] * count)) for index, count in known.items()])
+    for at_s in (102.0, 102.5, 103.0):
+        step(at_s, (request, 0, 1), (request, 1, 1))
+    step(103.5, (request, 0, 1), (request, 1, 1), finishes=(SampleFinish(0, "stop"), SampleFinish(1, "stop")))
+    figures = core.figures
+    assert figures.mean_gap_s.total == pytest.approx(0.5) and figures.decode_s.total == pytest.approx(1.5)
+    assert figures.gap_s.total == pytest.approx(2 * 1.5)
+    assert figures.output_tokens.total == 8 + sum(known.values())
+    assert figures.first_token_s.count == figures.latency_s.count == (0 if known else 1)
+    assert fields_of(request, "stop")["itl_ms"] == pytest.approx(500)
+    assert (fields_of(request, "stop")["ttft_ms"] is None) == bool(known)
+
+
+def test_one_token_behind_a_lost_frontend_has_no_mean(timed):
+    core, submit, step = timed
+    request = submit(resumed=[SampleSoFar(0, array("i", [70] * 9))])
+    step(102.0, (request, 0, 1), finishes=(SampleFinish(0, "stop"),))
+    assert core.figures.mean_gap_s.count == 0 and request.mean_gap_s() is None
 
 
 def test_preemptions_reach_the_request_by_its_samples(timed):

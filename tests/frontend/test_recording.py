@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
+import random
 from array import array
 from dataclasses import replace
 
@@ -12,11 +14,12 @@ from benchmarks.fake_scheduler import LIMITS
 from common import messages as m
 from common.client_messages import SampleSoFar
 from common.config import EngineConfig, ProfilingOptions, ServerOptions
-from common.errors import ConfigError, WireError
+from common.errors import ConfigError, RequestError, WireError
 from common.recording import Link, recorder_for, sending
 from common.sampling_params import SamplingParams
 from common.wire import pack
 from frontend import recording
+from frontend.core import Core
 from frontend.engine import Engine
 from frontend.replay import main
 from frontend.tokenizer import Tokenizer
@@ -133,3 +136,51 @@ def test_tokens_that_go_straight_to_a_connection_are_recorded_too(config, capsys
 def test_what_is_no_record_of_a_call_is_not_repeated(config, fields):
     with contextlib.closing(Recorded(config)) as running, pytest.raises(WireError):
         recording.repeat_call(running.core, pack(fields))
+
+
+UNRECORDED = {
+    "arrival", "check_serving",  # tell something and change nothing
+    "abort_named",  # its aborts are recorded
+    "handle",  # its messages are
+    "gather", "send_gathered",  # the same messages in the same order
+}  # fmt: skip
+
+
+def test_every_call_that_changes_the_core_is_recorded():
+    """Requests that ended with their client's key went on in the replay, which told of a difference."""
+    calls = {name for name in vars(Core) if not name.startswith("_") and inspect.isfunction(getattr(Core, name))}
+    assert calls - UNRECORDED == {name for name in vars(recording.RecordedCore) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_calls_is_replayed_without_a_difference(config, capsys, seed):
+    rng, running, events = random.Random(seed), Recorded(config), []
+
+    def some() -> int:
+        return rng.choice(events).request.request_id if events else 99
+
+    calls = {
+        "submit": lambda: events.append(running.submit(timeout_s=rng.choice([None, SOON_S]))),
+        "tokens": lambda: (
+            events and running.tokens(rng.choice(events), *rng.choices(range(5, 60), k=rng.randint(1, 3)))
+        ),
+        "end": lambda: events and running.tokens(rng.choice(events), 9, finish=rng.choice(["stop", "length", "error"])),
+        "refused": lambda: running.hear(m.RequestFailed(some(), "queue_full", "full", status=429)),
+        "fail": lambda: running.core.fail(some(), RequestError("revoked", code="key_revoked", status=401)),
+        "abort": lambda: running.core.abort(some()),
+        "abort all": lambda: rng.random() < 0.2 and running.core.abort_named(None),
+        "flush": running.core.flush_cache,
+        "suspend": lambda: rng.random() < 0.4 and running.core.suspend("killed", rng.randint(1, 5)),
+        "ready": lambda: running.hear(LIMITS),
+        "overdue": running.core.end_overdue,
+        "fail all": lambda: rng.random() < 0.2 and running.core.fail_all("bye", code="shutting_down", dead=False),
+    }
+    for name in rng.choices(list(calls), weights=[4, 4, *[1] * 10], k=120):
+        with contextlib.suppress(RequestError):  # too many wait
+            calls[name]()
+    running.core.drain()
+    running.core.fail_all("worker-0 was killed")
+    assert all(event.end is not None for event in events)
+    running.close()
+    summary = replayed(capsys, config.profiling.record)
+    assert summary["different"] == 0 and summary["equal"] > 30, f"seed {seed}"

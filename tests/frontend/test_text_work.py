@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from array import array
 
 import pytest
@@ -346,12 +347,19 @@ def test_more_text_than_may_wait_is_refused(make_work, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_whoever_waits_at_the_end_gets_an_error(make_work, monkeypatch, workers):
-    work = make_work(workers)
+    work, encode, is_closed = make_work(workers), Tokenizer.encode, threading.Event()
+
+    def late(*arguments, **options):
+        assert is_closed.wait(60)
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", late)  # by the threads; processes have their own
 
     async def end_meanwhile() -> list:
         waiting = [asyncio.ensure_future(work.texts.encode(LONG, add_special_tokens=True)) for _ in range(8)]
         await asyncio.sleep(0)
         work.texts.close()
+        is_closed.set()
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     ends = work.run(end_meanwhile())

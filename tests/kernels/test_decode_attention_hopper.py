@@ -149,7 +149,7 @@ def test_an_early_launch_sees_what_the_kernel_ahead_stores(sizes, cache):
     def store():
         qk_norm_rope_store(
             qkv, batch.query, batch.key_cache, batch.value_cache, blocks * block_size + last % block_size, last, table,
-            k_scales=batch.key_scales, v_scales=batch.value_scales,
+            key_scales=batch.key_scales, value_scales=batch.value_scales,
         )  # fmt: skip
 
     def forget():

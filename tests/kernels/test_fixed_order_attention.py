@@ -124,6 +124,29 @@ def test_a_query_has_the_same_bits_in_every_chunk(window, cache_dtype, place, mo
         assert torch.equal(run(singles, sliding_window=window), whole[:900]), "900 single rows"
 
 
+@pytest.mark.parametrize(
+    "name, alter, message",
+    [
+        ("counters", torch.Tensor.long, "counters dtype: wanted torch.int32, got torch.int64"),
+        ("partials", torch.Tensor.half, "partials dtype: wanted torch.float32, got torch.float16"),
+        ("query_starts", torch.Tensor.long, "query_starts dtype: wanted torch.int32, got torch.int64"),
+    ],
+)
+def test_tensors_of_another_type_are_named(name, alter, message):
+    """A kernel would take the bytes of such a workspace for its own numbers."""
+    batch = make_batch([(5, 5), (2, 6)], "cpu", torch.float32)
+    plan = launch_plan(7, 2, 4, 2, 64, MANY)
+    given = {
+        "query_starts": batch.query_starts,
+        "partials": torch.empty(plan.workspace_floats),
+        "counters": torch.zeros(4, dtype=torch.int32),
+    }
+    given[name] = alter(given[name])
+    inputs = (*batch.decode_inputs, *given.values())
+    with pytest.raises(ValueError, match=message):
+        fixed_order_attention(torch.empty_like(batch.query), *inputs, plan, scale=0.1)
+
+
 def test_plans_without_a_gpu():
     plan = launch_plan(100, 16, 16, 8, 128, 132)
     assert (plan.query_tile, plan.chunk_programs, plan.single_programs) == (32, 19, 264)

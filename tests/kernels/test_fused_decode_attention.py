@@ -87,7 +87,7 @@ class Case:
         caches, scales = self.copy()
         output = fused_decode_attention_reference(
             self.qkv, *caches, self.tables, self.slots, self.lengths, self.rope, self.query_heads, scale=SCALE,
-            **self.weights, k_scales=scales[0], v_scales=scales[1],
+            **self.weights, key_scales=scales[0], value_scales=scales[1],
         )  # fmt: skip
         return output, caches, scales
 
@@ -105,7 +105,7 @@ class Case:
         def call() -> None:
             fused_decode_attention(
                 output, self.qkv, *caches, self.tables, self.slots, self.lengths, partials, counters, plan, new,
-                scale=SCALE, k_scales=scales[0], v_scales=scales[1], next_caches=tuple(caches),
+                scale=SCALE, key_scales=scales[0], value_scales=scales[1], next_caches=tuple(caches),
             )  # fmt: skip
 
         return call, output, caches, scales, counters

@@ -32,8 +32,8 @@ def make_case(tokens, query_heads, kv_heads, head_dim, dtype, *, block_size=4, b
     weights = [random_tensor(head_dim, dtype=dtype, seed=seed + i) if with_norm else None for i in (1, 2)]
     return {
         "qkv": random_tensor(tokens, (query_heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=seed + 3),
-        "k_cache": torch.full(cache_shape, float("nan"), dtype=dtype, device=DEVICE),
-        "v_cache": torch.full(cache_shape, float("nan"), dtype=dtype, device=DEVICE),
+        "key_cache": torch.full(cache_shape, float("nan"), dtype=dtype, device=DEVICE),
+        "value_cache": torch.full(cache_shape, float("nan"), dtype=dtype, device=DEVICE),
         "slot_mapping": slots.to(DEVICE),
         "positions": torch.randint(MAX_POSITION, (tokens,), generator=generator).int().to(DEVICE),
         "q_weight": weights[0],
@@ -43,19 +43,19 @@ def make_case(tokens, query_heads, kv_heads, head_dim, dtype, *, block_size=4, b
 
 
 def run(case, query_heads: int, table: torch.Tensor) -> torch.Tensor:
-    head_dim = case["k_cache"].shape[3]
+    head_dim = case["key_cache"].shape[3]
     q_out = torch.full((case["qkv"].shape[0], query_heads, head_dim), float("nan"), device=DEVICE).to(case["qkv"].dtype)
     qk_norm_rope_store(q_out=q_out, rope_table=table, **case)
     return q_out
 
 
 def exact(case, query_heads: int, table: torch.Tensor):
-    """`(q, k_cache, v_cache)` in float32."""
+    """`(q, key_cache, value_cache)` in float32."""
     wide = {name: value.clone() if torch.is_tensor(value) else value for name, value in case.items()}
-    for name in ("qkv", "k_cache", "v_cache"):
+    for name in ("qkv", "key_cache", "value_cache"):
         wide[name] = wide[name].float()
     q = qk_norm_rope_store_reference(query_heads=query_heads, rope_table=table, **wide)
-    return q, wide["k_cache"], wide["v_cache"]
+    return q, wide["key_cache"], wide["value_cache"]
 
 
 SHAPES = [(1, 4, 2, 64, 64), (7, 2, 2, 80, 80), (5, 6, 2, 96, 96), (4, 4, 4, 128, 64), (3, 3, 1, 16, 0)]
@@ -70,7 +70,7 @@ def test_matches_float32(tokens, query_heads, kv_heads, head_dim, rotary_dim, wi
     want_q, want_k, want_v = exact(case, query_heads, table)
     q = run(case, query_heads, table)
     assert_as_exact(q, want_q)
-    for cache, want in ((case["k_cache"], want_k), (case["v_cache"], want_v)):
+    for cache, want in ((case["key_cache"], want_k), (case["value_cache"], want_v)):
         assert torch.equal(cache.isnan(), want.isnan()), "stored where nothing should be, or the other way round"
         assert_as_exact(cache.nan_to_num(0), want.nan_to_num(0))
 
@@ -85,8 +85,8 @@ def test_rows_in_parts_are_added_up():
     q_out = torch.full((5, 4, 64), float("nan"), device=DEVICE)
     qk_norm_rope_store(q_out=q_out, rope_table=table, **case)
     assert_as_exact(q_out, want_q)
-    assert_as_exact(case["k_cache"].nan_to_num(0), want_k.nan_to_num(0))
-    assert_as_exact(case["v_cache"].nan_to_num(0), want_v.nan_to_num(0))
+    assert_as_exact(case["key_cache"].nan_to_num(0), want_k.nan_to_num(0))
+    assert_as_exact(case["value_cache"].nan_to_num(0), want_v.nan_to_num(0))
 
 
 QUANTISED = [torch.int8, torch.float8_e4m3fn]
@@ -94,10 +94,10 @@ QUANTISED = [torch.int8, torch.float8_e4m3fn]
 
 def quantised_case(case, cache_dtype):
     """The same case with a cache of 8 bits; what is not written holds NaN in scales, and in FP8 elements too."""
-    shape = case["k_cache"].shape
+    shape = case["key_cache"].shape
     caches = [torch.full(shape, 0x7F, dtype=torch.uint8, device=DEVICE).view(cache_dtype) for _ in range(2)]
     scales = [torch.full(shape[:3], float("nan"), dtype=torch.float16, device=DEVICE) for _ in range(2)]
-    return case | {"k_cache": caches[0], "v_cache": caches[1], "k_scales": scales[0], "v_scales": scales[1]}
+    return case | {"key_cache": caches[0], "value_cache": caches[1], "key_scales": scales[0], "value_scales": scales[1]}
 
 
 @pytest.mark.parametrize("cache_dtype", QUANTISED)
@@ -110,7 +110,7 @@ def test_quantised_caches_match_the_reference(tokens, query_heads, kv_heads, hea
     wanted = {name: value.clone() if torch.is_tensor(value) else value for name, value in case.items()}
     want_q = qk_norm_rope_store_reference(query_heads=query_heads, rope_table=table, **wanted)
     assert_as_exact(run(case, query_heads, table), want_q.float())
-    for kind in "kv":
+    for kind in ("key", "value"):
         scales, want_scales = case[f"{kind}_scales"], wanted[f"{kind}_scales"]
         written = ~want_scales.isnan()
         assert torch.equal(scales.isnan(), ~written), "stored where nothing should be, or the other way round"
@@ -138,16 +138,16 @@ def test_what_was_stored_is_written_back(tokens, query_heads, kv_heads, head_dim
     stored = case["slot_mapping"] >= 0
     case["qkv"][~stored] = float("nan")
     case["qkv"][0, -head_dim:] = 0  # a vector of zeros has the scale 0
-    before, plain = case["qkv"].clone(), {name: case[name].clone() for name in ("k_cache", "k_scales")}
+    before, plain = case["qkv"].clone(), {name: case[name].clone() for name in ("key_cache", "key_scales")}
     q = run(case | plain, query_heads, table)
     assert torch.equal(case["qkv"].nan_to_num(7.0), before.nan_to_num(7.0)), "written back without being asked"
     torch.testing.assert_close(run(case | {"write_back": True}, query_heads, table), q, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(case["k_cache"].view(torch.uint8), plain["k_cache"].view(torch.uint8))
+    assert torch.equal(case["key_cache"].view(torch.uint8), plain["key_cache"].view(torch.uint8))
     heads = case["qkv"].view(tokens, -1, head_dim)
     assert torch.equal(heads[:, :query_heads].nan_to_num(7.0), before.view_as(heads)[:, :query_heads].nan_to_num(7.0))
     assert heads[~stored].isnan().all()
     slots = case["slot_mapping"][stored]
-    for first, kind in ((query_heads, "k"), (query_heads + kv_heads, "v")):
+    for first, kind in ((query_heads, "key"), (query_heads + kv_heads, "value")):
         cache, scales = case[f"{kind}_cache"], case[f"{kind}_scales"]
         block, place = slots // cache.shape[2], slots % cache.shape[2]
         want = read_back(cache[block, :, place], scales[block, :, place])
@@ -170,10 +170,10 @@ def test_slot_minus_one_stores_nothing_even_from_a_row_of_nan():
     case = make_case(3, 2, 1, 32, torch.float32)
     case["slot_mapping"].fill_(-1)
     case["qkv"].fill_(float("nan"))
-    case["k_cache"].fill_(5.0)
-    case["v_cache"].fill_(6.0)
+    case["key_cache"].fill_(5.0)
+    case["value_cache"].fill_(6.0)
     run(case, 2, table)
-    assert (case["k_cache"] == 5).all() and (case["v_cache"] == 6).all()
+    assert (case["key_cache"] == 5).all() and (case["value_cache"] == 6).all()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
@@ -183,15 +183,15 @@ def test_slot_minus_one_leaves_quantised_blocks_alone(cache_dtype):
     case["slot_mapping"].fill_(-1)
     case["qkv"].fill_(float("nan"))
     run(case, 2, rope_table(32))
-    assert (case["k_cache"].view(torch.uint8) == 0x7F).all() and (case["v_cache"].view(torch.uint8) == 0x7F).all()
-    assert case["k_scales"].isnan().all() and case["v_scales"].isnan().all()
+    assert (case["key_cache"].view(torch.uint8) == 0x7F).all() and (case["value_cache"].view(torch.uint8) == 0x7F).all()
+    assert case["key_scales"].isnan().all() and case["value_scales"].isnan().all()
 
 
 def test_whole_tokens_quantise_as_groups_of_heads_do(monkeypatch):
     table = rope_table(32)
     case = quantised_case(make_case(3, 4, 2, 32, torch.float32), torch.int8)
     run(case, 4, table)
-    names = ("k_cache", "v_cache", "k_scales", "v_scales")
+    names = ("key_cache", "value_cache", "key_scales", "value_scales")
     alone = {name: case[name].view(torch.uint8).clone() for name in names}
     monkeypatch.setattr("kernels.qk_norm_rope_store.PROGRAM_TARGET", 1)
     assert launch_plan(3, 4, 2, 32).grid == (3, 1)
@@ -204,18 +204,18 @@ def test_whole_tokens_equal_groups_of_heads(monkeypatch):
     table = rope_table(32)
     case = make_case(6, 8, 4, 32, torch.float32)
     alone = run(case, 8, table)
-    cache = case["k_cache"].clone()
+    cache = case["key_cache"].clone()
     monkeypatch.setattr("kernels.qk_norm_rope_store.PROGRAM_TARGET", 1)
     assert launch_plan(6, 8, 4, 32).query_heads == 8
     assert_as_exact(run(case, 8, table), alone)
-    assert_as_exact(case["k_cache"].nan_to_num(0), cache.nan_to_num(0))
+    assert_as_exact(case["key_cache"].nan_to_num(0), cache.nan_to_num(0))
 
 
 def test_no_tokens_is_no_work():
     case = make_case(0, 2, 1, 32, torch.float32)
-    before = case["k_cache"].clone(), case["v_cache"].clone()
+    before = case["key_cache"].clone(), case["value_cache"].clone()
     run(case, 2, rope_table(32))
-    for cache, content in zip((case["k_cache"], case["v_cache"]), before, strict=True):
+    for cache, content in zip((case["key_cache"], case["value_cache"]), before, strict=True):
         assert torch.equal(cache.nan_to_num(7.0), content.nan_to_num(7.0))
 
 
@@ -238,8 +238,8 @@ def test_wrong_arguments_are_named():
         run(case | {"slot_mapping": case["slot_mapping"].int()}, 2, table)
     with pytest.raises(ValueError, match="wanted both or neither"):
         run(case | {"q_weight": None}, 2, table)
-    with pytest.raises(ValueError, match=r"v_scales: wanted scales beside a cache of torch.int8, got None"):
-        run(quantised_case(case, torch.int8) | {"v_scales": None}, 2, table)
+    with pytest.raises(ValueError, match=r"value_scales: wanted scales beside a cache of torch.int8, got None"):
+        run(quantised_case(case, torch.int8) | {"value_scales": None}, 2, table)
     with pytest.raises(ValueError, match=r"write_back: wanted an 8-bit cache and qkv in one part, got torch.float32"):
         run(case | {"write_back": True}, 2, table)
     with pytest.raises(ValueError, match="even number of columns up to 32"):
@@ -252,12 +252,12 @@ def test_64_bit_offsets():
     block_size, kv_heads, head_dim = 16, 8, 128
     blocks = 2**31 // (block_size * kv_heads * head_dim) + 3
     case = make_case(1, 16, kv_heads, head_dim, torch.bfloat16, block_size=block_size, blocks=1)
-    case["k_cache"] = torch.zeros(blocks, kv_heads, block_size, head_dim, dtype=torch.bfloat16, device=DEVICE)
-    case["v_cache"] = torch.zeros_like(case["k_cache"])
+    case["key_cache"] = torch.zeros(blocks, kv_heads, block_size, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    case["value_cache"] = torch.zeros_like(case["key_cache"])
     case["slot_mapping"][0] = blocks * block_size - 1
     run(case, 16, rope_table(128))
-    assert case["k_cache"][-1, :, -1].abs().sum() > 0 and case["v_cache"][-1, :, -1].abs().sum() > 0
-    assert case["k_cache"][:-1].count_nonzero() == 0
+    assert case["key_cache"][-1, :, -1].abs().sum() > 0 and case["value_cache"][-1, :, -1].abs().sum() > 0
+    assert case["key_cache"][:-1].count_nonzero() == 0
 
 
 @pytest.mark.gpu
@@ -265,7 +265,7 @@ def test_replay_equals_eager():
     table = rope_table(128)
     case = make_case(9, 16, 8, 128, torch.bfloat16)
     q_out = torch.empty(9, 16, 128, dtype=torch.bfloat16, device=DEVICE)
-    case["k_cache"].zero_()
+    case["key_cache"].zero_()
     assert_replay_equals_eager(
-        lambda: qk_norm_rope_store(q_out=q_out, rope_table=table, **case), q_out, case["k_cache"]
+        lambda: qk_norm_rope_store(q_out=q_out, rope_table=table, **case), q_out, case["key_cache"]
     )

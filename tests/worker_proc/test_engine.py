@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common import processors
 from common.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from common.errors import ConfigError
 from kernels.decode_attention import MAX_ROWS
@@ -39,6 +40,16 @@ def test_options_are_refused_before_the_model_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "choose_device", lambda _: GPU)
     with pytest.raises(ConfigError, match="--block-size is 256"):
         engine.load_engine(config)
+
+
+def test_threads_are_as_many_as_asked_for_or_as_the_control_group_grants(monkeypatch):
+    counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(processors, "usable_cores", lambda: 16)
+    monkeypatch.setattr(processors, "granted_cores", lambda: 2.5)
+    engine.set_threads(0)
+    engine.set_threads(5)
+    assert counts == [2, 5]
 
 
 def test_a_cache_type_is_refused_before_the_weights_are_loaded(tiny_model, monkeypatch):

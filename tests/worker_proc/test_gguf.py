@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -18,9 +19,10 @@ from tests.support.tiny_gguf import interleave_rotary_pairs, write_gguf
 from worker_proc.fetch_model import fetch_model
 from worker_proc.loader import load_model
 from worker_proc.loader.convert import convert_gguf
+from worker_proc.loader.gguf_config import make_config
 from worker_proc.loader.gguf_file import GgufFile, deinterleave_rotary_pairs
 from worker_proc.loader.gguf_tokenizer import SPLIT_PATTERNS, make_tokenizer, merges_from_scores
-from worker_proc.model_config import read_model_config
+from worker_proc.model_config import parse_model_config, read_model_config
 
 CPU = torch.device("cpu")
 IDS = [5, 99, 17, 4, 60, 61, 33]
@@ -148,6 +150,27 @@ def test_sentence_piece_merges_prefer_the_best_score():
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Replace("▁", " ")
     assert tokenizer.encode("ab ab").tokens == ["▁ab", "▁ab"]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", [8, 4], None, True], ids=repr)
+def test_metadata_that_is_no_number_is_named(value):
+    """A head count of zero, or one for each layer, ended the conversion with an error that named neither."""
+    good = {"tokenizer.ggml.tokens": ["a", "b"], "llama.attention.head_count": 4, "llama.embedding_length": 64,
+            "llama.feed_forward_length": 128, "llama.block_count": 2, "llama.context_length": 512,
+            "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.scaling.type": "linear",
+            "llama.rope.scaling.factor": 2.0}  # fmt: skip
+    for key in good:
+        metadata = good | {key: value}
+        file = SimpleNamespace(
+            architecture="llama", path="m.gguf", names={}, rope_factors=lambda: None,
+            get=lambda name, default=None, metadata=metadata: default if metadata.get(name) is None else metadata[name],
+        )  # fmt: skip
+        try:
+            parse_model_config(make_config(file, "float32"), source="m.gguf")
+        except ConfigError as error:
+            assert str(error).startswith("m.gguf: ") and str(error).isprintable()
+        else:
+            assert value == {"tokens": [8, 4], "type": None}.get(key.rpartition(".")[2], 1.5)
 
 
 def test_files_that_are_not_supported_say_why(tmp_path):

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 import transformers
 
 from common.errors import ConfigError
-from worker_proc.model_config import parse_model_config, read_model_config
+from worker_proc.layers.rotary import RotaryEmbedding
+from worker_proc.model_config import SUPPORTED_ROPE_TYPES, parse_model_config, read_model_config
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -18,6 +20,7 @@ BASE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
 
 
 def parse(**overrides):
@@ -101,6 +104,32 @@ def test_saved_configs_are_read_as_transformers_reads_them(family, overrides, tm
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \('gptq'\)"),
         ({"quantization_config": "gptq"}, "quantization_config must be an object, got 'gptq'"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a positive number, got -1e-06"),
+        ({"head_dim": 0}, "head_dim must be a positive integer, got 0"),
+        ({"hidden_size": 60}, "hidden_size 60 is not a multiple of num_attention_heads 8, and there is no head_dim"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window must be a positive integer"),
+        (QWEN | {"sliding_window": -4}, "sliding_window must be a positive integer, got -4"),
+        (QWEN | {"max_window_layers": -1}, "max_window_layers must be at least 0, got -1"),
+        (QWEN | {"layer_types": ""}, "layer_types needs 4 of"),
+        ({"rope_theta": 0}, "rope_theta must be above 1, got 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor must be a positive number, got 0"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 1e300}}, "factor must be at most 2147483647, got"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 1e8}}, "a context of more than 2147483647 tokens"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}, "head_dim": 2}, "dynamic needs a head_dim above 2"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+            "high_freq_factor must be above 4, got 4",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8, "beta_fast": 1, "beta_slow": 2}},
+            "beta_fast must be at least 2, got 1",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}},
+            "partial_rotary_factor must be at most 1, got 1.5",
+        ),
         ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
@@ -112,6 +141,67 @@ def test_what_is_not_supported_is_one_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         parse(**overrides)
     assert "\n" not in str(caught.value)
+
+
+ROPE_KEYS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 256, "attention_factor": 1.1, "beta_fast": 32,
+             "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": True},
+    "longrope": {"factor": 2.0, "original_max_position_embeddings": 256, "attention_factor": 1.1,
+                 "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    "llama3": {"factor": 8.0, "original_max_position_embeddings": 256, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+NOT_A_NUMBER = (0, 0.0, -1, -0.5, float("nan"), float("inf"), 10**400, "2", "", True, False, [], [2.0], {}, {"a": 1})
+
+
+def rope_spellings(rope_type, values, theta):
+    """The same rotary embedding as transformers has written it, before and since its version 5."""
+    outside = ("partial_rotary_factor", "original_max_position_embeddings")
+    inner = {key: value for key, value in values.items() if key not in outside}
+    outer = {key: value for key, value in values.items() if key in outside}
+    yield {"rope_theta": theta, "rope_scaling": {"type": rope_type, **values}}
+    yield {"rope_theta": theta, "rope_scaling": {"rope_type": rope_type, **inner}, **outer}
+    yield {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **values}}
+    yield {"rope_theta": theta, "rope_parameters": {"type": rope_type, "rope_type": None, **inner}, **outer}
+
+
+def computed(config):
+    """Every number that the rotary embedding makes of its parameters, at the first and the last positions."""
+    embedding = RotaryEmbedding(config, torch.device("cpu"))
+    angles = embedding.angles(torch.tensor([0, 1, 255, 511, 600]))
+    return torch.cat(
+        (angles.cos.flatten(), angles.signed_sin.flatten(), torch.tensor([1 / embedding.attention_factor]))
+    )
+
+
+@pytest.mark.parametrize("rope_type", SUPPORTED_ROPE_TYPES)
+def test_rope_parameters_are_refused_or_can_be_computed_with(rope_type):
+    """A factor of zero made every angle infinite, one below it a model of another kind, and nothing said so."""
+    values, refused = ROPE_KEYS[rope_type], set()
+    for spelled in rope_spellings(rope_type, values, 1e4):
+        assert parse(**spelled) == parse(rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **values})
+    for key in ("rope_theta", *values):
+        for bad in NOT_A_NUMBER:
+            changed = {**values, key: bad}
+            theta = changed.pop("rope_theta", 1e4)
+            for spelled in rope_spellings(rope_type, changed, theta):
+                try:
+                    config = parse(**spelled)
+                except ConfigError as error:
+                    assert key in str(error) and str(error).isprintable()
+                    refused.add(key)
+                else:
+                    assert computed(config).isfinite().all() and config.context_limit >= 512, (key, bad)
+    assert refused == {"rope_theta", *values}
+
+
+def test_a_rope_for_each_kind_of_layer_is_refused_and_not_taken_for_the_default():
+    kinds = {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match="each kind of layer .*'full_attention'.* are not supported"):
+        parse(rope_parameters=kinds)
 
 
 class Asked(dict):

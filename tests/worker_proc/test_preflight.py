@@ -117,6 +117,8 @@ def test_weights_that_loading_would_refuse(kind, folder, tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights ('awq') are not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"head_dim": 0}, "head_dim must be a positive integer"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor must be a positive number, got 0"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta must be above 1, got -1"),
     ],
 )
 def test_a_model_that_is_not_supported(changes, text, folder, tmp_path):

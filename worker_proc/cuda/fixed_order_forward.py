@@ -80,7 +80,7 @@ class FixedOrderForward(FusedForward):
         key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         qk_norm_rope_store(
             qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, self._rope_table,
-            k_scales=key_scales, v_scales=value_scales, one_plan=True, **head_norms(attention),
+            key_scales=key_scales, value_scales=value_scales, one_plan=True, **head_norms(attention),
         )  # fmt: skip
         self._attend_in_order(index, attended, query, bucket, inputs, cache, slots, counts)
         self._product(attended.view(tokens, -1), attention.o_proj, hidden, residual=hidden)

@@ -185,7 +185,7 @@ class FusedForward:
             fused.fused_decode_attention(
                 attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
                 self._partials, self._decode_counters, plan, new, scale=attention.scale,
-                k_scales=key_scales, v_scales=value_scales,
+                key_scales=key_scales, value_scales=value_scales,
                 next_caches=(cache.key_caches[following], cache.value_caches[following]),
             )  # fmt: skip
         else:

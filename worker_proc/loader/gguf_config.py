@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import ConfigError
+from common.errors import ConfigError, shown
 from worker_proc.loader.gguf_file import GgufFile
 
 ARCHITECTURES = {
@@ -27,12 +27,15 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     window = _value(file, "attention.sliding_window", None)
     if window and file.architecture == "llama":
         class_name, model_type = "MistralForCausalLM", "mistral"
-    head_count = _value(file, "attention.head_count")
-    hidden_size = _value(file, "embedding_length")
+    head_count = _count(file, "attention.head_count")
+    hidden_size = _count(file, "embedding_length")
+    tokens = file.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        raise ConfigError(f"{file.path}: the metadata's tokenizer.ggml.tokens must be a list, got {shown(tokens)}")
     config = {
         "architectures": [class_name],
         "model_type": model_type,
-        "vocab_size": len(file.get("tokenizer.ggml.tokens")),
+        "vocab_size": len(tokens),
         "hidden_size": hidden_size,
         "intermediate_size": _value(file, "feed_forward_length"),
         "num_hidden_layers": _value(file, "block_count"),
@@ -41,7 +44,7 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         "head_dim": _value(file, "attention.key_length", hidden_size // head_count),
         "hidden_act": "silu",
         "max_position_embeddings": _value(file, "context_length"),
-        "rms_norm_eps": _short_float(_value(file, "attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope_parameters(file),
         "tie_word_embeddings": "lm_head.weight" not in file.names,
         "attention_bias": "model.layers.0.self_attn.o_proj.bias" in file.names,
@@ -72,8 +75,28 @@ def _value(file: GgufFile, key: str, *default: Any) -> Any:
     return value
 
 
+def _count(file: GgufFile, key: str) -> int:
+    value = _value(file, key)
+    if type(value) is not int or value < 1:
+        raise _wrong(file, key, "a positive integer", value)
+    return value
+
+
+def _number(file: GgufFile, key: str, *default: float) -> float:
+    """A float32 as the shortest decimal that means it: 9.999999747378752e-06 -> 1e-05."""
+    value = _value(file, key, *default)
+    if type(value) not in (int, float):
+        raise _wrong(file, key, "a number", value)
+    return float(str(np.float32(value)))
+
+
+def _wrong(file: GgufFile, key: str, wanted: str, value: Any) -> ConfigError:
+    text = f"the metadata's {file.architecture}.{key} must be {wanted}, got {shown(value)}"
+    return ConfigError(f"{file.path}: {text}")
+
+
 def _rope_parameters(file: GgufFile) -> dict[str, Any]:
-    theta = _short_float(_value(file, "rope.freq_base", 10_000.0))
+    theta = _number(file, "rope.freq_base", 10_000.0)
     scaling = _value(file, "rope.scaling.type", "none")
     factors = file.rope_factors()
     if factors is not None:  # divisors per frequency, whatever the length: longrope with both lists the same
@@ -82,7 +105,7 @@ def _rope_parameters(file: GgufFile) -> dict[str, Any]:
         return {"rope_type": "longrope", "rope_theta": theta, "original_max_position_embeddings": original, **lists}
     if scaling == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    factor = _short_float(_value(file, "rope.scaling.factor"))
+    factor = _number(file, "rope.scaling.factor")
     if scaling == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if scaling == "yarn":
@@ -94,8 +117,3 @@ def _rope_parameters(file: GgufFile) -> dict[str, Any]:
             "original_max_position_embeddings": original,
         }
     raise ConfigError(f"{file.path}: rope scaling {scaling!r} is not supported; supported: none, linear, yarn")
-
-
-def _short_float(value: float) -> float:
-    """A float32 as the shortest decimal that means it: 9.999999747378752e-06 -> 1e-05."""
-    return float(str(np.float32(value)))

@@ -9,6 +9,7 @@ from array import array
 import pytest
 
 from common.messages import EngineStats
+from frontend.figures import FAILURES
 from frontend.http.dashboard import page_and_policy
 from frontend.http.history import FIELDS, KEPT_ROWS, History
 
@@ -79,6 +80,14 @@ def test_a_row_holds_what_happened_in_its_second(api, timed):
     for _ in range(10):
         after = second()
     assert after["ttft_p50"] is None and after["hit_rate"] is None
+
+
+@pytest.mark.parametrize("code", ["queue_full", "deadline_exceeded", "key_revoked", "internal_error", "sample_failed"])
+def test_a_full_queue_is_a_refusal_and_no_failure(api, timed, code):
+    _, second = timed
+    api.engine.core.figures.ended[code] += 1
+    row, is_failure = second(2.0), code in FAILURES
+    assert (row["refused_ps"], row["failed_ps"]) == ((0, 0.5) if is_failure else (0.5, 0))
 
 
 def test_a_scheduler_that_starts_anew_makes_no_negative_rates(api, timed):

@@ -88,6 +88,10 @@ def fresh_plans(monkeypatch, device):
     return calls
 
 
-def _store_by_reference(qkv, q_out, k_cache, v_cache, slots, positions, rope_table, q_weight, k_weight, *rest, **named):
+def _store_by_reference(
+    qkv, q_out, key_cache, value_cache, slots, positions, rope_table, q_weight, k_weight, *rest, **named
+):
     heads = (q_out.shape[1], q_weight, k_weight, *rest)
-    q_out.copy_(qk_norm_rope_store_reference(qkv, k_cache, v_cache, slots, positions, rope_table, *heads, **named))
+    q_out.copy_(
+        qk_norm_rope_store_reference(qkv, key_cache, value_cache, slots, positions, rope_table, *heads, **named)
+    )
