@@ -17,7 +17,7 @@ BATCH_SAMPLES = 2048
 """Samples of one batch that are sent at a time: more than any engine runs at once, fewer than its queue holds."""
 
 TOGETHER_BYTES = 1 << 14
-"""Of messages that are sent at once: four thousand token ids keep an engine busy for as long as it takes to write more."""
+"""Of messages that are sent at once: four thousand token ids keep an engine busy while more are being written."""
 
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters: complete, or only some by name (the model's own defaults fill in the rest), or none."""
