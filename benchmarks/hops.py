@@ -1,6 +1,6 @@
 """Where the time of one request goes between the processes: its timeline, hop by hop, compared with ZeroMQ alone.
 
-    python -m benchmarks.hops [--requests 400] [--step-ms 0] [--busy-poll-ms 0 -1 5 20] [--output FILE] [--smoke]
+    python -m benchmarks.hops [--requests 400] [--step-ms 0] [--busy-poll-ms 0 -1 5 20] [--busy-poll-io] [--output FILE]
 
 Client, frontend and scheduler are the real ones, and so is the worker except for its model (benchmarks/stub_worker.py),
 whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, one token out. `whole_us` is the time of
@@ -9,7 +9,7 @@ messages, and add up to that run's own whole (medians). All of it once for each 
 the client), side by side. A part named `A to B` begins when A hands the message to ZeroMQ
 and ends when B has it; the first and the last contain the client's own work, and the frontend's decoding and encoding.
 `cpu_us` is CPU time per request, over all threads. `floor_us` is what the six messages would take in a bare ping-pong
-(benchmarks/ping_pong.py), blocking or spinning, without a pause or after 2 ms of rest.
+(benchmarks/ping_pong.py), in each way of waiting and over bare Unix sockets, without a pause or after 2 ms of rest.
 `decode` is the time between one request's tokens when a step takes half a millisecond: no more than that, if the next
 plan is always there. `burst` sends eight requests at once, each of 16 tokens: 16 steps are the least. `load` is the
 machine's when it began. The last lines are JSON objects, one for each `--busy-poll-ms`.
@@ -72,11 +72,18 @@ class Processes:
     """Frontend, scheduler and stub worker, with a client; a context manager."""
 
     def __init__(
-        self, folder: Path, step_ms: float, busy_poll_ms: float = AUTOMATIC, record: Path | None = None
+        self,
+        folder: Path,
+        step_ms: float,
+        busy_poll_ms: float = AUTOMATIC,
+        record: Path | None = None,
+        *,
+        busy_poll_io: bool = False,
     ) -> None:
+        polling = {"busy_poll_ms": busy_poll_ms, "busy_poll_io": busy_poll_io}
         config = EngineConfig(
             cache=CacheOptions(prefix_cache="off"),
-            server=ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock", busy_poll_ms=busy_poll_ms),
+            server=ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock", **polling),
             profiling=ProfilingOptions(record=str(record or "")),
             log=LogOptions(log_level="warning"),
             run_dir=str(folder),
@@ -89,7 +96,7 @@ class Processes:
             own = ["--prompt-ms", str(step_ms), "--decode-ms", str(DECODE_STEP_MS)] if name == "worker-0" else []
             command = [sys.executable, "-m", module, "--config", str(folder / "config.json"), *own]
             self._processes[name] = subprocess.Popen(command)
-        self.client = Client(config.server.client_endpoint, timeout_s=START_TIMEOUT_S, busy_poll_ms=busy_poll_ms)
+        self.client = Client(config.server.client_endpoint, timeout_s=START_TIMEOUT_S, **polling)
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.client.status().state != "serving":
             assert time.monotonic() < deadline_s, "the engine did not start"
@@ -184,26 +191,36 @@ def matching(folder: Path, process: str, link: Link, direction: Direction, code:
 
 
 def floor_us(folder: Path, sizes: dict[str, int], client_bytes: tuple[int, int], count: int) -> dict[str, float]:
-    """What the six messages of a request take by themselves: blocking and spinning, in a row and each after a rest."""
-    links = {"internal": [sizes[part] for part in INTERNAL_PARTS], "client": client_bytes}
+    """What the six messages of a request take by themselves, in a row and each after a rest: over ZeroMQ in each way of
+    waiting, and over bare Unix sockets."""
+    internal = [sizes[part] for part in INTERNAL_PARTS]
+    zmq_links = {"internal": internal, "client": client_bytes}
+    unix_links = {"unix": [*internal, *client_bytes]}
     totals: dict[str, float] = {}
     for rest_s, suffix in ((0.0, ""), (REST_S, "_rested")):
-        for mode, spins in (("blocking", False), ("spinning", True)):
+        for name, way, links in (
+            ("blocking", "blocking", zmq_links),
+            ("spinning", "spinning", zmq_links),
+            ("awake", "awake", zmq_links),
+            ("unix_blocking", "blocking", unix_links),
+            ("unix_spinning", "spinning", unix_links),
+        ):
             hops_us: list[float] = []
             for kind, kind_sizes in links.items():
-                where = folder / f"{mode}{suffix}-{kind}"
-                hops_us += ping_pong.hops_us(where, kind, kind_sizes, count, spins=spins, rest_s=rest_s)
-            totals[mode + suffix] = round(sum(hops_us), 1)
+                where = folder / f"{name}{suffix}-{kind}"
+                hops_us += ping_pong.hops_us(where, kind, kind_sizes, count, way=way, rest_s=rest_s)
+            totals[name + suffix] = round(sum(hops_us), 1)
     return totals
 
 
 def measure_timeline(
-    folder: Path, count: int, step_ms: float, busy_poll_ms: float = AUTOMATIC
+    folder: Path, count: int, step_ms: float, busy_poll_ms: float = AUTOMATIC, *, busy_poll_io: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The figures of a recorded run, and the bytes of the message that ends each part."""
-    with Processes(folder / "recorded", step_ms, busy_poll_ms, folder / "records") as processes:
+    records_dir = folder / "records"
+    with Processes(folder / "recorded", step_ms, busy_poll_ms, records_dir, busy_poll_io=busy_poll_io) as processes:
         recorded = run_requests(processes, count)
-    times_us, sizes = part_times_us(folder / "records", recorded.spans_ns)
+    times_us, sizes = part_times_us(records_dir, recorded.spans_ns)
     parts_us = {part: figures(times) for part, times in times_us.items()}
     return {"whole_recorded_us": figures(recorded.whole_us), "parts_us": parts_us}, sizes
 
@@ -216,18 +233,20 @@ def measure_burst(processes: Processes, count: int) -> dict[str, Any]:
     return {"whole_us": figures(run.whole_us), "steps": round(steps, 1), "least_steps": BURST_TOKENS}
 
 
-def measure(count: int, step_ms: float, busy_poll_ms: Sequence[float]) -> list[dict[str, Any]]:
+def measure(
+    count: int, step_ms: float, busy_poll_ms: Sequence[float], *, busy_poll_io: bool = False
+) -> list[dict[str, Any]]:
     """All figures, for each duration of the busy poll."""
     found: list[dict[str, Any]] = []
     for each_ms in busy_poll_ms:
         load = round(os.getloadavg()[0], 1)
         with tempfile.TemporaryDirectory(prefix="hops-") as name:
             folder = Path(name)
-            with Processes(folder / "plain", step_ms, each_ms) as processes:
+            with Processes(folder / "plain", step_ms, each_ms, busy_poll_io=busy_poll_io) as processes:
                 plain = run_requests(processes, count)
                 decode = run_requests(processes, max(1, count // 40), DECODE_TOKENS, warm_up=1)
                 burst = measure_burst(processes, max(1, count // 10))
-            timeline, sizes = measure_timeline(folder, count, step_ms, each_ms)
+            timeline, sizes = measure_timeline(folder, count, step_ms, each_ms, busy_poll_io=busy_poll_io)
             floor = found[0]["floor_us"] if found else floor_us(folder, sizes, plain.client_bytes, max(1, count // 4))
         token_us = (statistics.median(decode.whole_us) - statistics.median(plain.whole_us)) / (DECODE_TOKENS - 1)
         found.append({
@@ -276,11 +295,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="how many, one after another")
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long the worker's first step takes")
     parser.add_argument("--busy-poll-ms", type=float, nargs="+", default=BUSY_POLL_MS, help="-1: as the engine chooses")
+    parser.add_argument("--busy-poll-io", action="store_true", help="keep ZeroMQ's threads awake too")
     parser.add_argument("--smoke", action="store_true", help="a few requests, for the test suite")
     parser.add_argument("--output", help="file to append the results to")
     args = parser.parse_args()
     durations_ms = [AUTOMATIC] if args.smoke else args.busy_poll_ms
-    found = measure(10 if args.smoke else args.requests, args.step_ms, durations_ms)
+    count = 10 if args.smoke else args.requests
+    found = measure(count, args.step_ms, durations_ms, busy_poll_io=args.busy_poll_io)
     print_table(durations_ms, found)
     for each_ms, metrics in zip(durations_ms, found, strict=True):
         entry = records.record(
@@ -288,7 +309,7 @@ def main() -> None:
             workload=f"1 request, {PROMPT_TOKENS} in, 1 out, step {args.step_ms:g} ms",
             metrics=metrics,
             device=records.host_name(),
-            options={"busy_poll_ms": each_ms},
+            options={"busy_poll_ms": each_ms, "busy_poll_io": args.busy_poll_io},
         )
         records.finish(entry, args.output)
 

@@ -1,12 +1,14 @@
 """Busy polling: after a message a loop asks for the next one again and again, for a few milliseconds, before it sleeps.
 
 On a host whose processors sleep while they have nothing to do, a thread takes tens of microseconds to wake up, and a
-request's way has six messages. A loop that asks does not have to be woken; ZeroMQ's own threads still do.
+request's way has six messages. A loop that asks does not have to be woken; ZeroMQ's own threads still do, unless they
+are kept awake too (`Errands`).
 
 The price is a processor for each loop of an engine that is at work, so it is on by default only where there are many
 (`limit_s_for`). Used by all processes and by the client SDK; knows no messages.
 """
 
+import itertools
 import math
 import os
 import threading
@@ -17,6 +19,7 @@ from pathlib import Path
 import zmq
 
 from common.processors import granted_cores
+from common.sockets import bind_pull, connect_push
 
 AUTOMATIC = -1.0
 """The option's value that leaves it to the machine."""
@@ -27,6 +30,9 @@ CONTESTED_S = 0.0005
 """A turn in which others had this processor for longer: somebody else has work for it."""
 PAUSE_S = 0.1
 """How long not to poll after that."""
+
+_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
+_numbers = itertools.count()
 
 
 def limit_s_for(option_ms: float, device: str = "auto") -> float:
@@ -48,6 +54,33 @@ def _has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
+class Errands:
+    """Keeps a context's ZeroMQ thread awake: it always has one more empty message to carry from here to here.
+
+    Linux only: the socket has a name and no file. Used by the thread that made it.
+
+    Args:
+        context: whose thread.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        endpoint = f"ipc://@trireme-errands-{os.getpid()}-{next(_numbers)}"
+        self._pull = bind_pull(context, endpoint)
+        self._push = connect_push(context, endpoint)
+        self._push.send(b"", _NO_WAIT)
+
+    def send(self) -> None:
+        """Send the message on its way again if it has arrived."""
+        if int(self._pull.get(_EVENTS)) & _READABLE:
+            self._pull.recv(_NO_WAIT)
+            self._push.send(b"", _NO_WAIT)
+
+    def close(self) -> None:
+        """Close the sockets, before their context ends."""
+        self._pull.close(linger=0)
+        self._push.close(linger=0)
+
+
 class BusyPoll:
     """When a loop asks again, and when it sleeps.
 
@@ -58,6 +91,9 @@ class BusyPoll:
         limit_s: how long to ask after a message; 0 for not at all.
         alone: held while asking, by one loop of a process at a time; the others sleep.
         clock: monotonic seconds.
+
+    Attributes:
+        errands: keep ZeroMQ's thread awake while asking; None leaves it alone.
     """
 
     def __init__(
@@ -67,6 +103,18 @@ class BusyPoll:
         self._alone = alone or threading.Lock()
         self._clock = clock
         self._until_s = self._paused_until_s = -math.inf
+        self.errands: Errands | None = None
+
+    def keep_awake(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """While asking, keep the context's own thread awake as well, which takes another processor."""
+        if self.limit_s:
+            self.errands = Errands(context)
+
+    def close(self) -> None:
+        """Close what `keep_awake` has opened, before the context ends."""
+        if self.errands is not None:
+            self.errands.close()
+            self.errands = None
 
     def note(self) -> bool:
         """A message has come or gone; whether to ask for the next one."""
@@ -80,6 +128,8 @@ class BusyPoll:
         start_s = self._clock()
         if start_s >= self._until_s:
             return False
+        if self.errands is not None:
+            self.errands.send()
         os.sched_yield()
         end_s = self._clock()
         if end_s - start_s > CONTESTED_S:

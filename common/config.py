@@ -9,6 +9,7 @@ import dataclasses
 import ipaddress
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,6 +209,9 @@ class ServerOptions:
         -1.0, "milliseconds that every process goes on asking for messages after one, before it sleeps; -1: 5 with a "
         "GPU and at least 8 processors, otherwise 0"
     )  # fmt: skip
+    busy_poll_io: bool = option(
+        False, "while asking, keep ZeroMQ's own threads awake too: another processor for each process (Linux)"
+    )  # fmt: skip
     shutdown_timeout: float = option(10.0, "seconds that requests in flight have to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until all processes must be ready")
     restart: bool = option(False, "restart a lost process; requests in flight continue from the tokens they had")
@@ -401,6 +405,8 @@ def _check_server(server: ServerOptions) -> None:
             f"--busy-poll-ms is {server.busy_poll_ms:g}; wanted 0 to {BUSY_POLL_LIMIT_MS}, or -1 to leave it to the "
             "machine"
         )
+    if server.busy_poll_io and sys.platform != "linux":
+        raise ConfigError("--busy-poll-io needs Linux: its sockets have names and no files")
     if server.restart_limit < 1:
         raise ConfigError(f"--restart-limit is {server.restart_limit}; wanted at least 1")
     if server.stream_interval < 1:

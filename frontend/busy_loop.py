@@ -27,6 +27,11 @@ class BusyLoop:
             self._turns = True
             self._loop.call_soon(self._turn)
 
+    def close(self) -> None:
+        """Sleep from now on."""
+        self._busy.limit_s = 0.0
+        self._busy.close()
+
     def _turn(self) -> None:
         """Once in each turn of the loop; one without a message was in vain."""
         if self._was_noted:

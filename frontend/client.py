@@ -17,8 +17,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar, Unpack, overload
 
 import zmq
 
@@ -39,15 +39,15 @@ from frontend.client_state import (
     OwnKeys,
     Reply,
     ServerKey,
-    deadline_after,
     raise_error,
 )
+from frontend.client_streams import Running, RunningEmbedding, Stream
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
-ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 _NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 LOOK_MS = int(LOOK_S * 1000)
 
@@ -65,7 +65,7 @@ class Client:
         name: this client's name in the engine's log.
         server_key: for an engine with `--client-keys`: its public key, or the file that contains it.
         client_keys: this client's own keys: the file with its secret key, or the pair (public, secret).
-        busy_poll_ms: as the engine's `--busy-poll-ms`, for this client's waiting.
+        busy_poll_ms, busy_poll_io: as the engine's options of these names, for this client's waiting.
 
     Attributes:
         welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
@@ -88,6 +88,7 @@ class Client:
         server_key: ServerKey = None,
         client_keys: OwnKeys = None,
         busy_poll_ms: float = busy_poll.AUTOMATIC,
+        busy_poll_io: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
@@ -96,9 +97,11 @@ class Client:
         self._state = ClientState()
         self._connection = Connection(endpoint, self._keys)
         self._busy = busy_poll.BusyPoll(busy_poll.limit_s_for(busy_poll_ms), alone=_one_that_polls)
+        self._busy_poll_io = busy_poll_io
         self._connect()
         self._give_up_at_s = 0.0
-        self._closed = False
+        self._gathers = self._closed = False
+        self._gathered: list[tuple[bytes, wire.FromClient, Inbox | None]] = []
         self._in_use = OneThread()
         try:
             self.welcome = self._call(self._hello, HELLO_ID)
@@ -110,7 +113,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], params: Params = None, *, stream: Literal[True],
         **options: Unpack[RequestOptions],
-    ) -> "Stream": ...  # fmt: skip
+    ) -> Stream: ...  # fmt: skip
 
     @overload
     def generate(
@@ -125,7 +128,7 @@ class Client:
         *,
         stream: bool = False,
         **options: Unpack[RequestOptions],
-    ) -> "Stream | wire.Final":
+    ) -> Stream | wire.Final:
         """Continue a text or token ids.
 
         Args:
@@ -143,7 +146,7 @@ class Client:
     @overload
     def chat(
         self, messages: Messages, params: Params = None, *, stream: Literal[True], **options: Unpack[ChatOptions]
-    ) -> "Stream": ...
+    ) -> Stream: ...
 
     @overload
     def chat(
@@ -153,7 +156,7 @@ class Client:
 
     def chat(
         self, messages: Messages, params: Params = None, *, stream: bool = False, **options: Unpack[ChatOptions]
-    ) -> "Stream | wire.Final":
+    ) -> Stream | wire.Final:
         """Answer a chat.
 
         Args:
@@ -204,14 +207,15 @@ class Client:
         batch: Batch[wire.EmbedReply] = Batch(prompts, None)
         return self._run(batch, lambda prompt, _: self.submit_embedding(prompt, **options))
 
-    def _run(self, batch: Batch[T], start: "Callable[[wire.Prompt, Params], Running[T]]") -> list[T]:
+    def _run(self, batch: Batch[T], start: Callable[[wire.Prompt, Params], Running[T]]) -> list[T]:
         while wanted := batch.begin_round():
             running: dict[int, Running[T]] = {}
             try:
-                for index, prompt, each in wanted:
-                    while self._state.live_count >= batch.window:
-                        self._pump(None)
-                    running[index] = start(prompt, each)
+                with self._together():
+                    for index, prompt, each in wanted:
+                        while self._state.live_count >= batch.window:
+                            self._pump(None)
+                        running[index] = start(prompt, each)
                 for index, request in running.items():
                     try:
                         batch.finals[index] = request.result()
@@ -226,7 +230,7 @@ class Client:
 
     def submit(
         self, prompt: wire.Prompt, params: Params = None, *, stream: bool = True, **options: Unpack[ChatOptions]
-    ) -> "Stream":
+    ) -> Stream:
         """Start a request and return at once.
 
         Args:
@@ -241,7 +245,7 @@ class Client:
             self._send(self._state.streamed(inbox, message), inbox)
         return Stream(self, inbox, options.get("timeout_s"))
 
-    def submit_embedding(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> "RunningEmbedding":
+    def submit_embedding(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> RunningEmbedding:
         """Ask for an embedding and return at once; arguments as in `embed`."""
         inbox = self._state.open(options.get("request_id"))
         with self._state.freed_on_error(inbox):
@@ -308,10 +312,13 @@ class Client:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
+        if self._busy_poll_io:
+            self._busy.keep_awake(self._context)
 
     def _disconnect(self) -> None:
         if self._socket.closed:
             return
+        self._busy.close()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -334,6 +341,7 @@ class Client:
 
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
+        self._send_gathered()
         with self._in_use:
             if self._state.is_resuming:
                 left_ms = max(0, math.ceil((self._give_up_at_s - time.monotonic()) * 1000))
@@ -370,16 +378,49 @@ class Client:
                 self._socket.send(self._hello.message(HELLO_ID).to_wire(), zmq.NOBLOCK)
                 self._give_up_at_s = time.monotonic() + self.timeout_s
 
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """A context in which messages are sent several at once, the last ones at its end."""
+        self._gathers = True
+        try:
+            yield
+            self._send_gathered()
+        finally:
+            self._gathers = False
+            self._forget_unsent(self._gathered)
+            self._gathered = []
+
     def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
-        with self._in_use:
-            self._await_connection()
-            self._socket.send(data, _NO_WAIT)  # no high-water mark: it never waits
-            self._busy.note()
+        self._gathered.append((data, message, inbox))
+        if not self._gathers or len(self._gathered) == wire.FRAMES_LIMIT:
+            self._send_gathered()
+
+    def _send_gathered(self) -> None:
+        if not self._gathered:
+            return
+        gathered, self._gathered = self._gathered, []
+        try:
+            with self._in_use:
+                self._await_connection()
+                *others, last = [data for data, _, _ in gathered]
+                for data in others:
+                    self._socket.send(data, _MORE)
+                self._socket.send(last, _NO_WAIT)  # no high-water mark: it never waits
+                self._busy.note()
+                for _, message, inbox in gathered:
+                    if inbox is not None:
+                        self._state.note_sent(inbox, message)
+        except BaseException:
+            self._forget_unsent(gathered)
+            raise
+
+    def _forget_unsent(self, gathered: Sequence[tuple[bytes, wire.FromClient, Inbox | None]]) -> None:
+        for _, _, inbox in gathered:
             if inbox is not None:
-                self._state.note_sent(inbox, message)
+                self._state.forget(inbox)
 
     def _await_connection(self) -> None:
         deadline_s = time.monotonic() + self.timeout_s
@@ -399,101 +440,3 @@ class Client:
             reply = self.next_reply(inbox, time.monotonic() + self.timeout_s)
         assert isinstance(reply, call.reply), f"wanted {call.reply.__name__}, got {type(reply).__name__}"
         return call.value(reply)
-
-
-class Running(Protocol[ResultT_co]):
-    """A running request: what `Stream` and `RunningEmbedding` have in common."""
-
-    def result(self) -> ResultT_co:
-        """Wait for the end."""
-
-    def close(self) -> None:
-        """Abort the request if it is still running."""
-
-
-class RunningEmbedding:
-    """One running request for an embedding.
-
-    Attributes:
-        request_id: the request's name.
-    """
-
-    def __init__(self, client: Client, inbox: Inbox, timeout_s: float | None) -> None:
-        self.request_id = inbox.request_id
-        self._client = client
-        self._inbox = inbox
-        self._deadline_s = deadline_after(timeout_s, time.monotonic())
-
-    def result(self) -> wire.EmbedReply:
-        """Wait for it."""
-        reply = self._client.next_reply(self._inbox, self._deadline_s)
-        assert isinstance(reply, wire.EmbedReply), f"wanted EmbedReply, got {type(reply).__name__}"
-        return reply
-
-    def close(self) -> None:
-        """Abort the request if it is still running."""
-        if self._client.is_live(self.request_id):
-            self._client.abort(self.request_id)
-
-    def __enter__(self) -> "RunningEmbedding":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Stream:
-    """One running request: iterate over its deltas, or take its `result`.
-
-    Leaving it early (`close`, or the end of a `with` block) aborts the request.
-
-    Attributes:
-        request_id: the request's name.
-        final: the whole result, once the iteration has ended.
-    """
-
-    def __init__(self, client: Client, inbox: Inbox, timeout_s: float | None) -> None:
-        self.request_id = inbox.request_id
-        self.final: wire.Final | None = None
-        self._client = client
-        self._inbox = inbox
-        self._deadline_s = deadline_after(timeout_s, time.monotonic())
-
-    def __iter__(self) -> "Stream":
-        return self
-
-    def __next__(self) -> wire.Delta:
-        if self.final is None:
-            reply = self._client.next_reply(self._inbox, self._deadline_s)
-            if isinstance(reply, wire.Delta):
-                return reply
-            assert isinstance(reply, wire.Final), f"wanted Delta or Final, got {type(reply).__name__}"
-            self.final = reply
-        raise StopIteration
-
-    def result(self) -> wire.Final:
-        """Wait for the whole result, including what was not iterated over."""
-        for _ in self:
-            pass
-        assert self.final is not None
-        return self.final
-
-    def whole(self) -> wire.Final:
-        """The whole result, for callers that want nothing else; the request is aborted if waiting for it fails."""
-        with self:
-            return self.result()
-
-    def abort(self) -> None:
-        """End the request; its end follows in the iteration."""
-        if self._client.is_live(self.request_id):
-            self._client.abort(self.request_id)
-
-    def close(self) -> None:
-        """Abort the request if it is still running."""
-        self.abort()
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

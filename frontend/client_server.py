@@ -167,7 +167,8 @@ class ClientServer:
         key = key_of(frames[-1])
         if key and self._access is not None:
             if not self._access.allows(key):
-                self._refuse(self._record_of(identity), wire.request_id_of(parts[-1]), _revoked())
+                for data in parts[: wire.FRAMES_LIMIT]:
+                    self._refuse(self._record_of(identity), wire.request_id_of(data), _revoked())
                 return
             self._record_of(identity).public_key = key
             self._check_keys_later()
@@ -203,13 +204,19 @@ class ClientServer:
         return client
 
     def on_frames(self, frames: list[bytes]) -> None:
-        """Handle a message: its sender's identity and the message."""
-        identity, data = frames[0], frames[-1]
+        """Handle what came at once: its sender's identity, then one message in each frame."""
+        identity, *parts = frames
         client = self._record_of(identity)
         client.touch()
+        if 0 < len(parts) <= wire.FRAMES_LIMIT:
+            for data in parts:
+                self._on_message(client, data)
+        else:
+            text = f"wanted 1 to {wire.FRAMES_LIMIT} messages at once, got {len(parts)}"
+            self._refuse(client, "", RequestError(text, code="bad_message"))
+
+    def _on_message(self, client: ClientRecord, data: bytes) -> None:
         try:
-            if len(frames) != 2:
-                raise WireError(f"a message is one frame, got {len(frames) - 1}")
             message = wire.decode_from_client(data)
         except WireError as error:
             refusal = RequestError(str(error)[:1000], code="bad_message")

@@ -136,8 +136,12 @@ class ClientState:
         try:
             yield
         except BaseException:
-            self._live.pop(inbox.request_id, None)
+            self.forget(inbox)
             raise
+
+    def forget(self, inbox: Inbox) -> None:
+        """The engine has never heard of the inbox's request: its id is free again."""
+        self._live.pop(inbox.request_id, None)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request has not ended yet."""

@@ -169,7 +169,10 @@ class LLM:
             except BaseException:
                 self._finalizer()
                 raise
-        self.client = Client(ready["local_endpoint"], name="LLM", busy_poll_ms=busy_poll_s * 1000)
+        self.client = Client(
+            ready["local_endpoint"], name="LLM", busy_poll_ms=busy_poll_s * 1000,
+            busy_poll_io=config.server.busy_poll_io,
+        )  # fmt: skip
 
     def generate(
         self,

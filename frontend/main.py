@@ -94,7 +94,10 @@ class Frontend:
         self._link = link
         self._context = new_context()
         limit_s = limit_s_for(config.server.busy_poll_ms, config.model.device)
-        self._busy = BusyLoop(BusyPoll(limit_s))
+        busy = BusyPoll(limit_s)
+        if config.server.busy_poll_io:
+            busy.keep_awake(self._context)
+        self._busy = BusyLoop(busy)
         self._http: HttpServer | None = None
         self._started = self._failed = False
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
@@ -279,6 +282,7 @@ class Frontend:
         self._outputs_reader.close()
         self._outputs.close()
         self._requests.close(linger=1000)
+        self._busy.close()
         self._engine.close()
         self._context.term()
         if self._recorder is not None:

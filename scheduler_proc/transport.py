@@ -102,6 +102,8 @@ class SocketTransport:
         self._readable: set[object] = set()  # sockets and descriptors that had something when `wait` returned
         limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
         self._busy = busy_poll.BusyPoll(limit_s)
+        if config.server.busy_poll_io:
+            self._busy.keep_awake(self._context)
         self._dropped_count = 0
         self._open_frontend_sockets(config.session)
 
@@ -165,6 +167,7 @@ class SocketTransport:
 
     def close(self) -> None:
         """Send what is queued for the frontend, drop the rest."""
+        self._busy.close()
         for socket in (self._requests, self._results, *self._plans):
             socket.close(linger=0)
         self._outputs.close(linger=1000)

@@ -78,6 +78,8 @@ class Worker:
         self._poller.register(link.wake_fd, zmq.POLLIN)
         limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
         self._busy = busy_poll.BusyPoll(limit_s)
+        if config.server.busy_poll_io:
+            self._busy.keep_awake(self._context)
 
     def run(self) -> int:
         """Start, serve until told to stop, return the exit code.
@@ -94,6 +96,7 @@ class Worker:
         finally:
             if self._recorder is not None:
                 self._recorder.close()
+        self._busy.close()
         self._plans.close(linger=0)
         self._results.close(linger=0)
         self._context.term()

@@ -45,6 +45,7 @@ from common.client_messages.replies import (
 )
 from common.client_messages.requests import (
     CLIENT_PROTOCOL_VERSION,
+    FRAMES_LIMIT,
     ID_LIMIT,
     OLDEST_CLIENT_PROTOCOL_VERSION,
     Abort,
@@ -62,6 +63,7 @@ from common.wire import decode, kinds_of
 
 __all__ = [
     "CLIENT_PROTOCOL_VERSION",
+    "FRAMES_LIMIT",
     "ID_LIMIT",
     "OLDEST_CLIENT_PROTOCOL_VERSION",
     "PARAM_LIMIT",

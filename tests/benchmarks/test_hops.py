@@ -17,6 +17,6 @@ def test_the_parts_of_a_request_add_up(tmp_path):
 
 
 def test_a_ping_pong_gives_a_time_for_each_size(tmp_path):
-    for kind, spins in (("internal", False), ("client", True)):
-        hops_us = hops.ping_pong.hops_us(tmp_path / kind, kind, [40, 600], count=3, spins=spins, rest_s=1e-4)
+    for kind, way in (("internal", "blocking"), ("client", "spinning"), ("internal", "awake"), ("unix", "blocking")):
+        hops_us = hops.ping_pong.hops_us(tmp_path / f"{kind}-{way}", kind, [40, 600], count=3, way=way, rest_s=1e-4)
         assert len(hops_us) == 2 and min(hops_us) > 0

@@ -7,7 +7,8 @@ import pytest
 import zmq
 
 from common import busy_poll
-from common.busy_poll import AUTOMATIC, AUTOMATIC_MS, CONTESTED_S, LEAST_CPUS, PAUSE_S, BusyPoll, limit_s_for
+from common.busy_poll import AUTOMATIC, AUTOMATIC_MS, CONTESTED_S, LEAST_CPUS, PAUSE_S, BusyPoll, Errands, limit_s_for
+from common.sockets import new_context
 
 
 class Clock:
@@ -132,3 +133,52 @@ def test_the_machine_decides_unless_the_option_does(monkeypatch, option_ms, devi
     monkeypatch.setattr(busy_poll, "_has_gpu", lambda: gpu)
     monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert limit_s_for(option_ms, device) * 1000 == pytest.approx(wanted_ms)
+
+
+class CountedErrands:
+    """Counts how often it is sent."""
+
+    def __init__(self) -> None:
+        self.count, self.is_open = 0, True
+
+    def send(self) -> None:
+        self.count += 1
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_errands_are_sent_while_a_loop_asks_and_not_afterwards():
+    clock = Clock(step_s=0.0001)
+    busy, errands = BusyPoll(0.005, clock=clock), CountedErrands()
+    busy.errands = errands
+    assert not busy.turn() and errands.count == 0
+    busy.note()
+    while busy.turn():
+        pass
+    assert errands.count > 10
+    sent = errands.count
+    assert not busy.turn() and errands.count == sent
+    busy.close()
+    busy.close()
+    assert busy.errands is None and not errands.is_open
+
+
+def test_an_errand_comes_back_again_and_again_and_its_context_can_end():
+    context = new_context()
+    first, second = Errands(context), Errands(context)
+    for _ in range(3):
+        for errands in (first, second):
+            assert errands._pull.poll(10_000), "the message has come back"
+            errands.send()
+            errands.send()  # nothing to do, or the next one already
+    first.close()
+    second.close()
+    context.term()
+
+
+def test_a_loop_that_never_asks_has_no_errands():
+    with new_context() as context:
+        busy = BusyPoll(0.0)
+        busy.keep_awake(context)
+        assert busy.errands is None

@@ -17,14 +17,17 @@ from worker_proc.reporter import InlineReporter
 from worker_proc.worker import Worker
 
 
-def for_ever() -> BusyPoll:
-    """After a message nothing but another one ends it."""
-    return BusyPoll(0.007, clock=lambda: 0.0)
+def for_ever(made: BusyPoll) -> BusyPoll:
+    """The same, but that after a message nothing except another one ends it."""
+    assert made.limit_s == 0.007
+    busy = BusyPoll(0.007, clock=lambda: 0.0)
+    busy.errands = made.errands
+    return busy
 
 
-@pytest.fixture
-def config(tmp_path) -> EngineConfig:
-    return EngineConfig(server=ServerOptions(busy_poll_ms=7), run_dir=str(tmp_path))
+@pytest.fixture(params=[False, True], ids=["", "with ZeroMQ's thread"])
+def config(tmp_path, request) -> EngineConfig:
+    return EngineConfig(server=ServerOptions(busy_poll_ms=7, busy_poll_io=request.param), run_dir=str(tmp_path))
 
 
 @pytest.fixture
@@ -36,8 +39,7 @@ def link(config):
 
 def test_the_scheduler_sees_orders_and_messages(config, link):
     transport = SocketTransport(config, link)
-    assert transport._busy.limit_s == 0.007
-    transport._busy = for_ever()
+    transport._busy = for_ever(transport._busy)
     with new_context() as context, connect_push(context, config.endpoint("requests")) as frontend:
         for message in (FlushCache(), AbortRequests(array("i", [3]))):
             frontend.send(message.to_wire())
@@ -52,11 +54,11 @@ def test_the_scheduler_sees_orders_and_messages(config, link):
 
 def test_the_worker_sees_orders(config, link):
     worker = Worker(config, link, 0)
-    assert worker._busy.limit_s == 0.007
-    worker._busy = for_ever()
+    worker._busy = for_ever(worker._busy)
     link.wake()
     link.order(Stop(5))
     assert worker._next_plan(None, InlineReporter(pytest.fail)) is None
+    worker._busy.close()
     worker._plans.close()
     worker._results.close()
     worker._context.term()

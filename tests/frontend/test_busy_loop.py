@@ -3,14 +3,18 @@
 import asyncio
 import os
 
+import pytest
+
 from common.busy_poll import BusyPoll
 from frontend import Client
 from frontend.busy_loop import BusyLoop
 
 
-def for_ever() -> BusyPoll:
-    """After a message nothing but another one ends it: its clock stands still."""
-    return BusyPoll(0.007, clock=lambda: 0.0)
+def for_ever(made: BusyPoll) -> BusyPoll:
+    """The same, but that after a message nothing except another one ends it: its clock stands still."""
+    busy = BusyPoll(made.limit_s, clock=lambda: 0.0)
+    busy.errands = made.errands
+    return busy
 
 
 def test_an_asyncio_loop_sees_everything_and_sleeps_afterwards():
@@ -40,14 +44,16 @@ def test_an_asyncio_loop_sees_everything_and_sleeps_afterwards():
     assert seen == [b"x", 0]
 
 
-def test_the_frontend_and_its_client_poll_while_they_have_a_request(run_frontend):
-    running = run_frontend(server={"busy_poll_ms": 7.0})
+@pytest.mark.parametrize("io", [False, True])
+def test_the_frontend_and_its_client_poll_while_they_have_a_request(run_frontend, io):
+    running = run_frontend(server={"busy_poll_ms": 7.0, "busy_poll_io": io})
     loop = running.frontend._busy
     assert loop._busy.limit_s == 0.007
-    loop._busy = for_ever()
-    with Client(running.endpoint, busy_poll_ms=9) as client:
+    loop._busy = for_ever(loop._busy)
+    with Client(running.endpoint, busy_poll_ms=9, busy_poll_io=io) as client:
         assert client._busy.limit_s == 0.009
-        client._busy = for_ever()
+        client._busy = for_ever(client._busy)
+        assert (client._busy.errands is not None) == (loop._busy.errands is not None) == io
         client.status()
         assert not loop._turns, "nobody's request"
         assert client.generate("The sea", {"max_tokens": 4}).samples[0].token_ids

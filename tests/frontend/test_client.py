@@ -54,15 +54,6 @@ def test_chat_may_fill_the_context(run_frontend):
         assert request.params.max_tokens == 2048 - final.prompt_tokens
 
 
-def test_batch_keeps_the_order(frontend):
-    prompts = [f"a {number}" for number in range(64)]
-    with Client(frontend.endpoint) as client:
-        results = client.generate_batch(prompts, [SamplingParams(max_tokens=1 + n % 3) for n in range(64)])
-        for number, result in enumerate(results):
-            assert list(result.prompt_token_ids) == client.tokenize(prompts[number])
-            assert result.completion_tokens == 1 + number % 3
-
-
 class EverySecond(tuple):
     """A refusal that holds for every second request."""
 
@@ -93,14 +84,6 @@ def test_a_batch_keeps_within_the_queue_and_sends_again_what_found_it_full(front
         frontend.scheduler.refusal = ("queue_full", "the queue is full", 429)
         with pytest.raises(RequestError, match="queue is full"):
             client.generate_batch(prompts)
-
-
-def test_a_batch_that_cannot_be_submitted_whole_leaves_nothing_running(frontend):
-    frontend.scheduler.gate.clear()
-    with Client(frontend.endpoint) as client:
-        with pytest.raises(RequestError):
-            client.generate_batch(["one", "two", object()], SamplingParams(max_tokens=2000))
-        frontend.scheduler.wait_until(lambda: len(frontend.scheduler.aborted) == 2)
 
 
 def test_the_id_of_a_request_that_could_not_be_sent_is_free_again(shared_frontend):

@@ -33,7 +33,8 @@ def test_both_clients_have_the_same_surface():
     assert ours == theirs
     assert surface(Stream) == surface(AsyncStream)
     parameters = dict(inspect.signature(Client).parameters)
-    assert parameters.pop("busy_poll_ms"), "what only a client that blocks needs"
+    for name in ("busy_poll_ms", "busy_poll_io"):
+        assert parameters.pop(name), "what only a client that blocks needs"
     assert parameters == inspect.signature(AsyncClient).parameters
 
 

@@ -1,0 +1,84 @@
+"""Requests of one batch: sent several at once, answered in their order, and gone if the batch fails."""
+
+import pytest
+import zmq
+
+from common import client_messages as wire
+from common.client_messages import FRAMES_LIMIT
+from common.errors import EngineDeadError, RequestError
+from common.sampling_params import SamplingParams
+from frontend import Client
+from frontend.client_server import ClientServer
+
+
+def test_batch_keeps_the_order(frontend):
+    prompts = [f"a {number}" for number in range(64)]
+    with Client(frontend.endpoint) as client:
+        results = client.generate_batch(prompts, [SamplingParams(max_tokens=1 + n % 3) for n in range(64)])
+        for number, result in enumerate(results):
+            assert list(result.prompt_token_ids) == client.tokenize(prompts[number])
+            assert result.completion_tokens == 1 + number % 3
+
+
+@pytest.mark.parametrize("left", [2, 0], ids=["", "with none left to send"])
+def test_a_batch_that_cannot_be_submitted_whole_leaves_nothing_running(frontend, left):
+    """Those that were sent are aborted, and of those that still waited for others to be sent with nothing remains."""
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        with pytest.raises(RequestError):
+            client.generate_batch(["a"] * (FRAMES_LIMIT + left) + [object()], SamplingParams(max_tokens=2000))
+        frontend.scheduler.wait_until(lambda: len(frontend.scheduler.aborted) == FRAMES_LIMIT)
+        client.ping()
+        assert client._state.live_count == 0
+        frontend.scheduler.gate.set()
+        assert client.generate("a", SamplingParams(max_tokens=1)).completion_tokens == 1
+        assert len(frontend.scheduler.added) == FRAMES_LIMIT + 1
+
+
+def test_a_batch_is_sent_several_requests_at_once_and_in_order(run_frontend, monkeypatch):
+    """So that they share the engine's first step; one after the other they came in two."""
+    counts = []
+    handle = ClientServer.on_frames
+
+    def counted(server: ClientServer, frames: list[bytes]) -> None:
+        counts.append(len(frames) - 1)
+        handle(server, frames)
+
+    monkeypatch.setattr(ClientServer, "on_frames", counted)
+    frontend = run_frontend()
+    with Client(frontend.endpoint) as client:
+        counts.clear()
+        for count in (8, 2 * FRAMES_LIMIT + 3, 1):
+            client.generate_batch([[number] for number in range(count)], SamplingParams(max_tokens=1))
+        client.embed_batch([[1], [2]])
+    assert counts == [8, FRAMES_LIMIT, FRAMES_LIMIT, 3, 1, 2]
+    sent = [request.prompt_token_ids[0] for request in frontend.scheduler.added]
+    assert sent == [*range(8), *range(2 * FRAMES_LIMIT + 3), 0, 1, 2]
+
+
+def test_a_batch_that_finds_no_engine_leaves_its_ids_free(run_frontend):
+    frontend = run_frontend()
+    with Client(frontend.endpoint) as client:
+        assert frontend.stop() == 0
+        client.timeout_s = 0.2
+        with pytest.raises(EngineDeadError):
+            client.generate_batch(["one", "two", "three"])
+        assert client._state.live_count == 0
+
+
+def test_messages_that_come_at_once_are_answered_one_by_one(frontend):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(frontend.endpoint)
+        good = [wire.Ping(f"{number}").to_wire() for number in range(FRAMES_LIMIT)]
+        for frames, wanted in (
+            ([good[0], b"\xc1", good[1]], ["0", "", "1"]),
+            (good, [str(number) for number in range(FRAMES_LIMIT)]),
+            ([*good, good[0]], [""]),
+        ):
+            socket.send_multipart(frames)
+            replies = []
+            for _ in wanted:
+                assert socket.poll(10_000), "no answer"
+                replies.append(wire.decode_to_client(socket.recv()))
+            assert [reply.request_id for reply in replies] == wanted
+            assert {reply.code for reply in replies if isinstance(reply, wire.ErrorReply)} <= {"bad_message"}
