@@ -17,6 +17,9 @@ last with that (row, head), as an atomic counter tells, merges the parts by log-
 two ends, so two places for partial results per program are enough whatever the lengths are, and one captured graph is
 correct, and balanced, for every mix of lengths. docs/how-it-works.md has an example.
 
+The kernel is compiled for a FORMAT of the cache (`kv_format.cache_format`). Over 8-bit ones NATIVE and SINGLE say by
+which instructions elements are converted and multiplied: kernels/decode_tile.py, which also has the merge.
+
 | tensor   | axes                                 | dtype        | padding                                          |
 |----------|--------------------------------------|--------------|--------------------------------------------------|
 | query    | [token_count, query_heads, head_dim] | bf16/f16/f32 | row r's query is token r                         |
@@ -79,6 +82,7 @@ from kernels.paged_kv import (
 MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_GROUP = 8
+"""Query heads of a K/V head that the Hopper kernels take: the columns of a tensor core instruction's result."""
 
 
 def decode_attention_reference(
@@ -99,7 +103,20 @@ def decode_attention_reference(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
+    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`).
+
+    Attributes:
+        program_count: programs, all of them on the card at once.
+        tile_tokens: keys of a tile.
+        group_rows: rows of a tile of queries, the query heads of one K/V head among them.
+        dim_tile, rows_tile: powers of two that hold head_dim and the bucket's rows.
+        min_tiles: of a program's piece; more than 1 leaves programs without work rather than cut rows small.
+        start_tiles: tiles that beginning a (row, head) is counted as.
+        num_stages: tiles on their way at a time.
+        max_registers: of a thread; None: as the compiler likes.
+        workspace_floats, counter_count: elements of `partials` and `counters`.
+        specialised: a Hopper kernel's.
+    """
 
     program_count: int
     tile_tokens: int

@@ -24,6 +24,9 @@ block tables, lengths and all other tokens must have been written by kernels tha
 Measured on an H200, 16 query and 8 K/V heads of 128, by `python -m benchmarks.kernels.tune_attention --only decode`, in
 microseconds for bfloat16, int8, fp8: 256 x 1024 254, 142, 145; 32 x 1024 37.8, 26.3, 25.2; 64 x 256 21.0, 17.8, 16.9.
 docs/log.md has those of the plain kernel beside them, and says where the rest goes.
+
+Sources: those of kernels/decode_attention.py. NVIDIA, Parallel Thread Execution ISA: `mma.sync` m16n8k16 and m16n8k32,
+`cp.async.bulk.tensor`, `griddepcontrol`.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from kernels.decode_warp import (
     cache_descriptor,
     clean,
     copy_tile,
+    key_products,
     left_operands,
     store_piece,
     zero_empty_rows,
@@ -54,10 +58,12 @@ if TYPE_CHECKING:
     from kernels.decode_attention import DecodePlan
 
 LEVELS = gl.constexpr(127.0 * 128.0)
+"""Of a query over an int8 cache, either side of 0: 127 * 128, so that two bytes, the higher times 128, hold each."""
 
 
 @gluon.jit
 def add(left, right):
+    """What a running sum is made with (`associative_scan`)."""
     return left + right
 
 
@@ -102,18 +108,10 @@ def _query_operands(query_ptr, mma: gl.constexpr, FORMAT: gl.constexpr, GROUP: g
 def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
     """Products [tile, 8] of a tile of keys in shared memory with the queries, without the keys' scales."""
     TILE: gl.constexpr = keys.shape[0]
-    zeros = gl.zeros([TILE, QUERIES], gl.float32, mma)
     if FORMAT == INT8:
         BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * keys.shape[1], element_bitwidth=8, rank=2)
-        operand = keys._reinterpret(gl.int8, [TILE, 2 * keys.shape[1]], BYTES).load(gl.DotOperandLayout(0, mma, 4))
-        none = gl.zeros([TILE, QUERIES], gl.int32, mma)
-        scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
-    elif FORMAT == FP8:
-        even, odd = left_operands(keys, mma, FORMAT)
-        scores = mma_v2(odd, second, mma_v2(even, first, zeros))
-    else:
-        scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
-    return scores
+        keys = keys._reinterpret(gl.int8, [TILE, 2 * keys.shape[1]], BYTES)
+    return key_products(keys, first, second, [TILE, QUERIES], mma, FORMAT)
 
 
 @gluon.jit

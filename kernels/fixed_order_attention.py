@@ -59,7 +59,16 @@ PART_COUNT = 4096
 
 @dataclass(frozen=True)
 class FixedOrderAttentionPlan:
-    """Everything a launch fixes; tiles and spans are the same for all sizes."""
+    """Everything a launch fixes; tiles and spans are the same for all sizes.
+
+    Attributes:
+        chunk_programs, single_programs: of the two kernels; the first has as many for each K/V head.
+        query_tile: tokens of a tile of queries, each with the query heads of one K/V head.
+        key_tile: keys of a tile.
+        dim_tile, rows_tile, group_tile: powers of two that hold head_dim, the rows, and a K/V head's query heads.
+        span: keys that are summed up from nothing before they are folded.
+        tile_rows: rows of a tile of queries.
+    """
 
     chunk_programs: int
     single_programs: int

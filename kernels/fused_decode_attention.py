@@ -67,12 +67,12 @@ from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
 
 MAX_ROWS = 16
 GROUP_ROWS = 16  # query rows of a tensor core's tile
-PROGRAM_TARGET = 264  # two for each multiprocessor of the card that this was measured on
+PROGRAM_TARGET = 264  # two for each multiprocessor of the card that this was measured on; of single warps four times it
 APART_ROWS = 2
 """Up to here the new token is a part of its own: 577 us a step of one row, not 640; of 16 rows 1,222, not 1,127."""
 
 MAX_SPLITS = 32
-WARPS_GROUP = 8
+WARPS_GROUP = 8  # query heads of a K/V head that kernels/fused_decode_warps.py takes
 WARPS_ROWS = 2
 WARPS_ROWS_8_BIT = 4
 """Rows from which on kernels/fused_decode_warps.py computes plain and 8-bit caches; below, the others are faster. A
@@ -142,7 +142,15 @@ def takes_warps(
 
 @dataclass(frozen=True)
 class FusedDecodePlan:
-    """Everything a launch fixes; a pure function of the bucket and the head shape."""
+    """Everything a launch fixes; a pure function of the bucket and the head shape.
+
+    Attributes:
+        splits: programs of a (row, K/V head), between which its cached tokens are shared out.
+        tile: cached tokens that a program takes at a time.
+        is_apart: the new token is a part of its own.
+        workspace_floats: elements of `partials`.
+        single_warps: the plan is one of kernels/fused_decode_warps.py, which has a program more for the new value.
+    """
 
     splits: int
     tile: int

@@ -10,7 +10,8 @@ draws do not depend on its neighbours, on the batch, or on how often a step is r
 
 Sources: 1. J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011 (counter-based generation). 2. C.
 Wellons, "Prospecting for Hash Functions", 2018 (the multipliers of `_mix`). 3. E. Gumbel, 1954; C. Maddison et al.,
-"A* Sampling", 2014 (the maximum trick).
+"A* Sampling", 2014 (the maximum trick). The numbers that are added or multiplied in `noise_bits` and `noise_keys` only
+need to be odd and without pattern: 2^32 over the golden ratio, one of MurmurHash3's, and xxHash's first prime.
 """
 
 import torch
@@ -21,9 +22,11 @@ from kernels.launch import interpreted
 
 MASK = 0xFFFFFFFF
 HAS_PTX = tl.constexpr(not interpreted() and torch.version.hip is None)
+"""Whether kernels may contain NVIDIA's assembly."""
 
 
 def _mix_reference(x: torch.Tensor) -> torch.Tensor:
+    """A one-to-one scrambling of 32-bit integers, held as int64 [2]."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK
     x = x ^ (x >> 15)
@@ -50,6 +53,7 @@ def gumbel_reference(bits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _mix(x):
+    """`_mix_reference` of uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)

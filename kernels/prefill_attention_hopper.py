@@ -150,10 +150,13 @@ def _steps(
 def _consume(
     output_ptr, query_ptr, output_stride, query_stride, scale_log2, queries, keys, values, key_full, key_empty,
     value_full, value_empty, mail, mail_full, mail_empty,
-    GROUP_INDEX: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
+    WARP_GROUP: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
     COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr, CLEAN_VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Take letters until the last; compute 64 of a tile's rows each time."""
+    """Take letters until the last; compute 64 of a tile's rows each time, those of WARP_GROUP.
+
+    COPY_QUERY: queries come with the letter; CLEAN_VALUES: copied values may hold anything past a row's end.
+    """
     dtype: gl.constexpr = keys.dtype
     TILE: gl.constexpr = keys.shape[1]
     HEAD_DIM: gl.constexpr = keys.shape[2]
@@ -163,11 +166,11 @@ def _consume(
     operand: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
 
-    tile_rows = GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
+    tile_rows = WARP_GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, copy_layout))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, copy_layout))
     token_in_tile = tile_rows // GROUP
     head_places = (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
-    score_tokens = (GROUP_INDEX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout))) // GROUP
+    score_tokens = (WARP_GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout))) // GROUP
     key_places = gl.arange(0, TILE, layout=gl.SliceLayout(1, copy_layout))
     empty = gl.zeros([ROWS, TILE], gl.float32, score_layout)
 
@@ -175,7 +178,7 @@ def _consume(
     letter = 0
     is_work, query_start, query_count, first_token, length, head, key_end, _ = read_mail(mail, mail_full, letter)
     while is_work != 0:
-        query = queries.index((letter % MAIL_SLOTS) * 2 + GROUP_INDEX)
+        query = queries.index((letter % MAIL_SLOTS) * 2 + WARP_GROUP)
         if not COPY_QUERY:
             tokens = first_token + token_in_tile
             is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)
@@ -184,7 +187,7 @@ def _consume(
             fence_async_shared()
 
         positions = length - query_count + first_token + score_tokens
-        first_position = length - query_count + first_token + (GROUP_INDEX * ROWS) // GROUP
+        first_position = length - query_count + first_token + (WARP_GROUP * ROWS) // GROUP
         tile_count = (key_end + (TILE - 1)) // TILE
         last_tile = tile_count - 1
         full_count = gl.minimum((first_position + 1) // TILE, last_tile)

@@ -27,7 +27,10 @@ from kernels.kv_quant import INT8
 from kernels.prefill_attention_hopper_copy import MAIL_SLOTS, cached_tiles, read_mail
 
 PIECE_ROWS = gl.constexpr(32)
+"""Keys that are converted at a time: a whole tile, before and after, is more than the warps' registers hold."""
 
+# Operands of the assembly, of which four elements share a copy: $2 the four stored bytes, $3 to $6 the scale's upper
+# part (`_scale_words`), four times the same, $7 to $10 its lower part; $0 and $1 get two bfloat16 each.
 _SCALED = """
     mul.rn.bf16x2 high, low, $7;
     fma.rn.bf16x2 $0, low, $3, high;
@@ -107,6 +110,7 @@ def _convert_tile(
 
 @gluon.jit
 def _load_scales(scales_ptr, blocks, keys, head, length, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The float16 scales of `keys`, positions of a row; 0 before its first and from its end on."""
     places = (blocks.to(gl.int64) * KV_HEADS + head) * BLOCK_SIZE + keys % BLOCK_SIZE
     return gl.load(scales_ptr + places, mask=(keys >= 0) & (keys < length), other=0.0)
 

@@ -18,12 +18,21 @@ MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_TOKENS = 1024
 SPECIALISED_ROW_TOKENS = 64
+"""Query tokens of a bucket from which on the Hopper kernel is faster, twice as many where a row has no more than these:
+`is_specialised_size`."""
+
 LARGE_TOKENS = 4096
+"""Query tokens of a bucket from which on the plain kernel takes its larger tiles: `measured_tiles`."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of queries and keys of a tile, and how the compiler is to take them."""
+    """Rows of queries and keys of a tile, and how the compiler is to take them.
+
+    Attributes:
+        max_registers: of a thread; None: as the compiler likes.
+        one_loop: masks in all tiles of keys, and so one loop, not one for the full tiles and one for those at edges.
+    """
 
     tile_rows: int
     key_tile: int
@@ -51,7 +60,17 @@ def is_specialised_size(token_count: int, row_count: int) -> bool:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`)."""
+    """Everything a launch fixes; a pure function of the bucket and the head shape (`launch_plan`).
+
+    Attributes:
+        program_count: programs; no more than are on the card at once.
+        wave: programs from which on they come second to a multiprocessor.
+        specialised, overlap, fresh: as `launch_plan` takes them.
+        tile_rows, query_tile: rows of a tile of queries, and tokens, each with the query heads of one K/V head.
+        key_tile: keys of a tile.
+        dim_tile, rows_tile: powers of two that hold head_dim and the bucket's rows.
+        num_warps, num_stages, max_registers, one_loop: as `Tiles`.
+    """
 
     program_count: int
     wave: int

@@ -40,6 +40,10 @@ search runs over all: slower, and as exact. The last program of a row to finish 
 Measured on an H200 at commit cf6694d by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
 for 1 / 64 / 256 rows: greedy 4.4 / 20 / 53 us (2.9 TB/s at 256 rows, 64 % of the read limit of that run; torch's
 argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91.
+
+Sources: 1. N. Keskar et al., CTRL, arXiv:1909.05858 (repetition penalty). 2. A. Fan et al., arXiv:1805.04833 (top-k).
+3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. M. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
+in `kernels.noise`.
 """
 
 from dataclasses import dataclass
@@ -171,7 +175,8 @@ def logprobs_reference(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Grids of the two launches, and how a row is divided."""
+    """Grids of the two launches, and how a row is divided: into `chunk_count` chunks, and into pieces, for which
+    `piece_tile` is a power of two that holds them all."""
 
     scan_grid: tuple[int, int]
     choose_grid: tuple[int, int]

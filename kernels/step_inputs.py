@@ -114,7 +114,7 @@ def _step_inputs_kernel(
     program = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
-    row_count = tl.load(plan)
+    row_count = tl.load(plan)  # the header's first and third numbers
     token_count = tl.load(plan + 2)
     if program >= ROWS:
         # Padding tokens of the bucket.

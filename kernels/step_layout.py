@@ -12,7 +12,7 @@ import torch
 HEADER = 5
 """row_count, decode_row_count, token_count, appended block count, count of the slots' words that change."""
 BLOCK_COUNT, WRITE_COUNT = 3, 4
-"""Places in the header."""
+"""Places of the last two in the header."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ then holds few enough to be searched, after one more pass over the row.
 Called inside the kernels of `kernels.sampling`, whose docstring says what is computed. `settings` is
 `SamplingState.arguments`, `work` is `SamplingWorkspace.tensors`, both in the order given there. `here` is the row that
 a program works on: its number, its slot, the slot's known length, the logits and their stride, `settings` and `work`.
+
+Sources: 1. M. Herf, "Radix Tricks", 2001 (floats as integers of the same order).
 """
 
 import triton
@@ -191,6 +193,7 @@ def _from_key(key):
 
 @triton.jit
 def _fixed(mass):
+    """A mass, the largest logit's being 1, as an integer: in units of 2^-32."""
     return (mass * 4294967296.0).to(tl.int64)
 
 

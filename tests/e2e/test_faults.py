@@ -174,8 +174,7 @@ def test_c12_prompt_logprobs_are_the_same_with_a_warm_cache(client):
 
 def test_d8_an_id_in_use_is_refused_for_its_client_and_free_for_others(client, server):
     long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
-    first = client.submit(PROMPT, long, stream=True, request_id="mine")
-    next(first)
+    first = client.submit(PROMPT, long, stream=True, request_id="mine")  # of whose end nobody looks before the next
     with pytest.raises(TriremeError, match="mine"):
         client.submit(PROMPT, GREEDY, request_id="mine").result()
     with Client(server.ready["client_endpoint"], timeout_s=30) as other:

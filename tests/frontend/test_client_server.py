@@ -28,8 +28,12 @@ class Raw:
             self._socket.send(message.to_wire())
 
     def receive(self) -> wire.ToClient:
-        assert self._socket.poll(20_000), "no reply within 20 s"
-        return wire.decode_to_client(self._socket.recv())
+        """The next reply; what the frontend asks when another client has left is none."""
+        while True:
+            assert self._socket.poll(20_000), "no reply within 20 s"
+            reply = wire.decode_to_client(self._socket.recv())
+            if reply != wire.Pong(""):
+                return reply
 
     def until(self, kind: type, request_id: str) -> wire.ToClient:
         while not (isinstance(reply := self.receive(), kind) and reply.request_id == request_id):

@@ -1,9 +1,11 @@
 """Kernels compiled ahead, by a process of its own, for a GPU that is not there."""
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
 import pytest
+from triton.runtime import jit
 
 from kernels import compile_process
 from kernels.compile_process import CompileProcess, Job
@@ -125,3 +127,11 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     compiler.close()
     assert not compiler.started
     assert "was lost" in caplog.text or "could be started" in caplog.text
+
+
+def test_it_needs_no_class_that_the_oldest_triton_lacks(monkeypatch):
+    monkeypatch.delattr(jit, "JITCallable", raising=False)
+    spec = importlib.util.find_spec("kernels.compile_ahead")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module._CALLED is jit.JITFunction
