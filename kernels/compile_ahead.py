@@ -20,10 +20,12 @@ from typing import Any
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
-from triton.runtime.jit import JITCallable
+from triton.runtime import driver, jit
 
 from kernels.compile_process import CompileProcess, Job
+
+_CALLED = getattr(jit, "JITCallable", jit.JITFunction)
+"""What kernels call; Triton 3.4 has one kind of function."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def parts_of(function: Any) -> list[Any]:
     def add(called: Any) -> None:
         scope = called.fn.__globals__
         for name in called.fn.__code__.co_names:
-            if isinstance(scope.get(name), JITCallable) and all(scope[name] is not part for part in found):
+            if isinstance(scope.get(name), _CALLED) and all(scope[name] is not part for part in found):
                 add(scope[name])
         found.append(called)
 

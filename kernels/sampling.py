@@ -42,7 +42,7 @@ for 1 / 64 / 256 rows: greedy 4.4 / 20 / 53 us (2.9 TB/s at 256 rows, 64 % of th
 argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91.
 
 Sources: 1. N. Keskar et al., CTRL, arXiv:1909.05858 (repetition penalty). 2. A. Fan et al., arXiv:1805.04833 (top-k).
-3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. N. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
+3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. M. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
 in `kernels.noise`.
 """
 

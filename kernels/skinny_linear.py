@@ -153,7 +153,7 @@ def _silu(x):
 
 @triton.jit
 def _matvec_kernel(
-    x, weight, norm_weight, residual, out, upcoming, upcoming_lines,
+    x, weight, norm_weight, residual, out, upcoming, upcoming_bytes,
     N, x_stride, weight_stride, residual_stride, out_stride, eps,
     ROWS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
@@ -174,7 +174,7 @@ def _matvec_kernel(
             ups = ups + (_weight_tile(up_rows, n, tile * BLOCK_K, N, weight_stride, K, BLOCK_K, BLOCK_K),)
         if HAS_NORM:
             scales = scales + (_vector(norm_weight, tile * BLOCK_K, K, BLOCK_K),)
-    prefetch(upcoming, upcoming_lines, PREFETCH, PDL)
+    prefetch(upcoming, upcoming_bytes, PREFETCH, PDL)
     wait_for_inputs(PDL)
     # 3. One row of x after another against the same W.
     for row in tl.static_range(ROWS):
@@ -221,7 +221,7 @@ def _rows_tile(x, norm_weight, m, k0, M, x_stride, K: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit(do_not_specialize=["M"])
 def _small_m_kernel(
-    x, weight, norm_weight, residual, out, partials, counters, upcoming, upcoming_lines,
+    x, weight, norm_weight, residual, out, partials, counters, upcoming, upcoming_bytes,
     M, N, x_stride, weight_stride, residual_stride, out_stride, eps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr, HELD: tl.constexpr, LEAVE: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -246,7 +246,7 @@ def _small_m_kernel(
             tiles = tiles + (_weight_tile(weight, n, k0, N, weight_stride, K, BLOCK_K, SHARE * BLOCK_K),)
             if SILU_MUL:
                 ups = ups + (_weight_tile(up_rows, n, k0, N, weight_stride, K, BLOCK_K, SHARE * BLOCK_K),)
-    prefetch(upcoming, upcoming_lines, PREFETCH, PDL)
+    prefetch(upcoming, upcoming_bytes, PREFETCH, PDL)
     wait_for_inputs(PDL)
     # 2. Accumulate on the tensor cores; the norm's scale is a factor of the row, so it is applied at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -367,13 +367,13 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
     added = out if residual is None else residual
     gain = weight if norm_weight is None else norm_weight
     tiles = triton.cdiv(outputs, plan.block_n)
-    lines, lines_each = prefetch_share(upcoming, tiles * plan.split_k)
+    all_bytes, share_bytes = prefetch_share(upcoming, tiles * plan.split_k)
     options = dict(
         K=inputs, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul, PREFETCH=lines_each, num_warps=plan.num_warps,
+        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul, PREFETCH=share_bytes, num_warps=plan.num_warps,
         **launch_options(x),
     )  # fmt: skip
-    ahead = (weight if upcoming is None else upcoming, lines)
+    ahead = (weight if upcoming is None else upcoming, all_bytes)
     strides = (x.stride(0), weight.stride(0), added.stride(0), out.stride(0))
     if plan.kernel == "matvec":
         _matvec_kernel[(tiles,)](x, weight, gain, added, out, *ahead, outputs, *strides, eps, ROWS=rows, **options)
@@ -409,13 +409,13 @@ def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace, upcoming=N
         return parts
     strides = (x.stride(0), weight.stride(0), 0, 0)
     tiles = triton.cdiv(outputs, plan.block_n)
-    lines, lines_each = prefetch_share(upcoming, tiles * plan.split_k)
-    ahead = (weight if upcoming is None else upcoming, lines)
+    all_bytes, share_bytes = prefetch_share(upcoming, tiles * plan.split_k)
+    ahead = (weight if upcoming is None else upcoming, all_bytes)
     _small_m_kernel[(tiles, plan.split_k)](
         x, weight, weight, parts, parts, parts, workspace.counters, *ahead, rows, outputs, *strides, 0.0,
         K=inputs, BLOCK_M=tile_rows(rows), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=True, HAS_NORM=False, HAS_RESIDUAL=False,
-        SILU_MUL=False, PREFETCH=lines_each, num_warps=plan.num_warps, **launch_options(x),
+        SILU_MUL=False, PREFETCH=share_bytes, num_warps=plan.num_warps, **launch_options(x),
     )  # fmt: skip
     return parts
 

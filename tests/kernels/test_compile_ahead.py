@@ -1,9 +1,11 @@
 """Kernels compiled ahead, by a process of its own, for a GPU that is not there."""
 
+import importlib.util
 import json
 from types import SimpleNamespace
 
 import pytest
+from triton.runtime import jit
 
 from benchmarks.kernels.compile_times import all_ready_s
 from kernels import compile_process
@@ -138,3 +140,11 @@ def test_compile_times_are_told_for_a_card_that_is_not_there(run_script):
 def test_side_by_side_each_core_takes_the_next_job():
     assert all_ready_s([4.0, 1.0, 1.0, 1.0, 1.0], cores=2) == 4.0
     assert all_ready_s([1.0, 1.0, 1.0, 1.0, 4.0], cores=2) == 6.0
+
+
+def test_it_needs_no_class_that_the_oldest_triton_lacks(monkeypatch):
+    monkeypatch.delattr(jit, "JITCallable", raising=False)
+    spec = importlib.util.find_spec("kernels.compile_ahead")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module._CALLED is jit.JITFunction
