@@ -20,10 +20,12 @@ from typing import Any
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
-from triton.runtime.jit import JITCallable
+from triton.runtime import driver, jit
 
 from kernels.compile_process import CompileProcess, Job
+
+_CALLED = getattr(jit, "JITCallable", jit.JITFunction)
+"""What kernels call; Triton 3.4 has one kind of function."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class KernelsAhead:
     """
 
     def __init__(self, needed: list[NeededKernel], compiler: CompileProcess) -> None:
-        self._left = sorted(needed, key=lambda kernel: -code_size(kernel.function))
+        self._left = largest_first(needed)
         self._compiler = compiler
 
     def begin(self) -> None:
@@ -116,7 +118,7 @@ def parts_of(function: Any) -> list[Any]:
     def add(called: Any) -> None:
         scope = called.fn.__globals__
         for name in called.fn.__code__.co_names:
-            if isinstance(scope.get(name), JITCallable) and all(scope[name] is not part for part in found):
+            if isinstance(scope.get(name), _CALLED) and all(scope[name] is not part for part in found):
                 add(scope[name])
         found.append(called)
 
@@ -133,6 +135,16 @@ def hash_parts(function: Any) -> None:
     """
     for part in parts_of(function):
         _ = part.cache_key
+
+
+def name_alike() -> None:
+    """From here on, what this process compiles at a first launch has the same name on disk as in any other process."""
+    knobs.runtime.jit_cache_hook = lambda *, fn, **_: hash_parts(fn.jit_function)
+
+
+def largest_first(needed: list[NeededKernel]) -> list[NeededKernel]:
+    """In the order in which kernels are compiled: those that take longest first, by the size of their code."""
+    return sorted(needed, key=lambda kernel: -code_size(kernel.function))
 
 
 def code_size(function: Any) -> int:

@@ -46,6 +46,7 @@ from kernels.decode_warp import (
     cache_descriptor,
     clean,
     copy_tile,
+    key_products,
     left_operands,
     store_piece,
     zero_empty_rows,
@@ -107,18 +108,10 @@ def _query_operands(query_ptr, mma: gl.constexpr, FORMAT: gl.constexpr, GROUP: g
 def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr):
     """Products [tile, 8] of a tile of keys in shared memory with the queries, without the keys' scales."""
     TILE: gl.constexpr = keys.shape[0]
-    zeros = gl.zeros([TILE, QUERIES], gl.float32, mma)
     if FORMAT == INT8:
         BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * keys.shape[1], element_bitwidth=8, rank=2)
-        operand = keys._reinterpret(gl.int8, [TILE, 2 * keys.shape[1]], BYTES).load(gl.DotOperandLayout(0, mma, 4))
-        none = gl.zeros([TILE, QUERIES], gl.int32, mma)
-        scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
-    elif FORMAT == FP8:
-        even, odd = left_operands(keys, mma, FORMAT)
-        scores = mma_v2(odd, second, mma_v2(even, first, zeros))
-    else:
-        scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
-    return scores
+        keys = keys._reinterpret(gl.int8, [TILE, 2 * keys.shape[1]], BYTES)
+    return key_products(keys, first, second, [TILE, QUERIES], mma, FORMAT)
 
 
 @gluon.jit

@@ -32,7 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
 from kernels.decode_attention_hopper import LEVELS, segment, share_of_work
 from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
-from kernels.decode_warp import QUERIES, block_barrier, left_operands, store_piece, zero_empty_rows
+from kernels.decode_warp import (
+    QUERIES,
+    block_barrier,
+    key_products,
+    left_operands,
+    store_piece,
+    zero_empty_rows,
+)
 from kernels.kv_quant import FP8, INT8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
@@ -107,18 +114,7 @@ def _by_warps(tile, FORMAT: gl.constexpr, WARPS: gl.constexpr):
 def _scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr):
     """Products [WARPS, tokens, 8] of a tile of keys in shared memory with the queries, without the keys' scales."""
     TOKENS: gl.constexpr = keys.shape[0] // WARPS
-    keys = _by_warps(keys, FORMAT, WARPS)
-    zeros = gl.zeros([WARPS, TOKENS, QUERIES], gl.float32, mma)
-    if FORMAT == INT8:
-        operand = keys.load(gl.DotOperandLayout(0, mma, 4))
-        none = gl.zeros([WARPS, TOKENS, QUERIES], gl.int32, mma)
-        scores = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
-    elif FORMAT == FP8:
-        even, odd = left_operands(keys, mma, FORMAT)
-        scores = mma_v2(odd, second, mma_v2(even, first, zeros))
-    else:
-        scores = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
-    return scores
+    return key_products(_by_warps(keys, FORMAT, WARPS), first, second, [WARPS, TOKENS, QUERIES], mma, FORMAT)
 
 
 @gluon.jit

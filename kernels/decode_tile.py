@@ -16,6 +16,8 @@ inside bfloat16's and float32's range. Elsewhere (other dtypes, the interpreter)
 conversions.
 
 Called by the decode kernels: kernels/decode_attention.py, kernels/fused_decode_attention.py, and what these launch.
+
+Sources: Y. Kim et al., arXiv:2211.10017 (conversions by putting stored bits into a float's).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What the decode kernels on Hopper have in common: tiles by the copy engine, columns, merging.
+"""What the decode kernels on Hopper have in common: tiles by the copy engine, products with columns, merging.
 
 A tile holds some tokens of one K/V head, in blocks that are contiguous boxes of the cache; a group's queries are the
 eight columns of what products give. Called by kernels/decode_attention_hopper.py, kernels/decode_attention_team.py and
@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.decode_tile import FP8_PAIRS, INT8_PAIRS
-from kernels.kv_quant import INT8
+from kernels.kv_quant import FP8, INT8
 
 QUERIES = gl.constexpr(8)
 block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 calls it otherwise
@@ -93,6 +93,23 @@ def left_operands(tile, mma: gl.constexpr, FORMAT: gl.constexpr):
     if FORMAT > 0:
         first, second = _unpacked(first, FORMAT)
     return first, second
+
+
+@gluon.jit
+def key_products(keys, first, second, SHAPE: gl.constexpr, mma: gl.constexpr, FORMAT: gl.constexpr):
+    """Products of keys in shared memory, over int8 as bytes, with two right operands made of queries: float32 SHAPE,
+    [..., tokens, 8]. Over int8 `first` is multiples of 128, and `second` the rest."""
+    zeros = gl.zeros(SHAPE, gl.float32, mma)
+    if FORMAT == INT8:
+        operand = keys.load(gl.DotOperandLayout(0, mma, 4))
+        none = gl.zeros(SHAPE, gl.int32, mma)
+        products = (mma_v2(operand, first, none) * 128 + mma_v2(operand, second, none)).to(gl.float32)
+    elif FORMAT == FP8:
+        even, odd = left_operands(keys, mma, FORMAT)
+        products = mma_v2(odd, second, mma_v2(even, first, zeros))
+    else:
+        products = mma_v2(keys.load(gl.DotOperandLayout(0, mma, 2)), first, zeros)
+    return products
 
 
 @gluon.jit

@@ -16,6 +16,9 @@ Scales are stored beside the blocks: `[block, kv_head, position]` float16, for K
 d + 2 bytes instead of 2 d: 130/256 of bfloat16 at d = 128.
 
 Imports no Triton, so that a CPU worker can read and write its cache with it. `kv_quant.py` is the same on a GPU.
+
+Sources: 1. T. Dettmers et al., LLM.int8(), arXiv:2208.07339 (a vector's scale from its largest element). 2. P.
+Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433 (e4m3).
 """
 
 import torch

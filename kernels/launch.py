@@ -16,6 +16,8 @@ also bring into the level-2 cache what a later kernel will read first (`prefetch
 between dependent kernels, in which it would otherwise be idle.
 
 Called by every module of `kernels`.
+
+Sources: NVIDIA, CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
 import functools

@@ -25,6 +25,10 @@ Position p of a row lives in block `block_tables[slot, p // block_size]` at `p %
 row's context length may hold anything, NaN included; so may their scales. Offsets into the caches are 64-bit.
 
 Knows no kernel; called by all attention kernels.
+
+Sources: 1. W. Kwon et al., PagedAttention, arXiv:2309.06180 (blocks and tables). 2. J. Ainslie et al., arXiv:2305.13245
+(query heads that share a K/V head). 3. I. Beltagy et al., Longformer, arXiv:2004.05150 (sliding windows). 4. Gemma 2,
+arXiv:2408.00118 (soft caps).
 """
 
 from __future__ import annotations

@@ -153,7 +153,10 @@ def _consume(
     WARP_GROUP: gl.constexpr, GROUP: gl.constexpr, QUERY_TILE: gl.constexpr, STAGES: gl.constexpr,
     COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr, CLEAN_VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Take letters until the last; compute 64 of a tile's rows each time."""
+    """Take letters until the last; compute 64 of a tile's rows each time, those of WARP_GROUP.
+
+    COPY_QUERY: queries come with the letter; CLEAN_VALUES: copied values may hold anything past a row's end.
+    """
     dtype: gl.constexpr = keys.dtype
     TILE: gl.constexpr = keys.shape[1]
     HEAD_DIM: gl.constexpr = keys.shape[2]

@@ -11,6 +11,9 @@ groups read, and those before them to the converting warps, which fill the stage
 a stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it
 have been placed or taken, and the groups empty the stages in order.
 
+Blocks of the cache are copied to `pages`: over a plain cache these are the computing groups' stages, seen block by
+block, and over an 8-bit one stages of their own, which the converting warps empty.
+
 Called by kernels/prefill_attention_hopper.py alone.
 """
 

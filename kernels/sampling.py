@@ -47,7 +47,7 @@ argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy w
 was before the scan left bounds; since then not measured.
 
 Sources: 1. N. Keskar et al., CTRL, arXiv:1909.05858 (repetition penalty). 2. A. Fan et al., arXiv:1805.04833 (top-k).
-3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. N. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
+3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. M. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
 in `kernels.noise`.
 """
 
@@ -396,8 +396,10 @@ def _choose_kernel(
 
 
 def _check(
-    logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary
-) -> None:
+    logits: torch.Tensor, row_slots: torch.Tensor, sample_rows: torch.Tensor, known_lengths: torch.Tensor,
+    slot_token_ids: torch.Tensor, state: SamplingState, workspace: SamplingWorkspace,
+    outputs: tuple[torch.Tensor, ...], vocabulary: int,
+) -> None:  # fmt: skip
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs = outputs
     check_tensor("logits", logits, (None, None), FLOATS)
     rows = logits.shape[0]

@@ -153,7 +153,7 @@ def _silu(x):
 
 @triton.jit
 def _matvec_kernel(
-    x, weight, norm_weight, residual, out, upcoming, upcoming_lines,
+    x, weight, norm_weight, residual, out, upcoming, upcoming_bytes,
     N, x_stride, weight_stride, residual_stride, out_stride, eps,
     ROWS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SILU_MUL: tl.constexpr,
@@ -174,7 +174,7 @@ def _matvec_kernel(
             ups = ups + (_weight_tile(up_rows, n, tile * BLOCK_K, N, weight_stride, K, BLOCK_K, BLOCK_K),)
         if HAS_NORM:
             scales = scales + (_vector(norm_weight, tile * BLOCK_K, K, BLOCK_K),)
-    prefetch(upcoming, upcoming_lines, PREFETCH, PDL)
+    prefetch(upcoming, upcoming_bytes, PREFETCH, PDL)
     wait_for_inputs(PDL)
     # 3. One row of x after another against the same W.
     for row in tl.static_range(ROWS):
@@ -221,7 +221,7 @@ def _rows_tile(x, norm_weight, m, k0, M, x_stride, K: tl.constexpr, BLOCK_K: tl.
 
 @triton.jit(do_not_specialize=["M"])
 def _small_m_kernel(
-    x, weight, norm_weight, residual, out, partials, counters, upcoming, upcoming_lines,
+    x, weight, norm_weight, residual, out, partials, counters, upcoming, upcoming_bytes,
     M, N, x_stride, weight_stride, residual_stride, out_stride, eps,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr, HELD: tl.constexpr, LEAVE: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -246,7 +246,7 @@ def _small_m_kernel(
             tiles = tiles + (_weight_tile(weight, n, k0, N, weight_stride, K, BLOCK_K, SHARE * BLOCK_K),)
             if SILU_MUL:
                 ups = ups + (_weight_tile(up_rows, n, k0, N, weight_stride, K, BLOCK_K, SHARE * BLOCK_K),)
-    prefetch(upcoming, upcoming_lines, PREFETCH, PDL)
+    prefetch(upcoming, upcoming_bytes, PREFETCH, PDL)
     wait_for_inputs(PDL)
     # 2. Accumulate on the tensor cores; the norm's scale is a factor of the row, so it is applied at the end.
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -312,7 +312,10 @@ def _small_m_kernel(
         tl.store(out + m[:, None] * out_stride + n[None, :], y.to(out.dtype.element_ty), mask=edge)
 
 
-def _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace) -> None:
+def _by_library(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, norm_weight: torch.Tensor | None, eps: float,
+    residual: torch.Tensor | None, silu_mul: bool, workspace: Workspace,
+) -> None:  # fmt: skip
     """The same operation with the library's product and this package's neighbours."""
     rows, inputs = x.shape
     if norm_weight is not None:
@@ -335,7 +338,10 @@ def _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         out.copy_(wide)
 
 
-def _check(x, weight, out, norm_weight, residual, silu_mul) -> None:
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None, silu_mul: bool,
+) -> None:  # fmt: skip
     check_tensor("x", x, (None, None), FLOATS)
     rows, inputs = x.shape
     check_tensor("weight", weight, (None, inputs), x.dtype, like=x)
@@ -349,7 +355,11 @@ def _check(x, weight, out, norm_weight, residual, silu_mul) -> None:
             raise ValueError("residual and silu_mul: wanted at most one of them, got both")
 
 
-def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming=None) -> None:
+def run_plan(
+    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, norm_weight: torch.Tensor | None,
+    eps: float, residual: torch.Tensor | None, silu_mul: bool, workspace: Workspace,
+    upcoming: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
     if (plan.norm_apart or plan.kernel == "resident") and norm_weight is not None:
@@ -367,13 +377,13 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
     added = out if residual is None else residual
     gain = weight if norm_weight is None else norm_weight
     tiles = triton.cdiv(outputs, plan.block_n)
-    lines, lines_each = prefetch_share(upcoming, tiles * plan.split_k)
+    all_bytes, share_bytes = prefetch_share(upcoming, tiles * plan.split_k)
     options = dict(
         K=inputs, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul, PREFETCH=lines_each, num_warps=plan.num_warps,
+        HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul, PREFETCH=share_bytes, num_warps=plan.num_warps,
         **launch_options(x),
     )  # fmt: skip
-    ahead = (weight if upcoming is None else upcoming, lines)
+    ahead = (weight if upcoming is None else upcoming, all_bytes)
     strides = (x.stride(0), weight.stride(0), added.stride(0), out.stride(0))
     if plan.kernel == "matvec":
         _matvec_kernel[(tiles,)](x, weight, gain, added, out, *ahead, outputs, *strides, eps, ROWS=rows, **options)
@@ -389,14 +399,16 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
     )  # fmt: skip
 
 
-def _by_hopper(plan, x, weight, out, silu_mul) -> None:
+def _by_hopper(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, silu_mul: bool) -> None:
     """By kernels/skinny_linear_hopper.py; `out` as its table."""
     from kernels import skinny_linear_hopper  # needs a Triton that older installations lack
 
     skinny_linear_hopper.launch(plan, x, weight, out, silu_mul, launch_options(x)["PDL"])
 
 
-def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace, upcoming=None) -> torch.Tensor:
+def run_parts_plan(
+    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, workspace: Workspace, upcoming: torch.Tensor | None = None
+) -> torch.Tensor:
     """`linear_parts` with one given plan, for the tuner."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     if plan.kernel == "library":
@@ -409,13 +421,13 @@ def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace, upcoming=N
         return parts
     strides = (x.stride(0), weight.stride(0), 0, 0)
     tiles = triton.cdiv(outputs, plan.block_n)
-    lines, lines_each = prefetch_share(upcoming, tiles * plan.split_k)
-    ahead = (weight if upcoming is None else upcoming, lines)
+    all_bytes, share_bytes = prefetch_share(upcoming, tiles * plan.split_k)
+    ahead = (weight if upcoming is None else upcoming, all_bytes)
     _small_m_kernel[(tiles, plan.split_k)](
         x, weight, weight, parts, parts, parts, workspace.counters, *ahead, rows, outputs, *strides, 0.0,
         K=inputs, BLOCK_M=tile_rows(rows), BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
         SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=True, HAS_NORM=False, HAS_RESIDUAL=False,
-        SILU_MUL=False, PREFETCH=lines_each, num_warps=plan.num_warps, **launch_options(x),
+        SILU_MUL=False, PREFETCH=share_bytes, num_warps=plan.num_warps, **launch_options(x),
     )  # fmt: skip
     return parts
 
