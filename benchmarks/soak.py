@@ -178,8 +178,9 @@ class Soak:
 
 
 async def idle_state(engine: Engine) -> dict[str, int]:
-    """What the idle engine has left: the figures that must come back to what they were. Waits until it is idle."""
-    deadline_s = time.monotonic() + IDLE_TIMEOUT_S
+    """What the idle engine has left: the figures that must come back to what they were. Waits until it is idle, and has
+    no fewer tasks at the next look: those of the last requests end a little later."""
+    deadline_s, before = time.monotonic() + IDLE_TIMEOUT_S, {"tasks": 0}
     async with AsyncClient(engine.ready["client_endpoint"]) as sdk, httpx.AsyncClient() as http:
         while True:
             status = await sdk.status()
@@ -188,8 +189,10 @@ async def idle_state(engine: Engine) -> dict[str, int]:
             busy = figures["running_count"] + figures["waiting_count"] + figures["swapped_count"]
             data = (await http.get(engine.ready["http"] + "/dashboard/data")).json()
             left = {"live": status.live_count, "held_blocks": held, "queued": busy, "tasks": data["task_count"]}
-            if not (status.live_count or held or busy) or time.monotonic() > deadline_s:
+            is_idle = not (status.live_count or held or busy)
+            if (is_idle and 0 < before["tasks"] <= left["tasks"]) or time.monotonic() > deadline_s:
                 return left
+            before = left
             await asyncio.sleep(0.2)
 
 

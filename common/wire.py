@@ -103,7 +103,7 @@ def decode(
     kind = kinds.get(code)
     if kind is None:
         raise WireError(f"type code {code} is not carried by the link {link}")
-    return kind.from_fields([*fields, *further_fields])
+    return kind.from_fields([*fields, *further_fields] if further_fields else fields)
 
 
 def _bounds(item_limit: int | None) -> dict[str, Any]:
@@ -226,7 +226,10 @@ class FieldReader:
 
     def numbers(self, what: str, typecode: str, limit: int = ARRAY_LIMIT) -> "array[Any]":
         """A number array of at most `limit` items: `'B'` uint8, `'H'` uint16, `'i'` int32, `'f'` float32."""
-        value, size = next(self._left, _END), _ITEM_BYTES[typecode]
+        value = next(self._left, _END)
+        if value == b"":  # most are
+            return array(typecode)
+        size = _ITEM_BYTES[typecode]
         if type(value) is not bytes or len(value) % size or len(value) > limit * size:
             raise self._fail(what, f"bytes of at most {limit} items of {size} bytes", value)
         items = array(typecode, value)

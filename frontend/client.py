@@ -395,7 +395,7 @@ class Client:
         if self._closed:
             raise EngineDeadError("this client is closed")
         self._gathered.append((data, message, inbox))
-        if not self._gathers or len(self._gathered) == wire.FRAMES_LIMIT:
+        if not self._gathers or client_requests.is_enough([data for data, _, _ in self._gathered]):
             self._send_gathered()
 
     def _send_gathered(self) -> None:

@@ -16,6 +16,9 @@ from common.sockets import CLIENT_MESSAGE_LIMIT_BYTES
 BATCH_SAMPLES = 2048
 """Samples of one batch that are sent at a time: more than any engine runs at once, fewer than its queue holds."""
 
+TOGETHER_BYTES = 1 << 14
+"""Of messages that are sent at once: four thousand token ids keep an engine busy while more are being written."""
+
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters: complete, or only some by name (the model's own defaults fill in the rest), or none."""
 Messages = Sequence[Mapping[str, Any]]
@@ -130,6 +133,11 @@ def encoded(message: wire.FromClient) -> bytes:
         text = f"this request has {len(data):,} bytes; wanted at most {CLIENT_MESSAGE_LIMIT_BYTES:,}"
         raise RequestError(text, code="body_too_large", status=413)
     return data
+
+
+def is_enough(messages: Sequence[bytes]) -> bool:
+    """Whether these messages should not wait for more that could be sent with them."""
+    return len(messages) >= wire.FRAMES_LIMIT or sum(map(len, messages)) >= TOGETHER_BYTES
 
 
 # -- calls: one message, one reply -------------------------------------------------------------------------------------

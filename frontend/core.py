@@ -99,7 +99,7 @@ class Core:
         self._held_limit = held_limit
         self._past_stats = EngineStats()
         self._intake = TokenIntake(
-            self._live, self._outbox, self.figures, stream_interval=stream_interval, now_s=clock(),
+            self._outbox, self.figures, stream_interval=stream_interval, now_s=clock(),
             on_end=self._finish, on_failed=self._fail, on_error=self._break,
         )  # fmt: skip
 
@@ -186,6 +186,7 @@ class Core:
     def _send_new(self, request: Request) -> None:
         """The request is live, unless it cannot be sent, or has ended already."""
         self._live[request.request_id] = request
+        self._intake.admit(request)
         try:
             if request.open_count:
                 self._outbox.request(request)
@@ -193,6 +194,7 @@ class Core:
                 self._finish(request)
         except BaseException:
             self._live.pop(request.request_id, None)
+            self._intake.dismiss(request.request_id)
             raise
 
     def gather(self) -> None:
@@ -382,6 +384,7 @@ class Core:
         request.timings.last_token_s = request.last_token_s
         request.timings.finished_s = self._clock()
         del self._live[request.request_id]
+        self._intake.dismiss(request.request_id)
         self._outbox.forget(request.request_id)
 
     def _tell_observers(self, request: Request, outcome: str) -> None:

@@ -6,7 +6,7 @@ pieces takes the place of decoding and packing it again. Knows nothing of reques
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from common.client_messages import Deltas
 
@@ -56,6 +56,10 @@ class PieceTable(dict[int, "Piece | None"]):
             piece = None
         self[token_id] = piece
         return piece
+
+    def texts(self, token_ids: Iterable[int]) -> list[str]:
+        """The texts of tokens that are whole texts."""
+        return [piece.text for token_id in token_ids if (piece := self[token_id]) is not None]
 
 
 class PiecesWithout(dict[int, "Piece | None"]):

@@ -27,23 +27,24 @@ class Sample:
         index: which one.
 
     Attributes:
-        pieces: if set, the next token's text may be taken from there: `Core` then keeps token and text itself, which is
-            all that `add` would do.
+        pieces: if set, the next token's text may be taken from there. The core then keeps the token itself, which is
+            all that has to be done: its text is put to the others when they are needed.
         known_count: tokens that had come when an earlier frontend was lost.
         shortcut: if set, it is offered the texts of such tokens before the request's sink.
     """
 
     __slots__ = (
-        "_detokenizer", "_known_pieces", "_matcher", "_plain_pieces", "_request", "finish_reason", "index",
-        "known_count", "last_token_s", "logprobs", "pending", "pieces", "preemption_count", "shortcut",
-        "stop_reason", "text_parts", "token_ids",
+        "_detokenizer", "_known_pieces", "_matcher", "_plain_pieces", "_text_count", "_text_parts", "finish_reason",
+        "index", "known_count", "last_token_s", "logprobs", "pending", "pieces", "preemption_count", "request",
+        "shortcut", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(self, request: "Request", index: int) -> None:
         params = request.params
         self.index = index
         self.token_ids = array("i")
-        self.text_parts: list[str] = []
+        self._text_parts: list[str] = []
+        self._text_count = 0  # so many of the tokens have their text in there
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -52,7 +53,7 @@ class Sample:
         self.preemption_count = 0
         self.known_count = 0
         self.shortcut: Shortcut | None = None
-        self._request = request
+        self.request = request
         self._detokenizer = request.tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens, at_start=request.starts_text
         )
@@ -72,15 +73,17 @@ class Sample:
         Returns:
             The text that may be shown now. If a stop string completed, `finish_reason` is set.
         """
+        self._add_texts()
         self.token_ids.append(token_id)
-        shown = self._request.params.detokenize and not silent
+        self._text_count += 1
+        shown = self.request.params.detokenize and not silent
         text = self._detokenizer.push(token_id) if shown else ""
         if logprobs is not None:
-            self.logprobs.append(self._request.describe(token_id, text, logprobs))
+            self.logprobs.append(self.request.describe(token_id, text, logprobs))
         if self._matcher is not None and text:
             text = self._match(text)
         if text:
-            self.text_parts.append(text)
+            self._text_parts.append(text)
         depends = self._detokenizer.holds_back or (self._matcher is not None and self._matcher.holds_back)
         self.pieces = None if depends or self.finish_reason is not None else self._plain_pieces
         return text
@@ -92,7 +95,7 @@ class Sample:
 
     def take_up(self, known: SampleSoFar) -> None:
         """Bring the sample to where it was when an earlier frontend was lost; the text so far is not shown again."""
-        request, reason = self._request, known.finish_reason
+        request, reason = self.request, known.finish_reason
         ends_silently = reason == "stop" and not request.params.include_stop_str_in_output
         for count, token_id in enumerate(known.token_ids, 1):
             is_last = count == len(known.token_ids)
@@ -105,15 +108,16 @@ class Sample:
 
     def end(self, reason: str, stop_reason: str | int | None = None) -> str:
         """End the sample; returns the text that was held back."""
+        self._add_texts()
         text = ""
-        if self._request.params.detokenize and self.finish_reason is None:
+        if self.request.params.detokenize and self.finish_reason is None:
             text = self._detokenizer.finish()
             if text and self.logprobs:
                 self._lengthen_last_logprob(text)
             if self._matcher is not None:
                 text = self._matcher.flush() + text
             if text:
-                self.text_parts.append(text)
+                self._text_parts.append(text)
         if self.finish_reason is None:
             self.finish_reason, self.stop_reason = reason, stop_reason
         self.pieces = None
@@ -122,25 +126,32 @@ class Sample:
     def result(self) -> SampleResult:
         """The whole sample."""
         assert self.finish_reason is not None, f"sample {self.index} has not ended"
+        self._add_texts()
         return SampleResult(
             self.index,
-            "".join(self.text_parts),
+            "".join(self._text_parts),
             self.token_ids,
             self.finish_reason,
             self.stop_reason,
-            tuple(self.logprobs) if self._request.params.logprobs is not None else None,
+            tuple(self.logprobs) if self.request.params.logprobs is not None else None,
         )
+
+    def _add_texts(self) -> None:
+        """Add the texts of the tokens that the core has kept by itself."""
+        if self._text_count < len(self.token_ids) and self._known_pieces is not None:
+            self._text_parts += self._known_pieces.texts(self.token_ids[self._text_count :])
+            self._text_count = len(self.token_ids)
 
     def _pieces_without_stops(self) -> PieceTable | PiecesWithout | None:
         """The tokens that are all that is shown for them, and in whose text no stop string begins."""
         if self._known_pieces is None:
             return None
-        stops = self._request.stops
+        stops = self.request.stops
         return self._known_pieces if stops is None else PiecesWithout(self._known_pieces, stops.first_character)
 
     def _match(self, text: str) -> str:
         assert self._matcher is not None
-        params = self._request.params
+        params = self.request.params
         shown, stop = self._matcher.feed(text, may_end=len(self.token_ids) > params.min_tokens)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop

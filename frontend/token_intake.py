@@ -3,7 +3,7 @@
 A part of the core, which makes the one instance and calls `take`. Knows nothing of sockets, and reads no clock.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from common.errors import RequestError
 from common.messages import TokensOut
@@ -17,7 +17,6 @@ class TokenIntake:
     """Takes the tokens of all live requests.
 
     Args:
-        live: the core's requests by number.
         outbox: takes aborts of samples that a stop string has ended.
         figures: counts times.
         stream_interval: tokens per delta; a sample's first and last token are not held back.
@@ -32,7 +31,6 @@ class TokenIntake:
 
     def __init__(
         self,
-        live: Mapping[int, Request],
         outbox: Outbox,
         figures: Figures,
         *,
@@ -43,7 +41,7 @@ class TokenIntake:
         on_error: Callable[[Request, BaseException], None],
     ) -> None:
         self.token_count = 0
-        self._live = live
+        self._firsts: dict[int, Sample] = {}
         self._outbox = outbox
         self._figures = figures
         self._stream_interval = stream_interval
@@ -51,6 +49,14 @@ class TokenIntake:
         self._on_end = on_end
         self._on_failed = on_failed
         self._on_error = on_error
+
+    def admit(self, request: Request) -> None:
+        """Take tokens of this request from now on."""
+        self._firsts[request.request_id] = request.first
+
+    def dismiss(self, request_id: int) -> None:
+        """It has ended: what still comes of it is ignored."""
+        self._firsts.pop(request_id, None)
 
     def take(self, out: TokensOut, now_s: float) -> None:
         """Take the tokens of a message that has come at this time."""
@@ -68,28 +74,27 @@ class TokenIntake:
         """The usual rows: one token of a request's first sample, and nothing else.
 
         All that is done for nearly every token stands in this loop: it has a piece, and its sample got a token in the
-        step before. The others go by `_extend_by_one`, which does the same and more.
+        step before. The others go by `_extend_by_one`, which does the same and more. Each object that is not touched
+        here saves some 0.2 us: since the last token it has left the processor's caches.
         """
-        live, last_step_s, gathers, steady_count = self._live, self._last_step_s, self._stream_interval > 1, 0
+        firsts, last_step_s, gathers, steady_count = self._firsts, self._last_step_s, self._stream_interval > 1, 0
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
-            request = live.get(request_id)
-            if request is None:
+            sample = firsts.get(request_id)
+            if sample is None:
                 continue
             try:
-                sample = request.first
                 piece = None if sample.pieces is None else sample.pieces[token_id]
                 if piece is None or sample.last_token_s is not last_step_s or gathers:
-                    self._extend_by_one(request, sample, token_id, now_s)
+                    self._extend_by_one(sample.request, sample, token_id, now_s)
                     continue
                 steady_count += 1
                 sample.last_token_s = now_s
                 sample.token_ids.append(token_id)
-                sample.text_parts.append(piece.text)
                 shortcut = sample.shortcut
-                if (shortcut is None or not shortcut.take(piece.text)) and request.stream:
+                if (shortcut is None or not shortcut.take(piece.text)) and (request := sample.request).stream:
                     request.sink.on_token(0, piece)
             except BaseException as error:
-                self._on_error(request, error)
+                self._on_error(sample.request, error)
         if steady_count:
             self.token_count += steady_count
             self._figures.gap_s.add(now_s - last_step_s, steady_count)
@@ -118,9 +123,10 @@ class TokenIntake:
 
     def _take_rows(self, rows: Iterable[Row], now_s: float) -> None:
         for row in rows:
-            request = self._live.get(row.request_id)
-            if request is None or row.sample_index >= len(request.samples):
+            first = self._firsts.get(row.request_id)
+            if first is None or row.sample_index >= len(first.request.samples):
                 continue
+            request = first.request
             try:
                 self._take_row(request, row, now_s)
             except BaseException as error:

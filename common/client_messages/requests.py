@@ -304,6 +304,8 @@ def _prompt_to_wire(prompt: Any) -> Any:
     if isinstance(prompt, array) and prompt.typecode == "i":
         return array_bytes(prompt)
     try:
+        if type(prompt) is list and set(map(type, prompt)) == {int}:  # nearly always, and most of what follows is slow
+            return array_bytes(array("i", prompt))
         if isinstance(prompt, bytes | bytearray | memoryview | set | frozenset) or not isinstance(prompt, Iterable):
             raise TypeError(f"got {type(prompt).__name__}")
         entries = list(prompt)

@@ -12,6 +12,7 @@ from typing import Any
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import is_ssl
 
 from common.errors import RequestError
 from frontend.connections import Connections
@@ -49,10 +50,14 @@ class Protocol(HttpToolsProtocol):
         self._refusal: RequestError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closes_after_body = False
+        self.fd = -1
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected; it is refused if there are too many."""
         super().connection_made(transport)
+        if not is_ssl(transport):
+            transport.set_write_buffer_limits(0)  # while it holds anything, nobody may write past it (`direct`)
+            self.fd = transport.get_extra_info("socket").fileno()
         self.open_connections.http_count = len(self.connections)
         try:
             self.open_connections.check()
@@ -231,13 +236,16 @@ class _ResponseTransport:
     the response, which says why its body is not wanted.
 
     Attributes:
+        fd: the number of the socket; -1 if nobody else may write to it.
+        step_writes: gathers what a step's tokens write.
         on_change: called when the client has gone, reads too slowly, or has caught up.
     """
 
-    __slots__ = ("close", "is_closing", "on_change", "step_writes", "write")
+    __slots__ = ("close", "fd", "is_closing", "on_change", "step_writes", "write")
 
     def __init__(self, protocol: Protocol) -> None:
         self.on_change: Callable[[], None] = lambda: None
+        self.fd = protocol.fd
         self.step_writes = protocol.step_writes
         self.write = protocol.transport.write
         self.is_closing = protocol.transport.is_closing

@@ -35,9 +35,10 @@ def test_a_batch_that_cannot_be_submitted_whole_leaves_nothing_running(frontend,
         assert len(frontend.scheduler.added) == FRAMES_LIMIT + 1
 
 
-def test_a_batch_is_sent_several_requests_at_once_and_in_order(run_frontend, monkeypatch):
-    """So that they share the engine's first step; one after the other they came in two."""
-    counts = []
+@pytest.fixture
+def message_counts(monkeypatch) -> list[int]:
+    """How many messages have come at once, each time."""
+    counts: list[int] = []
     handle = ClientServer.on_frames
 
     def counted(server: ClientServer, frames: list[bytes]) -> None:
@@ -45,15 +46,27 @@ def test_a_batch_is_sent_several_requests_at_once_and_in_order(run_frontend, mon
         handle(server, frames)
 
     monkeypatch.setattr(ClientServer, "on_frames", counted)
-    frontend = run_frontend()
+    return counts
+
+
+def test_a_batch_is_sent_several_requests_at_once_and_in_order(message_counts, frontend):
+    """So that they share the engine's first step; one after the other they came in two."""
     with Client(frontend.endpoint) as client:
-        counts.clear()
+        message_counts.clear()
         for count in (8, 2 * FRAMES_LIMIT + 3, 1):
             client.generate_batch([[number] for number in range(count)], SamplingParams(max_tokens=1))
         client.embed_batch([[1], [2]])
-    assert counts == [8, FRAMES_LIMIT, FRAMES_LIMIT, 3, 1, 2]
+        assert message_counts == [8, FRAMES_LIMIT, FRAMES_LIMIT, 3, 1, 2]
     sent = [request.prompt_token_ids[0] for request in frontend.scheduler.added]
     assert sent == [*range(8), *range(2 * FRAMES_LIMIT + 3), 0, 1, 2]
+
+
+def test_long_prompts_do_not_wait_for_one_another(message_counts, frontend):
+    """The engine has enough to do with the first of them."""
+    with Client(frontend.endpoint) as client:
+        message_counts.clear()
+        client.generate_batch([[number] * 2000 for number in range(8)], SamplingParams(max_tokens=1))
+    assert message_counts == [3, 3, 2]
 
 
 def test_a_batch_that_finds_no_engine_leaves_its_ids_free(run_frontend):

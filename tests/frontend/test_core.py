@@ -1,5 +1,7 @@
 """The life of requests, driven by hand: no sockets, no clock, no scheduler."""
 
+import gc
+import weakref
 from array import array
 
 import pytest
@@ -404,3 +406,35 @@ def test_counters_go_on_after_a_restart(memory_engine):
     core.handle(m.EngineStats(steps=7, output_tokens=5, running_count=2, parts_us=parts, step_sizes=array("i", [7])))
     assert (core.stats.steps, core.stats.output_tokens, core.stats.running_count) == (107, 55, 2)
     assert core.figures.step_totals_us()["step_plan_us"] == 1070
+
+
+@pytest.mark.parametrize("way", ["finish", "abort", "fail", "fail_all", "not sent"])
+def test_nothing_of_a_request_stays_in_the_core_when_it_has_ended(memory_engine, submit, monkeypatch, way):
+    core = memory_engine.core
+
+    def no_memory(request) -> None:
+        raise MemoryError
+
+    if way == "not sent":
+        monkeypatch.setattr(core._outbox, "request", no_memory)
+        sink = Events()
+        with pytest.raises(MemoryError):
+            core.submit(array("i", [5]), SamplingParams(max_tokens=9), sink)
+    else:
+        sink = submit()
+        number = sink.request.request_id
+        memory_engine.tokens(number, [70])
+        match way:
+            case "finish":
+                memory_engine.tokens(number, [71], finish="length")
+            case "abort":
+                core.abort(number)
+            case "fail":
+                core.fail(number, RequestError("broken"))
+            case _:
+                core.fail_all("worker-0 was killed")
+        assert sink.end
+    left = weakref.ref(sink)
+    del sink
+    gc.collect()
+    assert left() is None

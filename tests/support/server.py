@@ -1,5 +1,6 @@
 """A running engine for tests: real processes, started through launch.py as a user would."""
 
+import contextlib
 import json
 import os
 import re
@@ -110,8 +111,9 @@ class Server:
         self.process.wait()
         self._stderr.close()
         for pid in pids:
-            if Path(f"/proc/{pid}").exists() and "trireme" in _read(Path(f"/proc/{pid}/cmdline")):
-                os.kill(pid, signal.SIGKILL)
+            if "trireme" in _read(Path(f"/proc/{pid}/cmdline")):
+                with contextlib.suppress(ProcessLookupError):  # it ends just now
+                    os.kill(pid, signal.SIGKILL)
         self._log = self.stderr()
         shutil.rmtree(self.folder)
 

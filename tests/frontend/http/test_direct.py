@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from random import Random
 from types import SimpleNamespace
 
@@ -50,7 +51,7 @@ class Connection:
         self.chunked_encoding = None
         self.step_writes = StepWrites()
         self.transport = SimpleNamespace(
-            write=self._write, close=self._close, step_writes=self.step_writes, on_change=lambda: None
+            write=self._write, close=self._close, fd=-1, step_writes=self.step_writes, on_change=lambda: None
         )
 
     def pause(self, paused: bool) -> None:
@@ -210,6 +211,35 @@ def test_a_text_of_any_length_is_one_chunk(size):
     assert writer.of_texts(b"<", b">").take("a" * size)
     connection.step_writes.flush()
     assert connection.direct_count == 1 and connection.body == b'<"%b">' % (b"a" * size)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_a_socket_does_not_take_goes_to_its_transport(is_gone):
+    """And all that follows, until the transport says that it has nothing left."""
+    connection, (ours, theirs), left = Connection(), socket.socketpair(), []
+
+    def write(data: bytes) -> None:
+        left.append(data)
+        connection.pause(True)
+
+    connection.chunked_encoding, connection.transport.write, connection.transport.fd = True, write, ours.fileno()
+    ours.setblocking(False)
+    writer = DirectWriter({CYCLE_KEY: connection})
+    writer.open()
+    take, texts, received = writer.of_texts(b"", b"").take, ["a", "b" * (4 << 20), "c"], b""
+    with theirs:
+        with ours:
+            if is_gone:
+                theirs.close()
+            assert all(take(text) for text in texts)
+            connection.step_writes.flush()
+            assert not take("d"), "the transport holds something"
+        while not is_gone and (part := theirs.recv(1 << 20)):
+            received += part
+    assert received + b"".join(left) == b"".join(b'%x\r\n"%b"\r\n' % (len(text) + 2, text.encode()) for text in texts)
+    assert is_gone or (len(received) > 1 << 10 and len(left) == 2)
+    connection.pause(False)
+    assert take("d")
 
 
 def test_a_connection_that_fails_is_closed_and_holds_up_no_other(caplog):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import os
 import re
 import socket
 
@@ -252,9 +253,12 @@ def test_a_client_that_leaves_takes_all_its_requests_along(make_api, stream, cou
     assert len(api.scheduler.added) == 1, "a request was begun for a client that is gone"
 
 
-def test_a_client_that_stops_reading_holds_up_no_other_and_misses_nothing(make_api, monkeypatch):
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_client_that_stops_reading_holds_up_no_other_and_misses_nothing(make_api, monkeypatch, loop):
     """What it has not read waits as merged text; once it reads again, its tokens go straight to it as before."""
     api, written, flush, bind = make_api(port=0).ready(max_model_len=8192), [], StepWrites.flush, server.bind_http
+    api.loop.close()
+    api.loop = pytest.importorskip(loop).new_event_loop()
 
     def request(**fields) -> bytes:
         return post("/v1/completions", json.dumps({**BODY, **fields}).encode())
@@ -285,11 +289,52 @@ def test_a_client_that_stops_reading_holds_up_no_other_and_misses_nothing(make_a
     monkeypatch.setattr(StepWrites, "flush", flush_noted)
     before, late, whole = serve(api, talk)
     slow, fast = dict.fromkeys(before)
-    assert 100 < before.count(slow) < 900 < before.count(fast)
+    assert 10 < before.count(slow) < 900 < before.count(fast)
     assert written[len(before) :].count(slow) > 500
     events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})", late, re.MULTILINE)]
     text = "".join(event["choices"][0]["text"] for event in events)
     assert text == json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("who", ["the client", "the server", "nobody is left"])
+def test_a_loop_says_that_a_connection_is_lost_before_it_closes_the_socket(make_api, monkeypatch, loop, who):
+    """Tokens are written to the socket by its number until then: a number closed before could be another client's."""
+    api, sockets, lost = make_api(port=0).ready(), {}, []
+    api.loop.close()
+    api.loop = pytest.importorskip(loop).new_event_loop()
+    api.scheduler.hold_after = 3
+    made, gone = protocol.Protocol.connection_made, protocol.Protocol.connection_lost
+
+    def note_made(self, transport) -> None:
+        made(self, transport)
+        sockets[self] = os.fstat(self.fd).st_ino
+
+    def note_lost(self, error) -> None:
+        lost.append(os.fstat(self.fd).st_ino == sockets[self])
+        gone(self, error)
+
+    monkeypatch.setattr(protocol.Protocol, "connection_made", note_made)
+    monkeypatch.setattr(protocol.Protocol, "connection_lost", note_lost)
+
+    async def talk(address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(post("/v1/completions", json.dumps({**BODY, "max_tokens": 100, "stream": True}).encode()))
+        await reader.readuntil(b"data: ")
+        connection = next(iter(sockets))
+        match who:
+            case "the client":
+                writer.transport.abort()
+            case "the server":
+                connection.transport.close()
+            case _:
+                connection.transport.abort()
+        while not lost:
+            await asyncio.sleep(0)
+        writer.close()
+
+    serve(api, talk)
+    assert lost == [True]
 
 
 @pytest.mark.parametrize(
