@@ -83,7 +83,13 @@ def test_a_line_that_nests_too_deeply_is_one_like_any_other():
 
 @pytest.mark.parametrize(
     "line",
-    [b'{"a": NaN}', b'{"a": [-Infinity]}', '{"a": 1}'.encode("utf-16-le"), b"\xef\xbb\xbf{}", b'{"a": "\xed\xa0\x80"}'],
+    [
+        b'{"a": NaN}',
+        b'{"a": [-Infinity]}',
+        '{"a": 1}'.encode("utf-16-le"),
+        b'\xef\xbb\xbf{"a": 1}',
+        b'{"a": "\xed\xa0\x80"}',
+    ],
     ids=["NaN", "infinity", "UTF-16", "byte order mark", "surrogate"],
 )
 def test_a_line_that_only_python_takes_for_an_object_becomes_one(line):
