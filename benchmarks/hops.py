@@ -36,6 +36,7 @@ from common.messages import StepPlan, StepResult, TokensOut
 from common.model_cache import default_model_dir
 from common.recording import Direction, Link, Record, Recording
 from common.sampling_params import SamplingParams
+from common.sockets import bind_router, new_context
 from common.wire import unpack
 from frontend import Client
 from frontend.client_requests import generate_message
@@ -91,6 +92,8 @@ class Processes:
         )
         folder.mkdir()
         (folder / "config.json").write_text(config.to_json())
+        self._context = new_context()
+        self._supervisor = bind_router(self._context, config.endpoint("supervisor", 0))  # hears their last words
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         for name, module in ROOMS.items():
             own = ["--prompt-ms", str(step_ms), "--decode-ms", str(DECODE_STEP_MS)] if name == "worker-0" else []
@@ -112,6 +115,8 @@ class Processes:
             process.terminate()
         for process in self._processes.values():
             process.wait(30)
+        self._supervisor.close()
+        self._context.term()
 
     def step_count(self) -> int:
         """Steps so far, as the scheduler reports them ten times a second."""

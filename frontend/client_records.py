@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 from array import array
 from collections.abc import Callable, Coroutine, Iterable
+from functools import lru_cache
 from typing import Any
 
 from common import client_messages as wire
@@ -167,7 +168,7 @@ class ClientRecord:
 
     def __init__(self, touched: "dict[bytes, ClientRecord]", identity: bytes) -> None:
         self.identity = identity
-        self.key = hashlib.blake2b(identity, digest_size=8).hexdigest()
+        self.key = _key_of(identity)
         self.live: dict[str, ClientSink] = {}
         self.rows: list[bytes] = []
         self.ends: list[bytes] = []
@@ -195,6 +196,11 @@ class ClientRecord:
         waiting += self.ends
         self.rows, self.ends = [], []
         return waiting
+
+
+@lru_cache(1024)
+def _key_of(identity: bytes) -> str:
+    return hashlib.blake2b(identity, digest_size=8).hexdigest()
 
 
 class _Packable:

@@ -329,7 +329,7 @@ class ClientServer:
 
     def _waits(self) -> bool:
         """Whether requests wait: this frontend was started again, and has not heard of the engine yet."""
-        return self._engine.health().state == "starting" and self._engine.config.session > 0
+        return self._engine.config.session > 0 and self._engine.core.state == "starting"
 
     def _start_request(self, sink: ClientSink, message: wire.Generate | wire.Embed, **options: Any) -> None:
         """Encode the prompt and submit the request; `options` are those of `Core.submit`."""

@@ -79,7 +79,7 @@ class KernelsAhead:
     """
 
     def __init__(self, needed: list[NeededKernel], compiler: CompileProcess) -> None:
-        self._left = sorted(needed, key=lambda kernel: -code_size(kernel.function))
+        self._left = largest_first(needed)
         self._compiler = compiler
 
     def begin(self) -> None:
@@ -135,6 +135,16 @@ def hash_parts(function: Any) -> None:
     """
     for part in parts_of(function):
         _ = part.cache_key
+
+
+def name_alike() -> None:
+    """From here on, what this process compiles at a first launch has the same name on disk as in any other process."""
+    knobs.runtime.jit_cache_hook = lambda *, fn, **_: hash_parts(fn.jit_function)
+
+
+def largest_first(needed: list[NeededKernel]) -> list[NeededKernel]:
+    """In the order in which kernels are compiled: those that take longest first, by the size of their code."""
+    return sorted(needed, key=lambda kernel: -code_size(kernel.function))
 
 
 def code_size(function: Any) -> int:

@@ -295,7 +295,11 @@ def _qk_norm_rope_store_kernel(
                   v_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, WRITE_BACK)  # fmt: skip
 
 
-def _check(qkv, q_out, key_cache, value_cache, slot_mapping, positions, rope_table, q_weight, k_weight) -> None:
+def _check(
+    qkv: torch.Tensor, q_out: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, positions: torch.Tensor, rope_table: torch.Tensor, q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+) -> None:  # fmt: skip
     check_tensor("key_cache", key_cache, (None, None, None, None), CACHE_DTYPES, like=qkv)
     check_tensor("value_cache", value_cache, key_cache.shape, key_cache.dtype, like=qkv)
     check_tensor("q_out", q_out, (None, None, key_cache.shape[3]), FLOATS, like=qkv)

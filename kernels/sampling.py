@@ -367,8 +367,10 @@ def _choose_kernel(
 
 
 def _check(
-    logits, row_slots, sample_rows, known_lengths, slot_token_ids, state, workspace, outputs, vocabulary
-) -> None:
+    logits: torch.Tensor, row_slots: torch.Tensor, sample_rows: torch.Tensor, known_lengths: torch.Tensor,
+    slot_token_ids: torch.Tensor, state: SamplingState, workspace: SamplingWorkspace,
+    outputs: tuple[torch.Tensor, ...], vocabulary: int,
+) -> None:  # fmt: skip
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs = outputs
     check_tensor("logits", logits, (None, None), FLOATS)
     rows = logits.shape[0]

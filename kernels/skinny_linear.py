@@ -312,7 +312,10 @@ def _small_m_kernel(
         tl.store(out + m[:, None] * out_stride + n[None, :], y.to(out.dtype.element_ty), mask=edge)
 
 
-def _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace) -> None:
+def _by_library(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, norm_weight: torch.Tensor | None, eps: float,
+    residual: torch.Tensor | None, silu_mul: bool, workspace: Workspace,
+) -> None:  # fmt: skip
     """The same operation with the library's product and this package's neighbours."""
     rows, inputs = x.shape
     if norm_weight is not None:
@@ -335,7 +338,10 @@ def _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         out.copy_(wide)
 
 
-def _check(x, weight, out, norm_weight, residual, silu_mul) -> None:
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, norm_weight: torch.Tensor | None,
+    residual: torch.Tensor | None, silu_mul: bool,
+) -> None:  # fmt: skip
     check_tensor("x", x, (None, None), FLOATS)
     rows, inputs = x.shape
     check_tensor("weight", weight, (None, inputs), x.dtype, like=x)
@@ -349,7 +355,11 @@ def _check(x, weight, out, norm_weight, residual, silu_mul) -> None:
             raise ValueError("residual and silu_mul: wanted at most one of them, got both")
 
 
-def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming=None) -> None:
+def run_plan(
+    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, norm_weight: torch.Tensor | None,
+    eps: float, residual: torch.Tensor | None, silu_mul: bool, workspace: Workspace,
+    upcoming: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
     if (plan.norm_apart or plan.kernel == "resident") and norm_weight is not None:
@@ -389,14 +399,16 @@ def run_plan(plan: LinearPlan, x, weight, out, norm_weight, eps, residual, silu_
     )  # fmt: skip
 
 
-def _by_hopper(plan, x, weight, out, silu_mul) -> None:
+def _by_hopper(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, silu_mul: bool) -> None:
     """By kernels/skinny_linear_hopper.py; `out` as its table."""
     from kernels import skinny_linear_hopper  # needs a Triton that older installations lack
 
     skinny_linear_hopper.launch(plan, x, weight, out, silu_mul, launch_options(x)["PDL"])
 
 
-def run_parts_plan(plan: LinearPlan, x, weight, workspace: Workspace, upcoming=None) -> torch.Tensor:
+def run_parts_plan(
+    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, workspace: Workspace, upcoming: torch.Tensor | None = None
+) -> torch.Tensor:
     """`linear_parts` with one given plan, for the tuner."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     if plan.kernel == "library":

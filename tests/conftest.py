@@ -27,8 +27,22 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("trireme")
 
-if not torch.cuda.is_available():
+COMPILING_TIMEOUT_S = 300
+"""Of a test on a GPU, in which some may compile a dozen kernels while other processes do the same."""
+
+if torch.cuda.is_available():
+    from kernels.compile_ahead import name_alike
+
+    name_alike()  # so that of several processes of pytest-xdist each takes from disk what another one has compiled
+else:
     interpreter.enable()  # before any test imports a kernel: one that is imported earlier is not interpreted
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on a GPU have more time, since most of it is the compiler's."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(COMPILING_TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")

@@ -199,3 +199,18 @@ def test_made_up_examples_are_the_same_each_time_and_may_take_theirs(request):
         if hypothesis.is_hypothesis_test(function):
             settings = getattr(function, "_hypothesis_internal_use_settings", None) or hypothesis.settings.default
             assert (settings.deadline, settings.derandomize) == (None, True), item.nodeid
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(ROOT / "tests")], ids=relative)
+def test_no_request_to_a_real_server_has_the_librarys_five_seconds(path):
+    """On a busy machine that was too little for a long text that had a process started for it."""
+    hasty = [
+        node.lineno
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "httpx"
+        and node.func.attr in ("get", "post", "stream", "request", "Client", "AsyncClient")
+        and not {"timeout", "transport"} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert hasty == []

@@ -42,7 +42,7 @@ KINDS = {
 def shipped_kernels(folder: Path, kv_cache_dtype: str, card: Card) -> list[NeededKernel]:
     """What the worker compiles at start for the model that `folder/config.json` describes, in bfloat16."""
     from kernels.step_layout import PlanLayout
-    from worker_proc.cuda.buckets import start_buckets
+    from worker_proc.cuda.buckets import compiled_buckets
     from worker_proc.cuda.fused_forward import FusedForward
     from worker_proc.cuda.slots import DeviceSlots
     from worker_proc.cuda.step_program import StepProgram
@@ -64,7 +64,7 @@ def shipped_kernels(folder: Path, kv_cache_dtype: str, card: Card) -> list[Neede
         plan = torch.zeros(layout.size, dtype=torch.int32, device=CARD)
         options = {"max_tokens": MAX_TOKENS, "vocabulary": config.vocab_size, "eager": True}
         program = StepProgram(forward, cache, slots, plan, layout, **options)
-        for bucket in start_buckets(MAX_ROWS, MAX_TOKENS):
+        for bucket in compiled_buckets(MAX_ROWS, MAX_TOKENS):
             program.rehearse(bucket)
     return needed
 

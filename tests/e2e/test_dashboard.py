@@ -11,6 +11,8 @@ import time
 import httpx
 import pytest
 
+from tests.support.patient_http import get
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser on the path: none of {', '.join(BROWSERS)}")
@@ -37,7 +39,7 @@ def wait_for_a_row_with_tokens(url: str) -> None:
     """The history gains a row a second."""
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
-        view = httpx.get(url + "/dashboard/data").json()
+        view = get(url + "/dashboard/data").json()
         at = view["fields"].index("output_tps")
         if any(row[at] for row in view["rows"]):
             return

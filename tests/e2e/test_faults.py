@@ -7,7 +7,6 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import msgpack
 import pytest
 import zmq
@@ -16,6 +15,7 @@ from common.errors import RequestError, TriremeError
 from common.sampling_params import SamplingParams
 from frontend import Client
 from tests.support.idle import assert_becomes_idle
+from tests.support.patient_http import post
 
 pytestmark = pytest.mark.timeout(180)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -85,7 +85,7 @@ def test_a5_a_character_cut_by_max_tokens_shows_as_one_replacement_at_most(clien
             end += len(delta.text)
             assert not delta.text.endswith("\ufffd") or at_once[end - 1] == "\ufffd", f"{delta} before {at_once!r}"
         body = {"model": "x", "prompt": "🌊", "max_tokens": max_tokens, "temperature": 3.0, "seed": seed}
-        reply = httpx.post(url + "/v1/completions", json={key: body[key] for key in body if key != "model"})
+        reply = post(url + "/v1/completions", json={key: body[key] for key in body if key != "model"})
         assert reply.status_code == 200
         json.loads(reply.content.decode("utf-8"))
 
@@ -189,7 +189,7 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e400", "-5", '"x"', "[1]", "true"])
 def test_e1_numbers_that_are_none_are_refused_over_http(url, name, text):
     body = f'{{"prompt": "a", "{name}": {text}}}'
-    reply = httpx.post(url + "/v1/completions", content=body, headers={"content-type": "application/json"})
+    reply = post(url + "/v1/completions", content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 400, reply.text
     assert json.loads(reply.text)["error"]["message"]
 
@@ -214,7 +214,7 @@ def test_e2_ids_that_the_model_lacks_are_refused_in_every_field(url, token_id):
         {"prompt": "a", "logit_bias": {str(token_id): 1.0}},
         {"prompt": "a", "allowed_token_ids": [token_id]},
     ):
-        reply = httpx.post(url + "/v1/completions", json=fields)
+        reply = post(url + "/v1/completions", json=fields)
         assert reply.status_code == 400, f"{fields}: {reply.text}"
         assert json.loads(reply.text)["error"]["message"]
 
@@ -300,7 +300,7 @@ def test_e11_random_mutations_of_a_good_message_never_silence_the_engine(server)
 
 def test_e7_huge_numbers_are_refused(url):
     for fields in ({"n": 10**6}, {"logprobs": 10**6}, {"stop": ["x"] * 10**5}, {"max_tokens": -1}, {"best_of": 10**6}):
-        reply = httpx.post(url + "/v1/completions", json={"prompt": "a", **fields})
+        reply = post(url + "/v1/completions", json={"prompt": "a", **fields})
         assert 400 <= reply.status_code < 500, f"{list(fields)}: {reply.status_code}"
 
 

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
+from tests.support.patient_http import get, post
 from tests.support.server import Server
 
 pytestmark = pytest.mark.timeout(180)
@@ -52,7 +52,7 @@ def test_completions_streamed_equal_whole_and_token_ids_equal_text(client, model
     whole = client.completions.create(model=model, prompt=PROMPT, **GREEDY).choices[0].text
     stream = client.completions.create(model=model, prompt=PROMPT, stream=True, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in stream) == whole
-    ids = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    ids = post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     assert client.completions.create(model=model, prompt=ids, **GREEDY).choices[0].text == whole
     several = client.completions.create(model=model, prompt=[PROMPT, PROMPT], **GREEDY)
     assert [choice.text for choice in several.choices] == [whole, whole]
@@ -86,10 +86,10 @@ def test_bad_numbers_are_refused_in_json_and_cost_nothing(url, name, value):
     if (name, value) == (b"presence_penalty", b"-1"):
         pytest.skip("a presence penalty of -1 is fine")
     body = b'{"prompt": "x", "max_tokens": 1, "' + name + b'": ' + value + b"}"
-    response = httpx.post(url + "/v1/completions", content=body)
+    response = post(url + "/v1/completions", content=body)
     assert response.status_code == 400
     assert set(response.json()) == {"error"}
-    assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
 def test_official_client_raises_its_own_errors(client, model):
@@ -102,10 +102,10 @@ def test_official_client_raises_its_own_errors(client, model):
 
 
 def test_health_version_and_metrics(url, client, model):
-    assert httpx.get(url + "/health").json() == {"status": "serving"}
-    assert httpx.get(url + "/v1/models/" + model).json()["max_model_len"] > 0
+    assert get(url + "/health").json() == {"status": "serving"}
+    assert get(url + "/v1/models/" + model).json()["max_model_len"] > 0
     client.completions.create(model=model, prompt=PROMPT, **GREEDY)
-    text = httpx.get(url + "/metrics").text
+    text = get(url + "/metrics").text
     assert "trireme:request_success_total" in text
     assert "trireme:num_requests_running" in text
 
@@ -113,7 +113,7 @@ def test_health_version_and_metrics(url, client, model):
 def scraped(url) -> dict[str, float]:
     """Values of `/metrics` by name without prefix and labels; what differs by label is added up."""
     values: dict[str, float] = {}
-    for line in httpx.get(url + "/metrics").text.splitlines():
+    for line in get(url + "/metrics").text.splitlines():
         if not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
             name = name.partition("{")[0].removeprefix("trireme:")
@@ -126,7 +126,7 @@ def test_every_time_of_a_request_is_counted_where_it_was_spent(url):
     before = scraped(url)
     body = {"prompt": list(range(20, 50)), "max_tokens": 9, "ignore_eos": True, "cache_salt": "timed"}
     for _ in range(3):
-        assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+        assert post(url + "/v1/completions", json=body).status_code == 200
     now = before
 
     def grown(name: str) -> float:
@@ -157,12 +157,12 @@ def test_every_time_of_a_request_is_counted_where_it_was_spent(url):
 
 def test_a_flushed_cache_is_cold(url):
     def cached_count() -> int:
-        reply = httpx.post(url + "/v1/completions", json={"prompt": list(range(20, 60)), "max_tokens": 1})
+        reply = post(url + "/v1/completions", json={"prompt": list(range(20, 60)), "max_tokens": 1})
         return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     cached_count()
     assert cached_count() > 0
-    assert httpx.post(url + "/flush_cache").status_code == 200
+    assert post(url + "/flush_cache").status_code == 200
     assert cached_count() == 0
     assert cached_count() > 0
 
@@ -174,7 +174,7 @@ def test_more_connections_than_the_usual_limit_on_files(server, url):
 
 
 def running_count(url) -> int:
-    lines = httpx.get(url + "/metrics").text.splitlines()
+    lines = get(url + "/metrics").text.splitlines()
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith("trireme:num_requests_running{"))
 
 
@@ -215,13 +215,13 @@ def test_bodies_of_a_megabyte_are_answered_like_short_ones(client, model, url):
     short = client.chat.completions.create(model=model, messages=CHAT, **GREEDY).choices[0].message.content
     long = client.chat.completions.create(model=model, messages=CHAT, extra_body=filler, **GREEDY)
     assert long.choices[0].message.content == short
-    ids = httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-    many = httpx.post(url + "/detokenize", json={"tokens": ids * (200_000 // len(ids))})
+    ids = post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    many = post(url + "/detokenize", json={"tokens": ids * (200_000 // len(ids))})
     assert many.json()["prompt"] == PROMPT * (200_000 // len(ids))
     batch = client.completions.create(model=model, prompt=[ids, ids], extra_body=filler, **GREEDY)
     assert batch.choices[0].text == batch.choices[1].text
     with pytest.raises(openai.BadRequestError, match="has 400000 tokens"):
         client.completions.create(model=model, prompt=[5] * 400_000)
-    refused = httpx.post(url + "/v1/chat/completions", json={"messages": CHAT, "tools": [[]] * 100_000})
+    refused = post(url + "/v1/chat/completions", json={"messages": CHAT, "tools": [[]] * 100_000})
     assert refused.status_code == 413
     assert "more than 32768 items" in refused.json()["error"]["message"]

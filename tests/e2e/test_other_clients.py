@@ -47,7 +47,7 @@ def url(server) -> str:
 def model(url) -> str:
     import httpx
 
-    return httpx.get(f"{url}/models").json()["data"][0]["id"]
+    return httpx.get(f"{url}/models", timeout=60).json()["data"][0]["id"]
 
 
 def test_litellm(url, model):

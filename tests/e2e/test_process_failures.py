@@ -77,7 +77,7 @@ def test_a_process_that_is_lost_while_requests_finish_ends_them(long_model_dir, 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_health_says_so_before_the_run_ends(tiny_model_dir, number):
-    with Server(tiny_model_dir, faulty=True) as server, httpx.Client(base_url=server.ready["http"]) as http:
+    with Server(tiny_model_dir, faulty=True) as server, httpx.Client(base_url=server.ready["http"], timeout=60) as http:
         assert http.get("/health").status_code == 200
         os.kill(server.children()["scheduler"], number)
         while (response := http.get("/health")).status_code == 200:
@@ -125,7 +125,7 @@ def test_a_broken_device_or_an_empty_memory_ends_requests_and_the_run(long_model
     with (
         Server(long_model_dir, faulty=True) as server,
         Client(server.ready["client_endpoint"], timeout_s=30) as client,
-        httpx.Client(base_url=server.ready["http"]) as http,
+        httpx.Client(base_url=server.ready["http"], timeout=60) as http,
     ):
         pids = server.children()
         stream = start_an_endless_answer(client)

@@ -8,13 +8,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
 from common.errors import RequestError
 from common.messages import decode_for_worker
 from common.recording import Direction, Link, Recording
 from frontend import Client, SamplingParams
+from tests.support.patient_http import post
 from tests.support.server import ROOT, Server
 
 pytestmark = pytest.mark.timeout(240)
@@ -41,10 +41,10 @@ def trace(server: Server) -> None:
     url = server.ready["http"]
     for order, line in (("start_profile", "tracing"), ("stop_profile", "trace written")):
         for process in ("scheduler", "frontend"):
-            assert httpx.post(f"{url}/{order}", json={"process": process}).status_code == 200
+            assert post(f"{url}/{order}", json={"process": process}).status_code == 200
             server.wait_for_line(f"{process} +{line}")  # the order takes its way through the supervisor
         body = {"prompt": PROMPTS[0], "max_tokens": 20, "stream": True}
-        assert "[DONE]" in httpx.post(url + "/v1/completions", json=body).text
+        assert "[DONE]" in post(url + "/v1/completions", json=body).text
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import openai
 import pytest
 
 from frontend import Client, SamplingParams
 from tests.support import tiny
+from tests.support.patient_http import get
 from tests.support.server import Server
 
 pytestmark = pytest.mark.timeout(180)
@@ -97,7 +97,7 @@ def test_a_wrong_schema_is_refused_whole_and_streamed(client):
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match="strin"):
             client.chat.completions.create(model="tiny", messages=CHAT, response_format=wrong, stream=stream)
-    assert httpx.get(f"{client.base_url.copy_with(path='/health')}").status_code == 200
+    assert get(f"{client.base_url.copy_with(path='/health')}").status_code == 200
 
 
 def test_many_grammars_at_once_beside_free_requests(client):

@@ -11,7 +11,7 @@ from common.busy_poll import BusyPoll
 from common.child import SupervisorLink
 from common.config import EngineConfig, ServerOptions
 from common.messages import AbortRequests, FlushCache, Stop
-from common.sockets import connect_push, new_context
+from common.sockets import bind_router, connect_push, new_context
 from scheduler_proc.transport import SocketTransport
 from worker_proc.reporter import InlineReporter
 from worker_proc.worker import Worker
@@ -32,9 +32,10 @@ def config(tmp_path, request) -> EngineConfig:
 
 @pytest.fixture
 def link(config):
-    link = SupervisorLink("test", config.endpoint("supervisor"))
-    yield link
-    link.close()
+    with new_context() as context, bind_router(context, config.endpoint("supervisor")):  # hears the last words
+        link = SupervisorLink("test", config.endpoint("supervisor"))
+        yield link
+        link.close()
 
 
 def test_the_scheduler_sees_orders_and_messages(config, link):

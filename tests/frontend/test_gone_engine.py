@@ -5,44 +5,48 @@ import contextlib
 import fcntl
 import os
 import shutil
-import socket as unix
+from types import SimpleNamespace
 
 import pytest
 
 from common import run_dir
 from common.errors import EngineDeadError
 from frontend import AsyncClient, Client, client_state
+from tests.support.ports import reserved_port
 
 
 @pytest.fixture
 def asking():
-    """Opens a client of either kind beside a loop's thread; gives what asks for a ping, again and again."""
+    """Opens a client of either kind beside a loop's thread, which waits for an hour, longer than a test may take; gives
+    it, and what asks for a ping, again and again."""
     with contextlib.ExitStack() as stack:
         loop = asyncio.new_event_loop()
         stack.callback(loop.close)
         stack.callback(lambda: loop.run_until_complete(loop.shutdown_default_executor()))
 
-        def make(kind, endpoint: str, timeout_s: float):
+        def make(kind, endpoint: str):
             if kind is Client:
-                return stack.enter_context(Client(endpoint, timeout_s=timeout_s)).ping
-            client = loop.run_until_complete(AsyncClient(endpoint, timeout_s=timeout_s).open())
+                client = stack.enter_context(Client(endpoint, timeout_s=3600))
+                return client, client.ping
+            client = loop.run_until_complete(AsyncClient(endpoint, timeout_s=3600).open())
             stack.callback(lambda: loop.run_until_complete(client.close()))
-            return lambda: loop.run_until_complete(client.ping())
+            return client, lambda: loop.run_until_complete(client.ping())
 
         yield make
 
 
-def free_port() -> int:
-    with unix.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+@pytest.fixture
+def port():
+    with reserved_port() as number:
+        yield number
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_an_engine_that_nobody_starts_again_is_gone_soon(run_frontend, asking, monkeypatch, kind, transport):
-    """Every request waited for all of its client's `timeout_s`. An hour here would end the test."""
-    frontend = run_frontend(server={"client_endpoint": f"tcp://127.0.0.1:{free_port()}"} if transport == "tcp" else {})
-    ask = asking(kind, frontend.endpoint, 3600)
+def test_an_engine_that_nobody_starts_again_is_gone_soon(run_frontend, asking, monkeypatch, kind, transport, port):
+    """Every request waited for all of its client's `timeout_s`."""
+    frontend = run_frontend(server={"client_endpoint": f"tcp://127.0.0.1:{port}"} if transport == "tcp" else {})
+    _, ask = asking(kind, frontend.endpoint)
     assert ask() > 0
     frontend.lose()
     monkeypatch.setattr(client_state, "GONE_S", 0.2)
@@ -53,6 +57,23 @@ def test_an_engine_that_nobody_starts_again_is_gone_soon(run_frontend, asking, m
             ask()
     run_frontend(server={"client_endpoint": frontend.endpoint})
     assert ask() > 0, "one that is started after all is found"
+
+
+@pytest.mark.parametrize("engine_listens_again", [False, True])
+def test_whether_somebody_listens_is_asked_a_few_times_whoever_waits(monkeypatch, engine_listens_again):
+    """Each of the requests that waited asked ten times a second. That nobody does is never an old answer."""
+    clock, asked, refuses = [100.0], [], [True]
+    monkeypatch.setattr(client_state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(client_state, "is_refused", lambda _: asked.append(clock[0]) or refuses[0])
+    connection = client_state.Connection("tcp://127.0.0.1:1", None)
+    for tick in range(50):
+        clock[0] = 100.0 + 0.1 * tick
+        assert not any(connection.hopeless("") for _ in range(100))
+    assert len(asked) == client_state.PROBES
+    clock[0], refuses[0] = 100.0 + client_state.GONE_S, not engine_listens_again
+    assert bool(connection.hopeless("")) != engine_listens_again
+    refuses[0] = True
+    assert bool(connection.hopeless("")) != engine_listens_again, "a new wait begins"
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
@@ -67,7 +88,7 @@ def test_an_engine_whose_run_directory_is_gone_is_gone_at_once(
     frontend = run_frontend(server={"client_endpoint": f"ipc://{folder}/client.sock", "restart": restart})
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    ask = asking(kind, frontend.endpoint, 3600)
+    _, ask = asking(kind, frontend.endpoint)
     assert ask() > 0
     frontend.lose()
     os.close(lock)  # as if the supervisor had been killed
@@ -83,9 +104,10 @@ def test_an_engine_whose_run_directory_is_gone_is_gone_at_once(
 def test_an_engine_that_is_started_again_is_waited_for(run_frontend, asking, monkeypatch, kind):
     monkeypatch.setattr(client_state, "GONE_S", 0.0)
     frontend = run_frontend(server={"restart": True})
-    ask = asking(kind, frontend.endpoint, 0.3)
+    client, ask = asking(kind, frontend.endpoint)
     assert ask() > 0
     frontend.lose()
+    client.timeout_s = 0.3
     with pytest.raises((EngineDeadError, TimeoutError)):  # the latter if it was sent before the loss was seen
         ask()
     with pytest.raises(EngineDeadError, match=r"no engine can be reached at .* within 0\.3 s"):

@@ -125,7 +125,8 @@ def test_a_request_that_takes_too_long_is_given_up(frontend, monkeypatch):
     asyncio.run(main())
 
 
-def test_clients_outlive_an_engine_that_starts_again(run_frontend):
+def test_clients_outlive_an_engine_that_starts_again(run_frontend, monkeypatch):
+    monkeypatch.setattr("frontend.client_state.GONE_S", 3600)  # however long it takes to come
     first = run_frontend()
     first.scheduler.gate.clear()
     endpoint = {"client_endpoint": first.endpoint}

@@ -1,12 +1,18 @@
 """Paged batches for the attention tests: shuffled blocks, and NaN wherever no kernel may look."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import pytest
 import torch
 
 from benchmarks.kernels.paged_inputs import PagedInputs
+from kernels.decode_attention import DecodePlan
+from kernels.fixed_order_attention import FixedOrderAttentionPlan
 from kernels.kv_format import quantise
+from kernels.prefill_plans import PrefillPlan
+
+Plan = TypeVar("Plan", DecodePlan, FixedOrderAttentionPlan, PrefillPlan)
 
 # On a CPU the kernels run in the interpreter, which computes bf16 products wrongly; on a GPU they run as they are.
 DEVICES = [
@@ -49,14 +55,17 @@ def make_batch(
     """A batch with one row for each (query tokens, context length); rows named in `padding` get slot -1.
 
     Blocks are handed out in random order; table entries past a row's last block point outside the cache; every cache
-    position that no row owns is NaN; queries of padding rows and of the `spare_tokens` past the last row are NaN.
+    position that no row owns is NaN; queries of padding rows and of the `spare_tokens` past the last row are NaN. A
+    table is a multiple of 16 wide: for others there would be one more kernel of each kind, and the runner's tests have
+    them.
     """
     generator = torch.Generator().manual_seed(seed)
     block_counts = [-(-length // block_size) for _, length in rows]
     total = sum(block_counts) + 3
     order = torch.randperm(total, generator=generator)
     slots = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
-    tables = torch.full((len(rows) + 2, max([*block_counts, 1]) + 1), 2**31 - 1, dtype=torch.int32)
+    columns = (max([*block_counts, 1]) // 16 + 1) * 16
+    tables = torch.full((len(rows) + 2, columns), 2**31 - 1, dtype=torch.int32)
     caches = [torch.full((total, kv_heads, block_size, head_dim), float("nan")) for _ in range(2)]
     used = 0
     for row, (_, length) in enumerate(rows):
@@ -83,6 +92,12 @@ def make_batch(
         torch.tensor([length for _, length in rows], dtype=torch.int32, device=device),
         starts.int().to(device),
     )
+
+
+def usual_rows(plan: Plan, device: torch.device) -> Plan:
+    """The plan as an engine has it on a GPU: with room for 64 rows at least, so that batches of all sizes take one
+    compiled kernel; in the interpreter as it is, with room for as many rows as there are."""
+    return replace(plan, rows_tile=max(plan.rows_tile, 64)) if device.type == "cuda" else plan
 
 
 def quantise_caches(batch: PagedBatch, dtype: torch.dtype) -> PagedBatch:

@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 from triton.runtime import jit
 
+from benchmarks.kernels.compile_times import all_ready_s
 from kernels import compile_process
 from kernels.compile_process import CompileProcess, Job
 
@@ -50,9 +53,13 @@ ALL_READY = [2, 1, 2]
 
 IN_ANY_ORDER = """
 import importlib, json, pkgutil, random
+from types import SimpleNamespace
 import kernels
+from triton import knobs
 from triton.runtime.jit import JITFunction
-from kernels.compile_ahead import hash_parts
+from kernels.compile_ahead import name_alike
+
+name_alike()
 
 modules = [importlib.import_module(f"kernels.{module.name}") for module in pkgutil.iter_modules(kernels.__path__)]
 functions = {f.__name__: f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)}
@@ -64,7 +71,7 @@ for seed in range(3):
         function.hash, function.used_global_vals = None, {}
     found = {}
     for name in order:
-        hash_parts(functions[name])
+        assert not knobs.runtime.jit_cache_hook(key="", fn=SimpleNamespace(jit_function=functions[name]))
         found[name] = functions[name].cache_key
     names.append(found)
 print(json.dumps({"count": len(functions), "differ": [n for n in functions if len({f[n] for f in names}) > 1]}))
@@ -76,21 +83,18 @@ def job(function="_rms_norm_kernel", specialization="{}"):
 
 
 def test_what_launches_need_is_compiled_by_the_process_once(run_script):
-    """Started early it compiles all, started when the first kernel is missing the others, and not if none is."""
-    end = "print(json.dumps([make_ready(2, starts_early=early) for early in (False, False, True)]))"
-    missing, on_disk, early = json.loads(run_script(["-c", SCRIPT + end]))
+    """Started early it compiles all, started when the first kernel is missing the others, and not if none is; the
+    largest first, and of the C functions that launch kernels each once."""
+    end = """
+jobs = compile_ahead._jobs(compile_ahead.largest_first(needed))
+ways = [make_ready(2, starts_early=early) for early in (False, False, True)]
+print(json.dumps([*ways, [(job.name, job.with_launcher) for job in jobs]]))
+"""
+    missing, on_disk, early, jobs = json.loads(run_script(["-c", SCRIPT + end]))
+    assert jobs == [["_rms_norm_kernel", True], ["_rms_norm_kernel", False], ["_silu_mul_kernel", True]]
     assert missing == {"compiled here": ["_silu_mul_kernel"], "started": True, "ready": ALL_READY}
     assert on_disk == {"compiled here": [], "started": False, "ready": ALL_READY}
     assert early == {"compiled here": [], "started": True, "ready": ALL_READY}
-
-
-def test_the_process_compiles_the_largest_first_and_shares_launchers(run_script):
-    end = """
-ahead = compile_ahead.KernelsAhead(needed, CompileProcess(0))
-print(json.dumps([(job.name, job.with_launcher) for job in compile_ahead._jobs(ahead._left)]))
-"""
-    jobs = json.loads(run_script(["-c", SCRIPT + end]))
-    assert jobs == [["_rms_norm_kernel", True], ["_rms_norm_kernel", False], ["_silu_mul_kernel", True]]
 
 
 def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script):
@@ -107,6 +111,21 @@ def test_the_process_answers_for_what_it_cannot_compile(run_script):
 
 def test_the_process_gives_up_without_its_parent():
     assert list(compile_process._compile_all([job()], width=1, parent=-1)) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a kernel is compiled to its end")
+def test_what_it_has_forked_ends_with_it():
+    """An engine that was killed left its compilers to work on for half a minute."""
+    code = """
+import os, signal
+from kernels import compile_process as process
+process._compile = lambda job: (os.write(1, b"forked"), signal.pause())
+next(process._compile_all([None], width=1, parent=os.getppid()))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(6) == b"forked"
+        process.kill()
+        assert process.stdout.read() == b"", "nobody holds it any more"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +146,17 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     compiler.close()
     assert not compiler.started
     assert "was lost" in caplog.text or "could be started" in caplog.text
+
+
+@pytest.mark.slow
+def test_compile_times_are_told_for_a_card_that_is_not_there(run_script):
+    line = run_script(["-m", "benchmarks.kernels.compile_times", "--only", "silu_mul", "--cores", "1", "3"])
+    assert line.startswith("   3 cores after 0.") and line.endswith(" s")
+
+
+def test_side_by_side_each_core_takes_the_next_job():
+    assert all_ready_s([4.0, 1.0, 1.0, 1.0, 1.0], cores=2) == 4.0
+    assert all_ready_s([1.0, 1.0, 1.0, 1.0, 4.0], cores=2) == 6.0
 
 
 def test_it_needs_no_class_that_the_oldest_triton_lacks(monkeypatch):

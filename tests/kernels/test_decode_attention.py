@@ -13,6 +13,7 @@ from tests.kernels.paged_batches import (
     quantise_caches,
     room_for,
     skip_unless_here,
+    usual_rows,
 )
 
 ERROR_FACTOR = 2.0
@@ -25,7 +26,7 @@ def run(batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = 
     rows, query_heads, head_dim = len(batch.row_slots), *batch.query.shape[1:]
     multiprocessors = 132 if device.type == "cuda" else MULTIPROCESSORS
     plan_options = {"quantised": batch.key_scales is not None} | (plan_options or {})
-    plan = launch_plan(rows, query_heads, kv_heads, head_dim, multiprocessors, **plan_options)
+    plan = usual_rows(launch_plan(rows, query_heads, kv_heads, head_dim, multiprocessors, **plan_options), device)
     output = torch.full_like(batch.query, float("nan"))
     partials = torch.full((plan.workspace_floats,), float("nan"), device=device)
     counters = torch.zeros(plan.counter_count, dtype=torch.int32, device=device)

@@ -11,6 +11,7 @@ from tests.kernels.paged_batches import (
     assert_as_exact_as_torch,
     make_batch,
     quantise_caches,
+    usual_rows,
 )
 from tests.support.ordered_product import use_ordered_products
 
@@ -25,8 +26,9 @@ def run(batch: PagedBatch, multiprocessors: int = MANY, options: dict | None = N
     kv_heads, max_rows = batch.key_cache.shape[1], len(batch.row_slots)
     if options is None:
         options = SMALL if batch.query.device.type == "cpu" else {}
-    plan = launch_plan(len(batch.query), max_rows, query_heads, kv_heads, head_dim, multiprocessors, **options)
     device = batch.query.device
+    plan = launch_plan(len(batch.query), max_rows, query_heads, kv_heads, head_dim, multiprocessors, **options)
+    plan = usual_rows(plan, device)
     output = torch.full_like(batch.query, float("nan"))
     partials = torch.full((plan.workspace_floats,), float("nan"), device=device)
     counters = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=device)

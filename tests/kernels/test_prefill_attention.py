@@ -14,6 +14,7 @@ from tests.kernels.paged_batches import (
     quantise_caches,
     room_for,
     skip_unless_here,
+    usual_rows,
 )
 
 ERROR_FACTOR = 2.0
@@ -38,6 +39,7 @@ def run(
         multiprocessors,
         **plan_options,
     )
+    plan = usual_rows(plan, device)
     output = torch.full_like(batch.query, float("nan"))
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device)
     if plan.fresh and fresh is None:

@@ -11,7 +11,7 @@ import torch
 
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
-from kernels.compile_ahead import KernelsAhead, NeededKernel, launches_left_out
+from kernels.compile_ahead import KernelsAhead, NeededKernel, launches_left_out, name_alike
 from kernels.compile_process import CompileProcess
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets
@@ -65,6 +65,7 @@ class CudaStart:
         self._config, self._limits, self._specs, self._vocabulary = config, limits, specs, vocabulary
         self._model_limit = model.config.context_limit
         prepare_thread()
+        name_alike()  # also what is compiled at its first use: a later start finds it
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         max_len = wanted_length(config.model.max_model_len, self._model_limit)
         device = model.model.norm.weight.device
