@@ -8,9 +8,9 @@ The price is a processor for each loop of an engine that is at work, so it is on
 (`limit_s_for`). Used by all processes and by the client SDK; knows no messages.
 """
 
-import itertools
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +32,6 @@ PAUSE_S = 0.1
 """How long not to poll after that."""
 
 _NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
-_numbers = itertools.count()
 
 
 def limit_s_for(option_ms: float, device: str = "auto") -> float:
@@ -64,7 +63,7 @@ class Errands:
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        endpoint = f"ipc://@trireme-errands-{os.getpid()}-{next(_numbers)}"
+        endpoint = f"ipc://@trireme-errands-{secrets.token_hex(16)}"  # containers may share names, and not process ids
         self._pull = bind_pull(context, endpoint)
         self._push = connect_push(context, endpoint)
         self._push.send(b"", _NO_WAIT)

@@ -138,10 +138,10 @@ def is_refused(endpoint: str, timeout_s: float = 0.25) -> bool:
     """Whether nobody listens at an endpoint, and the system says so; False where nobody answers, or there is no such
     address. Waits for an answer over TCP, and for the address of a name.
     """
-    if endpoint.startswith("ipc://"):
-        return not endpoint.startswith("ipc://@") and not is_served(endpoint)  # an abstract address has no file
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
+        if endpoint.startswith("ipc://"):
+            return not endpoint.startswith("ipc://@") and not is_served(endpoint)  # an abstract address has no file
         unix.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except ConnectionRefusedError:
         return True

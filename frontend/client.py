@@ -341,8 +341,8 @@ class Client:
 
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
-        self._send_gathered()
         with self._in_use:
+            self._send_gathered()
             if self._state.is_resuming:
                 left_ms = max(0, math.ceil((self._give_up_at_s - time.monotonic()) * 1000))
                 wait_ms = min(left_ms, LOOK_MS if wait_ms is None else min(wait_ms, LOOK_MS))
@@ -381,41 +381,52 @@ class Client:
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
         """A context in which messages are sent several at once, the last ones at its end."""
-        self._gathers = True
-        try:
-            yield
-            self._send_gathered()
-        finally:
-            self._gathers = False
-            self._forget_unsent(self._gathered)
-            self._gathered = []
+        with self._in_use:
+            self._gathers = True
+            try:
+                yield
+                self._send_gathered()
+            finally:
+                self._gathers = False
+                self._forget_unsent(self._gathered)
+                self._gathered = []
 
     def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
-        self._gathered.append((data, message, inbox))
-        if not self._gathers or client_requests.is_enough([data for data, _, _ in self._gathered]):
-            self._send_gathered()
+        with self._in_use:
+            self._gathered.append((data, message, inbox))
+            if not self._gathers or client_requests.is_enough([data for data, _, _ in self._gathered]):
+                self._send_gathered()
 
     def _send_gathered(self) -> None:
         if not self._gathered:
             return
         gathered, self._gathered = self._gathered, []
         try:
-            with self._in_use:
-                self._await_connection()
-                *others, last = [data for data, _, _ in gathered]
-                for data in others:
-                    self._socket.send(data, _MORE)
-                self._socket.send(last, _NO_WAIT)  # no high-water mark: it never waits
-                self._busy.note()
-                for _, message, inbox in gathered:
-                    if inbox is not None:
-                        self._state.note_sent(inbox, message)
+            self._await_connection()
+            self._send_frames([data for data, _, _ in gathered])
+            self._busy.note()
+            for _, message, inbox in gathered:
+                if inbox is not None:
+                    self._state.note_sent(inbox, message)
         except BaseException:
             self._forget_unsent(gathered)
             raise
+
+    def _send_frames(self, frames: Sequence[bytes]) -> None:
+        """Send them as one message. There is no high-water mark: it never waits."""
+        *others, last = frames
+        try:
+            for frame in others:
+                self._socket.send(frame, _MORE)
+        except BaseException:  # Ctrl-C: what is sent next would otherwise be a frame of the same message
+            self._socket.send(wire.Ping(HELLO_ID).to_wire(), _NO_WAIT)
+            for frame in others:
+                self._socket.send(wire.Abort(wire.request_id_of(frame)).to_wire(), _NO_WAIT)
+            raise
+        self._socket.send(last, _NO_WAIT)
 
     def _forget_unsent(self, gathered: Sequence[tuple[bytes, wire.FromClient, Inbox | None]]) -> None:
         for _, _, inbox in gathered:

@@ -22,8 +22,10 @@ _DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
 def compile_process(config: EngineConfig) -> CompileProcess:
     """What compiles the kernels of a start with this configuration; started if that is likely to be needed."""
     compiler = CompileProcess(config.worker.cpu_threads or granted_threads())
-    if config.model.device != "cpu" and any(path.exists() for path in _DRIVERS) and not _note(config).exists():
-        compiler.start()
+    if config.model.device != "cpu" and any(path.exists() for path in _DRIVERS):
+        with contextlib.suppress(ImportError, OSError):  # no Triton, as with a torch for CPUs; or no folder for it
+            if not _note(config).exists():
+                compiler.start()
     return compiler
 
 

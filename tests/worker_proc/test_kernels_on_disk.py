@@ -43,6 +43,17 @@ def test_a_worker_without_a_gpu_does_not_start_it(starts, tmp_path, monkeypatch)
     assert not starts(EngineConfig())
 
 
+@pytest.mark.parametrize("error", [ImportError, PermissionError])
+def test_a_worker_that_cannot_look_begins_all_the_same(starts, monkeypatch, error):
+    """A GPU's driver does not mean that Triton is there, nor that its folder can be read."""
+
+    def fail(_: EngineConfig) -> None:
+        raise error
+
+    monkeypatch.setattr(kernels_on_disk, "_note", fail)
+    assert not starts(EngineConfig())
+
+
 def test_a_folder_that_cannot_be_written_gets_no_note(starts, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
     kernels_on_disk.note_kernels(EngineConfig())
