@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import ssl
 
 import pytest
 
@@ -14,6 +15,7 @@ from common.messages import RequestFailed
 from frontend.http import bodies, protocol, server
 from frontend.http.direct import StepWrites
 from tests.frontend.http.test_app import GOOD, exchange, serve
+from tests.support import tls
 
 BODY = {"prompt": "The sea", "max_tokens": 3, "request_id": "r"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "request_id": "r"}
@@ -292,6 +294,38 @@ def test_a_client_that_stops_reading_holds_up_no_other_and_misses_nothing(make_a
     assert 10 < before.count(slow) < 900 < before.count(fast)
     assert written[len(before) :].count(slow) > 500
     events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})", late, re.MULTILINE)]
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_stream_over_tls_is_encrypted_to_the_last_token(make_api, tmp_path, monkeypatch, loop):
+    """Nobody may write to its socket past the transport, which encrypts."""
+    (certificate, key), made, numbers = tls.write(tmp_path), protocol.Protocol.connection_made, []
+    api, fields = make_api(port=0).ready(), {**BODY, "max_tokens": 60}
+    api.loop.close()
+    api.loop = pytest.importorskip(loop).new_event_loop()
+
+    async def talk(address):
+        context, found = ssl.create_default_context(cafile=certificate), []
+        for stream in (True, False):
+            reader, writer = await asyncio.open_connection(*address, ssl=context)
+            writer.write(post("/v1/completions", json.dumps({**fields, "stream": stream}).encode()))
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert set(numbers) == {-1}
+            found.append(head + await reader.read())
+            writer.close()
+            await writer.wait_closed()
+        return found
+
+    def note_made(self, transport) -> None:
+        made(self, transport)
+        numbers.append(self.fd)
+
+    monkeypatch.setattr(protocol.Protocol, "connection_made", note_made)
+    stream, whole = serve(api, talk, ssl_certfile=certificate, ssl_keyfile=key)
+    events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})", stream, re.MULTILINE)]
+    assert len(events) > 30, "its tokens took the short way"
     text = "".join(event["choices"][0]["text"] for event in events)
     assert text == json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
 
