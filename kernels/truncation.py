@@ -18,7 +18,18 @@ import triton.language as tl
 
 from kernels import sampling_state as columns
 from kernels.noise import HAS_PTX, gumbel, noise_bits, noise_keys
-from kernels.sampling_state import BIN_MASSES, CANDIDATE_IDS, CANDIDATE_VALUES, INTERVAL_VALUES, PIECE_MAXIMA, TICKETS
+from kernels.sampling_state import (
+    BIN_MASSES,
+    CANDIDATE_IDS,
+    CANDIDATE_VALUES,
+    CHOICES,
+    COUNTS,
+    COUNTS_STRIDE,
+    INTERVAL_VALUES,
+    NUMBERS,
+    PIECE_MAXIMA,
+    TICKETS,
+)
 
 # Columns of what a slot samples by, as constants that kernels can take from outside.
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = map(
@@ -42,13 +53,13 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def _number(slot, settings, COLUMN: tl.constexpr):
     """One of the floats by which a slot samples."""
-    return tl.load(settings[0] + slot * _NUMBER_COUNT + COLUMN)
+    return tl.load(settings[NUMBERS] + slot * _NUMBER_COUNT + COLUMN)
 
 
 @triton.jit
 def _choice(slot, settings, COLUMN: tl.constexpr):
     """One of the integers by which a slot samples."""
-    return tl.load(settings[1] + slot * _CHOICE_COUNT + COLUMN)
+    return tl.load(settings[CHOICES] + slot * _CHOICE_COUNT + COLUMN)
 
 
 @triton.jit
@@ -61,7 +72,7 @@ def logprob_count(slot, settings):
 def count_place(token_id, slot, settings):
     """(whether the slot counts what it has sampled, where the count of an id is)."""
     row = _choice(slot, settings, _COUNT_ROW)
-    return row >= 0, settings[5] + row.to(tl.int64) * settings[11] + token_id
+    return row >= 0, settings[COUNTS] + row.to(tl.int64) * settings[COUNTS_STRIDE] + token_id
 
 
 @triton.jit
