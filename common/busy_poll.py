@@ -8,6 +8,7 @@ The price is a processor for each loop of an engine that is at work, so it is on
 (`limit_s_for`). Used by all processes and by the client SDK; knows no messages.
 """
 
+import glob
 import math
 import os
 import secrets
@@ -50,7 +51,7 @@ def limit_s_for(option_ms: float, device: str = "auto") -> float:
 
 def _has_gpu() -> bool:
     """Whether there is an NVIDIA GPU, as far as that can be said without loading torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    return bool(glob.glob("nvidia[0-9]*", root_dir="/dev")) or Path("/dev/dxg").exists()
 
 
 class Errands:

@@ -153,9 +153,12 @@ class Trial:
 
 
 def prepare_thread() -> None:
-    """This thread issues steps: on a stream of its own, since graphs cannot be captured on the default one."""
+    """This thread issues steps: on a stream of its own, since graphs cannot be captured on the default one, and behind
+    what that one still has to do for the model."""
     sys.setswitchinterval(THREAD_SWITCH_S)
-    torch.cuda.set_stream(torch.cuda.Stream())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_stream(stream)
 
 
 def not_fused(model: LlamaForCausalLM, *, fixed_order: bool) -> str:
