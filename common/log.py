@@ -122,12 +122,19 @@ class ForeignLines:
 
 
 def _object_of(line: str | bytes) -> dict[str, Any]:
-    """The JSON object that a line is; an empty one for any other line, whatever a child may have written."""
+    """The JSON object that a line is; an empty one for any other line, whatever a child may have written.
+
+    Stricter than `json`, which takes UTF-16 and numbers that JSON does not have: other readers would fail at the line.
+    """
     try:
-        entry = json.loads(line)
+        entry = json.loads(line if isinstance(line, str) else line.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         entry = None
     return entry if isinstance(entry, dict) else {}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _entry(process: str, level: str, message: str) -> dict[str, Any]:

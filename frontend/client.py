@@ -45,6 +45,8 @@ from frontend.client_streams import Running, RunningEmbedding, Stream
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
+Gathered = tuple[bytes, wire.FromClient, Inbox | None]
+"""A message that waits to be sent: as bytes, as itself, and the inbox of its replies."""
 
 _NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -101,7 +103,7 @@ class Client:
         self._connect()
         self._give_up_at_s = 0.0
         self._gathers = self._closed = False
-        self._gathered: list[tuple[bytes, wire.FromClient, Inbox | None]] = []
+        self._gathered: list[Gathered] = []
         self._in_use = OneThread()
         try:
             self.welcome = self._call(self._hello, HELLO_ID)
@@ -406,29 +408,30 @@ class Client:
         gathered, self._gathered = self._gathered, []
         try:
             self._await_connection()
-            self._send_frames([data for data, _, _ in gathered])
-            self._busy.note()
-            for _, message, inbox in gathered:
-                if inbox is not None:
-                    self._state.note_sent(inbox, message)
+            self._send_together(gathered)
         except BaseException:
             self._forget_unsent(gathered)
             raise
 
-    def _send_frames(self, frames: Sequence[bytes]) -> None:
+    def _send_together(self, gathered: Sequence[Gathered]) -> None:
         """Send them as one message. There is no high-water mark: it never waits."""
-        *others, last = frames
+        *others, (last, _, _) = gathered
         try:
-            for frame in others:
-                self._socket.send(frame, _MORE)
-        except BaseException:  # Ctrl-C: what is sent next would otherwise be a frame of the same message
+            for data, _, _ in others:
+                self._socket.send(data, _MORE)
+            self._socket.send(last, _NO_WAIT)
+            self._busy.note()
+            for _, message, inbox in gathered:
+                if inbox is not None:
+                    self._state.note_sent(inbox, message)
+        except BaseException:  # Ctrl-C: the engine may have them, or would take what is sent next for one of them
             self._socket.send(wire.Ping(HELLO_ID).to_wire(), _NO_WAIT)
-            for frame in others:
-                self._socket.send(wire.Abort(wire.request_id_of(frame)).to_wire(), _NO_WAIT)
+            for _, _, inbox in gathered:
+                if inbox is not None:
+                    self._socket.send(wire.Abort(inbox.request_id).to_wire(), _NO_WAIT)
             raise
-        self._socket.send(last, _NO_WAIT)
 
-    def _forget_unsent(self, gathered: Sequence[tuple[bytes, wire.FromClient, Inbox | None]]) -> None:
+    def _forget_unsent(self, gathered: Sequence[Gathered]) -> None:
         for _, _, inbox in gathered:
             if inbox is not None:
                 self._state.forget(inbox)

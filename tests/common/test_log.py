@@ -81,6 +81,18 @@ def test_a_line_that_nests_too_deeply_is_one_like_any_other():
     assert log.said(line) == line
 
 
+@pytest.mark.parametrize(
+    "line",
+    [b'{"a": NaN}', b'{"a": [-Infinity]}', '{"a": 1}'.encode("utf-16-le"), b"\xef\xbb\xbf{}", b'{"a": "\xed\xa0\x80"}'],
+    ids=["NaN", "infinity", "UTF-16", "byte order mark", "surrogate"],
+)
+def test_a_line_that_only_python_takes_for_an_object_becomes_one(line):
+    """It was passed on as it was, and strict readers failed at it."""
+    text = line.decode(errors="replace")
+    assert [entry["message"] for entry in through(line.decode(errors="surrogateescape") + "\n")] == [text]
+    assert log.said(text) == text
+
+
 def test_a_stack_without_end_is_cut_and_not_kept():
     lines = log.ForeignLines("worker-0")
     lines.feed(TRACEBACK.rpartition("Zero")[0].encode())

@@ -72,25 +72,31 @@ def test_long_prompts_do_not_wait_for_one_another(message_counts, frontend):
     assert message_counts == [3, 3, 2]
 
 
-def test_a_batch_that_is_interrupted_between_two_frames_leaves_nothing_running(frontend, monkeypatch):
-    """The next message was taken for more frames of the same one, and refused with all of them."""
+@pytest.mark.parametrize("size", [1, FRAMES_LIMIT])
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at", [4, -1], ids=["a frame in the middle", "the last frame"])
+def test_a_batch_that_is_interrupted_while_it_is_sent_leaves_nothing_running(frontend, monkeypatch, at, is_after, size):
+    """The next message was taken for more frames of the same one, and refused with all of them; what was sent whole
+    ran on for nobody."""
+    at = min(at % size, size - 1)
     frontend.scheduler.gate.clear()
     with Client(frontend.endpoint) as client:
         send, sent = client._socket.send, []
 
         def send_some(data: bytes, flags: int) -> None:
             sent.append(data)
-            if len(sent) == 4:
+            if len(sent) - 1 != at or is_after:
+                send(data, flags)
+            if len(sent) - 1 == at:
                 raise KeyboardInterrupt
-            send(data, flags)
 
         socket = SimpleNamespace(send=send_some, closed=False)
         with monkeypatch.context() as patched:
             patched.setattr(client, "_socket", socket)
             with pytest.raises(KeyboardInterrupt):
-                client.generate_batch(["a"] * FRAMES_LIMIT, SamplingParams(max_tokens=2000))
+                client.generate_batch(["a"] * size, SamplingParams(max_tokens=2000))
         assert client._state.live_count == 0
-        frontend.scheduler.wait_until(lambda: len(frontend.scheduler.aborted) == 3)
+        frontend.scheduler.wait_until(lambda: len(frontend.scheduler.aborted) == at + is_after)
         frontend.scheduler.gate.set()
         assert len(client.generate_batch(["a"] * FRAMES_LIMIT, SamplingParams(max_tokens=1))) == FRAMES_LIMIT
 

@@ -8,6 +8,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from common import run_dir
 from common.errors import EngineDeadError
@@ -74,6 +75,22 @@ def test_whether_somebody_listens_is_asked_a_few_times_whoever_waits(monkeypatch
     assert bool(connection.hopeless("")) != engine_listens_again
     refuses[0] = True
     assert bool(connection.hopeless("")) != engine_listens_again, "a new wait begins"
+
+
+def test_an_engine_that_came_back_and_is_lost_again_is_waited_for_again(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(client_state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(client_state, "is_refused", lambda _: True)
+    monkeypatch.setattr(client_state, "connection_event", lambda event: event)
+    connection = client_state.Connection("tcp://127.0.0.1:1", None)
+    assert not connection.hopeless("")
+    connection.note(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    clock[0] += 2 * client_state.GONE_S
+    assert not connection.hopeless("")
+    assert connection.note(zmq.EVENT_DISCONNECTED)
+    assert not connection.hopeless("")
+    clock[0] += client_state.GONE_S
+    assert connection.hopeless("")
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
