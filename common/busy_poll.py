@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 
 from common.processors import granted_cores
-from common.sockets import bind_pull, connect_push
+from common.sockets import EVENTS, NO_WAIT, READABLE, bind_pull, connect_push
 
 AUTOMATIC = -1.0
 """The option's value that leaves it to the machine."""
@@ -31,8 +31,6 @@ CONTESTED_S = 0.0005
 """A turn in which others had this processor for longer: somebody else has work for it."""
 PAUSE_S = 0.1
 """How long not to poll after that."""
-
-_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
 
 
 def limit_s_for(option_ms: float, device: str = "auto") -> float:
@@ -67,13 +65,13 @@ class Errands:
         endpoint = f"ipc://@trireme-errands-{secrets.token_hex(16)}"  # containers may share names, and not process ids
         self._pull = bind_pull(context, endpoint)
         self._push = connect_push(context, endpoint)
-        self._push.send(b"", _NO_WAIT)
+        self._push.send(b"", NO_WAIT)
 
     def send(self) -> None:
         """Send the message on its way again if it has arrived."""
-        if int(self._pull.get(_EVENTS)) & _READABLE:
-            self._pull.recv(_NO_WAIT)
-            self._push.send(b"", _NO_WAIT)
+        if int(self._pull.get(EVENTS)) & READABLE:
+            self._pull.recv(NO_WAIT)
+            self._push.send(b"", NO_WAIT)
 
     def close(self) -> None:
         """Close the sockets, before their context ends."""

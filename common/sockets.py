@@ -20,6 +20,10 @@ from common.errors import StartupError
 from common.file_locks import directory_lock
 from common.keys import ClientKeys, KeyPair
 
+NO_WAIT, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+"""Plain numbers for what is asked of sockets for each message: ZeroMQ's enums cost half a microsecond."""
+
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
 CLIENT_QUEUE_LIMIT = 2048
 """Messages that may wait for a client that does not read; one more, and its requests are aborted."""

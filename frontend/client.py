@@ -26,7 +26,7 @@ from common import busy_poll
 from common import client_messages as wire
 from common.errors import EngineDeadError, RequestError, StartupError
 from common.keys import client_keys as read_client_keys
-from common.sockets import connect_client
+from common.sockets import EVENTS, MORE, NO_WAIT, READABLE, connect_client
 from frontend import client_requests
 from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
@@ -48,8 +48,6 @@ ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
 Gathered = tuple[bytes, wire.FromClient, Inbox | None]
 """A message that waits to be sent: as bytes, as itself, and the inbox of its replies."""
 
-_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
-_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 LOOK_MS = int(LOOK_S * 1000)
 
@@ -351,33 +349,33 @@ class Client:
             if self._monitor in dict(self._busy.poll(self._poller, wait_ms)):
                 self._look_at_connection()
             self._drain()
-            if self._state.is_resuming and (error := self._connection.hopeless(self._state.engine)):
-                self._state.give_up(error)
-            elif self._state.is_resuming and time.monotonic() >= self._give_up_at_s:
-                self._state.give_up()
+            if self._state.is_resuming:
+                error = self._connection.hopeless(self._state.engine)
+                if error or time.monotonic() >= self._give_up_at_s:
+                    self._state.give_up(error)
 
     def _drain(self) -> None:
         """Take what has come, until nobody waits for more: what comes later is found in the next wait."""
         with contextlib.suppress(zmq.Again):
             while True:
-                data = self._socket.recv(_NO_WAIT)
+                data = self._socket.recv(NO_WAIT)
                 self._busy.note()
                 for message in self._state.take(data):
-                    self._socket.send(message.to_wire(), _NO_WAIT)
-                if not (self._state.live_count and int(self._socket.get(_EVENTS)) & _READABLE):
+                    self._socket.send(message.to_wire(), NO_WAIT)
+                if not (self._state.live_count and int(self._socket.get(EVENTS)) & READABLE):
                     return
 
     def _look_at_connection(self) -> None:
         if self._socket.closed:
             self._reconnect()
-        while int(self._monitor.get(_EVENTS)) & _READABLE:
+        while int(self._monitor.get(EVENTS)) & READABLE:
             if self._connection.note(self._monitor.recv_multipart()):
                 self._drain()  # the engine's last words came before the end
                 self._state.lose(self._connection.lost())
                 self._reconnect()
                 self._give_up_at_s = time.monotonic() + self.timeout_s
             elif self._connection.is_up and self._state.engine is not None:  # again
-                self._socket.send(self._hello.message(HELLO_ID).to_wire(), zmq.NOBLOCK)
+                self._socket.send(self._hello.message(HELLO_ID).to_wire(), NO_WAIT)
                 self._give_up_at_s = time.monotonic() + self.timeout_s
 
     @contextlib.contextmanager
@@ -418,17 +416,17 @@ class Client:
         *others, (last, _, _) = gathered
         try:
             for data, _, _ in others:
-                self._socket.send(data, _MORE)
-            self._socket.send(last, _NO_WAIT)
+                self._socket.send(data, MORE)
+            self._socket.send(last, NO_WAIT)
             self._busy.note()
             for _, message, inbox in gathered:
                 if inbox is not None:
                     self._state.note_sent(inbox, message)
         except BaseException:  # Ctrl-C: the engine may have them, or would take what is sent next for one of them
-            self._socket.send(wire.Ping(HELLO_ID).to_wire(), _NO_WAIT)
+            self._socket.send(wire.Ping(HELLO_ID).to_wire(), NO_WAIT)
             for _, _, inbox in gathered:
                 if inbox is not None:
-                    self._socket.send(wire.Abort(inbox.request_id).to_wire(), _NO_WAIT)
+                    self._socket.send(wire.Abort(inbox.request_id).to_wire(), NO_WAIT)
             raise
 
     def _forget_unsent(self, gathered: Sequence[Gathered]) -> None:
