@@ -8,18 +8,16 @@ The price is a processor for each loop of an engine that is at work, so it is on
 (`limit_s_for`). Used by all processes and by the client SDK; knows no messages.
 """
 
-import glob
 import math
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
-from common.processors import granted_cores
+from common.processors import granted_cores, has_gpu
 from common.sockets import EVENTS, NO_WAIT, READABLE, bind_pull, connect_push
 
 AUTOMATIC = -1.0
@@ -43,13 +41,8 @@ def limit_s_for(option_ms: float, device: str = "auto") -> float:
     """
     if option_ms >= 0:
         return option_ms / 1000
-    is_worth_it = device != "cpu" and _has_gpu() and granted_cores() >= LEAST_CPUS
+    is_worth_it = device != "cpu" and has_gpu() and granted_cores() >= LEAST_CPUS
     return AUTOMATIC_MS / 1000 if is_worth_it else 0.0
-
-
-def _has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU, as far as that can be said without loading torch."""
-    return bool(glob.glob("nvidia[0-9]*", root_dir="/dev")) or Path("/dev/dxg").exists()
 
 
 class Errands:

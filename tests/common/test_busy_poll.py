@@ -131,7 +131,7 @@ def test_of_several_that_poll_alone_the_others_sleep():
     ],
 )
 def test_the_machine_decides_unless_the_option_does(monkeypatch, option_ms, device, gpu, cpus, wanted_ms):
-    monkeypatch.setattr(busy_poll, "_has_gpu", lambda: gpu)
+    monkeypatch.setattr(busy_poll, "has_gpu", lambda: gpu)
     monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert limit_s_for(option_ms, device) * 1000 == pytest.approx(wanted_ms)
 
