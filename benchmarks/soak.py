@@ -181,7 +181,7 @@ async def idle_state(engine: Engine) -> dict[str, int]:
     """What the idle engine has left: the figures that must come back to what they were. Waits until it is idle, and has
     no fewer tasks at the next look: those of the last requests end a little later."""
     deadline_s, before = time.monotonic() + IDLE_TIMEOUT_S, {"tasks": 0}
-    async with AsyncClient(engine.ready["client_endpoint"]) as sdk, httpx.AsyncClient() as http:
+    async with AsyncClient(engine.ready["client_endpoint"]) as sdk, httpx.AsyncClient(timeout=120) as http:
         while True:
             status = await sdk.status()
             figures = status.figures

@@ -8,18 +8,17 @@ The price is a processor for each loop of an engine that is at work, so it is on
 (`limit_s_for`). Used by all processes and by the client SDK; knows no messages.
 """
 
-import itertools
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
-from common.processors import granted_cores
-from common.sockets import bind_pull, connect_push
+from common.processors import granted_cores, has_gpu
+from common.sockets import EVENTS, NO_WAIT, READABLE, bind_pull, connect_push
 
 AUTOMATIC = -1.0
 """The option's value that leaves it to the machine."""
@@ -30,9 +29,6 @@ CONTESTED_S = 0.0005
 """A turn in which others had this processor for longer: somebody else has work for it."""
 PAUSE_S = 0.1
 """How long not to poll after that."""
-
-_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
-_numbers = itertools.count()
 
 
 def limit_s_for(option_ms: float, device: str = "auto") -> float:
@@ -45,13 +41,8 @@ def limit_s_for(option_ms: float, device: str = "auto") -> float:
     """
     if option_ms >= 0:
         return option_ms / 1000
-    is_worth_it = device != "cpu" and _has_gpu() and granted_cores() >= LEAST_CPUS
+    is_worth_it = device != "cpu" and has_gpu() and granted_cores() >= LEAST_CPUS
     return AUTOMATIC_MS / 1000 if is_worth_it else 0.0
-
-
-def _has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU, as far as that can be said without loading torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
 class Errands:
@@ -64,16 +55,16 @@ class Errands:
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        endpoint = f"ipc://@trireme-errands-{os.getpid()}-{next(_numbers)}"
+        endpoint = f"ipc://@trireme-errands-{secrets.token_hex(16)}"  # containers may share names, and not process ids
         self._pull = bind_pull(context, endpoint)
         self._push = connect_push(context, endpoint)
-        self._push.send(b"", _NO_WAIT)
+        self._push.send(b"", NO_WAIT)
 
     def send(self) -> None:
         """Send the message on its way again if it has arrived."""
-        if int(self._pull.get(_EVENTS)) & _READABLE:
-            self._pull.recv(_NO_WAIT)
-            self._push.send(b"", _NO_WAIT)
+        if int(self._pull.get(EVENTS)) & READABLE:
+            self._pull.recv(NO_WAIT)
+            self._push.send(b"", NO_WAIT)
 
     def close(self) -> None:
         """Close the sockets, before their context ends."""

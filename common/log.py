@@ -20,6 +20,8 @@ PROGRAM = "trireme: "
 """What a plain line that is not of the log begins with."""
 LINE_LIMIT_BYTES = 65_536
 """A line that is longer is cut."""
+STACK_LIMIT_LINES = 1_000
+"""So is a stack."""
 _STACK = re.compile(rb".*\(most recent call (first|last)\):")
 """The line before a stack's; what is indented belongs to it, and so does the line after that of a traceback."""
 
@@ -62,11 +64,7 @@ def say(text: str, level: str = "info", prefix: str = "") -> None:
 
 def said(line: str) -> str:
     """The message of a line of stderr, in either form, without what a plain one begins with."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        entry = None
-    message = entry.get("message") if isinstance(entry, dict) else None
+    message = _object_of(line).get("message")
     return message if isinstance(message, str) else line.removeprefix(PROGRAM)
 
 
@@ -95,18 +93,18 @@ class ForeignLines:
         return rest + self._end_stack()
 
     def _take(self, line: bytes) -> bytes:
-        if self._stack:
+        if self._stack and len(self._stack) < STACK_LIMIT_LINES:
             if line[:1].isspace():
                 self._stack.append(line)
                 return b""
-            if b"(most recent call last)" in self._stack[0]:
+            if b"(most recent call last)" in self._stack[0] and not _object_of(line):
                 self._stack.append(line)
                 return self._end_stack()
         done = self._end_stack()
         if _STACK.match(line):
             self._stack = [line]
             return done
-        if _is_object(line):
+        if _object_of(line):
             return done + line + b"\n"
         text = line.decode(errors="replace").strip()
         level = "error" if text.startswith((PROGRAM, "Fatal Python error")) else "info"
@@ -123,11 +121,20 @@ class ForeignLines:
         return json.dumps(_entry(self._process, level, message) | more).encode() + b"\n"
 
 
-def _is_object(line: bytes) -> bool:
+def _object_of(line: str | bytes) -> dict[str, Any]:
+    """The JSON object that a line is; an empty one for any other line, whatever a child may have written.
+
+    Stricter than `json`, which takes UTF-16 and numbers that JSON does not have: other readers would fail at the line.
+    """
     try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+        entry = json.loads(line if isinstance(line, str) else line.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        entry = None
+    return entry if isinstance(entry, dict) else {}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _entry(process: str, level: str, message: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ FILE_LIMIT = 65_536
 _TAIL_LIMIT_BYTES = 16384
 _ROOT = Path(__file__).resolve().parent.parent
 _LOADED_S, _COMPUTED_S = time.monotonic(), time.process_time()
+_stderr_lock = threading.Lock()
+"""Held while what a child wrote is passed on: a full pipe takes it in parts, with others' between them."""
 
 
 class DeathPipe:
@@ -158,7 +160,7 @@ class Child:
 
 
 def _write_stderr(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # it may be gone; a child must not block on it
+    with _stderr_lock, contextlib.suppress(OSError):  # it may be gone; a child must not block on it
         while data:
             data = data[os.write(2, data) :]
 

@@ -1,11 +1,17 @@
-"""How many of the machine's processors are for this process: by its affinity, and by its control group.
+"""What of the machine's processors is for this process: cores, by its affinity and its control group, and a GPU.
 
 Knows no options. Called by the worker, for its threads and for what it says of the machine, and by `busy_poll`.
 """
 
 import contextlib
+import glob
 import os
 from pathlib import Path, PurePosixPath
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU, as far as that can be said without loading torch."""
+    return bool(glob.glob("nvidia[0-9]*", root_dir="/dev")) or Path("/dev/dxg").exists()
 
 
 def usable_cores() -> int:

@@ -106,13 +106,18 @@ def instances(base: Path | None = None) -> list[Instance]:
 
 
 def may_return(socket_path: Path) -> bool:
-    """Whether somebody may still serve at a Unix socket: not once its directory is gone, or was one of an engine that
-    has ended. Nobody takes a run directory over.
+    """Whether somebody may still serve at a Unix socket: not in the run directory of an engine that has ended, which
+    nobody takes over. Any other directory may be made again, as a service manager does for its services.
     """
     folder = socket_path.parent
-    return folder.is_dir() and not (
-        folder.name.startswith(PREFIX) and (folder / "lock").exists() and not _in_use(folder)
-    )
+    if not folder.name.startswith(PREFIX):
+        return True
+    try:
+        return is_locked(folder / "lock")
+    except FileNotFoundError:
+        return folder.is_dir()  # not made by us, or just being removed
+    except OSError:  # nobody can tell now
+        return True
 
 
 def remove_stale(base: Path) -> None:

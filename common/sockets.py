@@ -20,6 +20,10 @@ from common.errors import StartupError
 from common.file_locks import directory_lock
 from common.keys import ClientKeys, KeyPair
 
+NO_WAIT, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
+"""Plain numbers for what is asked of sockets for each message: ZeroMQ's enums cost half a microsecond."""
+
 CLIENT_MESSAGE_LIMIT_BYTES = 64 << 20
 CLIENT_QUEUE_LIMIT = 2048
 """Messages that may wait for a client that does not read; one more, and its requests are aborted."""
@@ -138,10 +142,10 @@ def is_refused(endpoint: str, timeout_s: float = 0.25) -> bool:
     """Whether nobody listens at an endpoint, and the system says so; False where nobody answers, or there is no such
     address. Waits for an answer over TCP, and for the address of a name.
     """
-    if endpoint.startswith("ipc://"):
-        return not endpoint.startswith("ipc://@") and not is_served(endpoint)  # an abstract address has no file
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
+        if endpoint.startswith("ipc://"):
+            return not endpoint.startswith("ipc://@") and not is_served(endpoint)  # an abstract address has no file
         unix.create_connection((host.strip("[]"), int(port)), timeout_s).close()
     except ConnectionRefusedError:
         return True

@@ -42,7 +42,7 @@ def main(block_count: int = 16, token_budget: int = 8) -> None:
             print(f"{plan.step_id:4}  {row}{plan.token_count:6}{held:7} of {block_count}{preemptions:10}")
         engine.deliver()
     ends = Counter(engine.reasons.values())
-    print(f"every request has its {OUTPUT_LENGTH} tokens: {ends['length']} of {len(PROMPT_LENGTHS)}")
+    print(f"requests with all of their {OUTPUT_LENGTH} tokens: {ends['length']} of {len(PROMPT_LENGTHS)}")
 
 
 def cells(plan: StepPlan, owners: dict[int, int]) -> str:
@@ -54,4 +54,7 @@ def cells(plan: StepPlan, owners: dict[int, int]) -> str:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    numbers = sys.argv[1:]
+    if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        sys.exit(f"usage: {sys.argv[0]} [BLOCKS [TOKENS]]")
+    main(*map(int, numbers))

@@ -26,7 +26,7 @@ from common import busy_poll
 from common import client_messages as wire
 from common.errors import EngineDeadError, RequestError, StartupError
 from common.keys import client_keys as read_client_keys
-from common.sockets import connect_client
+from common.sockets import EVENTS, MORE, NO_WAIT, READABLE, connect_client
 from frontend import client_requests
 from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
@@ -45,9 +45,9 @@ from frontend.client_streams import Running, RunningEmbedding, Stream
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=wire.ToClient)
+Gathered = tuple[bytes, wire.FromClient, Inbox | None]
+"""A message that waits to be sent: as bytes, as itself, and the inbox of its replies."""
 
-_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
-_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 LOOK_MS = int(LOOK_S * 1000)
 
@@ -101,7 +101,7 @@ class Client:
         self._connect()
         self._give_up_at_s = 0.0
         self._gathers = self._closed = False
-        self._gathered: list[tuple[bytes, wire.FromClient, Inbox | None]] = []
+        self._gathered: list[Gathered] = []
         self._in_use = OneThread()
         try:
             self.welcome = self._call(self._hello, HELLO_ID)
@@ -341,83 +341,95 @@ class Client:
 
     def _pump(self, wait_ms: int | None) -> None:
         """Wait until a message comes, then sort all that have come into their requests' inboxes."""
-        self._send_gathered()
         with self._in_use:
+            self._send_gathered()
             if self._state.is_resuming:
                 left_ms = max(0, math.ceil((self._give_up_at_s - time.monotonic()) * 1000))
                 wait_ms = min(left_ms, LOOK_MS if wait_ms is None else min(wait_ms, LOOK_MS))
             if self._monitor in dict(self._busy.poll(self._poller, wait_ms)):
                 self._look_at_connection()
             self._drain()
-            if self._state.is_resuming and (error := self._connection.hopeless(self._state.engine)):
-                self._state.give_up(error)
-            elif self._state.is_resuming and time.monotonic() >= self._give_up_at_s:
-                self._state.give_up()
+            if self._state.is_resuming:
+                error = self._connection.hopeless(self._state.engine)
+                if error or time.monotonic() >= self._give_up_at_s:
+                    self._state.give_up(error)
 
     def _drain(self) -> None:
         """Take what has come, until nobody waits for more: what comes later is found in the next wait."""
         with contextlib.suppress(zmq.Again):
             while True:
-                data = self._socket.recv(_NO_WAIT)
+                data = self._socket.recv(NO_WAIT)
                 self._busy.note()
                 for message in self._state.take(data):
-                    self._socket.send(message.to_wire(), _NO_WAIT)
-                if not (self._state.live_count and int(self._socket.get(_EVENTS)) & _READABLE):
+                    self._socket.send(message.to_wire(), NO_WAIT)
+                if not (self._state.live_count and int(self._socket.get(EVENTS)) & READABLE):
                     return
 
     def _look_at_connection(self) -> None:
         if self._socket.closed:
             self._reconnect()
-        while int(self._monitor.get(_EVENTS)) & _READABLE:
+        while int(self._monitor.get(EVENTS)) & READABLE:
             if self._connection.note(self._monitor.recv_multipart()):
                 self._drain()  # the engine's last words came before the end
                 self._state.lose(self._connection.lost())
                 self._reconnect()
                 self._give_up_at_s = time.monotonic() + self.timeout_s
             elif self._connection.is_up and self._state.engine is not None:  # again
-                self._socket.send(self._hello.message(HELLO_ID).to_wire(), zmq.NOBLOCK)
+                self._socket.send(self._hello.message(HELLO_ID).to_wire(), NO_WAIT)
                 self._give_up_at_s = time.monotonic() + self.timeout_s
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
         """A context in which messages are sent several at once, the last ones at its end."""
-        self._gathers = True
-        try:
-            yield
-            self._send_gathered()
-        finally:
-            self._gathers = False
-            self._forget_unsent(self._gathered)
-            self._gathered = []
+        with self._in_use:
+            self._gathers = True
+            try:
+                yield
+                self._send_gathered()
+            finally:
+                self._gathers = False
+                self._forget_unsent(self._gathered)
+                self._gathered = []
 
     def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
-        self._gathered.append((data, message, inbox))
-        if not self._gathers or client_requests.is_enough([data for data, _, _ in self._gathered]):
-            self._send_gathered()
+        with self._in_use:
+            self._gathered.append((data, message, inbox))
+            if not self._gathers or client_requests.is_enough([data for data, _, _ in self._gathered]):
+                self._send_gathered()
 
     def _send_gathered(self) -> None:
         if not self._gathered:
             return
         gathered, self._gathered = self._gathered, []
         try:
-            with self._in_use:
-                self._await_connection()
-                *others, last = [data for data, _, _ in gathered]
-                for data in others:
-                    self._socket.send(data, _MORE)
-                self._socket.send(last, _NO_WAIT)  # no high-water mark: it never waits
-                self._busy.note()
-                for _, message, inbox in gathered:
-                    if inbox is not None:
-                        self._state.note_sent(inbox, message)
+            self._await_connection()
+            self._send_together(gathered)
         except BaseException:
             self._forget_unsent(gathered)
             raise
 
-    def _forget_unsent(self, gathered: Sequence[tuple[bytes, wire.FromClient, Inbox | None]]) -> None:
+    def _send_together(self, gathered: Sequence[Gathered]) -> None:
+        """Send them as one message. There is no high-water mark: it never waits."""
+        *others, (last, _, _) = gathered
+        try:
+            for data, _, _ in others:
+                self._socket.send(data, MORE)
+            self._socket.send(last, NO_WAIT)
+            self._busy.note()
+            for _, message, inbox in gathered:
+                if inbox is not None:
+                    self._state.note_sent(inbox, message)
+        except BaseException:  # Ctrl-C: the engine may have them, or would take what is sent next for one of them
+            self._socket.send(wire.Ping(HELLO_ID).to_wire(), NO_WAIT)
+            for _, _, inbox in gathered:
+                if inbox is not None:
+                    self._socket.send(wire.Abort(inbox.request_id).to_wire(), NO_WAIT)
+            raise
+
+    def _forget_unsent(self, gathered: Sequence[Gathered]) -> None:
         for _, _, inbox in gathered:
             if inbox is not None:
                 self._state.forget(inbox)

@@ -25,6 +25,7 @@ import zmq
 from common import client_messages as wire
 from common.config import step_limits
 from common.errors import RequestError, WireError
+from common.sockets import MORE, NO_WAIT
 from frontend.client_access import ClientAccess, key_of
 from frontend.client_monitor import ClientMonitor
 from frontend.client_records import ClientRecord, ClientSink, EmbedSink, error_reply
@@ -43,8 +44,6 @@ PROBE_COUNT = 2
 KEY_CHECK_INTERVAL_S = 1.0
 """How often to check, while requests of clients with keys run, whether those keys are still valid."""
 
-_FIRST_FRAME = int(zmq.SNDMORE | zmq.NOBLOCK)  # plain numbers: an enum's `|` costs half a microsecond
-_LAST_FRAME = int(zmq.NOBLOCK)
 
 Samples = Sequence[wire.SampleSoFar] | None
 """What a client has of a request that it asks for again; None for a new request."""
@@ -137,8 +136,8 @@ class ClientServer:
         if client.gone or self._is_silent:
             return False
         try:
-            self._socket.send(client.identity, _FIRST_FRAME)
-            self._socket.send(message, _LAST_FRAME)
+            self._socket.send(client.identity, MORE)
+            self._socket.send(message, NO_WAIT)
         except zmq.Again:
             self._drop(client, "it does not read what it is sent", logging.WARNING)
             return False

@@ -40,6 +40,8 @@ LOOK_S = 0.1
 GONE_S = 5.0
 """How long nobody listens where the engine was until its clients take it for gone; time for a service manager to start
 another one in its place."""
+PROBES = 10
+"""How often a client asks in that time whether somebody listens, however many of its requests wait to know."""
 
 OwnKeys = str | os.PathLike[str] | Sequence[str] | None
 """A client's keys: the file with its secret key, or the pair (public, secret)."""
@@ -268,6 +270,7 @@ class Connection:
         self._keys = keys
         self._failed_count = 0
         self._refused_since_s: float | None = None
+        self._next_probe_s = 0.0
 
     def note(self, event: Sequence[bytes]) -> bool:
         """Take one event of the socket's monitor; True if the connection was up and has ended."""
@@ -314,12 +317,16 @@ class Connection:
         path = self._endpoint.removeprefix("ipc://")
         if path != self._endpoint and not may_return(Path(path)):
             return True
-        if engine or not is_refused(self._endpoint):  # that one will be started again
-            self._refused_since_s = None
+        if engine:
+            return False  # it will be started again
+        now_s, since_s = time.monotonic(), self._refused_since_s
+        is_late = since_s is not None and now_s - since_s >= GONE_S
+        if not is_late and now_s < self._next_probe_s:
             return False
-        now_s = time.monotonic()
-        self._refused_since_s = self._refused_since_s or now_s
-        return now_s - self._refused_since_s >= GONE_S
+        self._next_probe_s = now_s + GONE_S / PROBES
+        is_refused_now = is_refused(self._endpoint)
+        self._refused_since_s = (since_s or now_s) if is_refused_now else None
+        return is_late and is_refused_now
 
     def _who(self) -> str:
         return f"its key {self._keys.own.public.decode()} is not authorised" if self._keys else "it has no keys"

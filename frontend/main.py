@@ -29,7 +29,7 @@ from common.errors import ConfigError, StartupError, WireError, first_line
 from common.messages import EngineReady, NewSession, PeerFailed, Profile, Stop, TokensOut, decode_for_frontend
 from common.profiling import StepTraces
 from common.recording import Link, recorder_for, sending
-from common.sockets import bind_client_router, bind_pull, connect_push, new_context
+from common.sockets import MORE, NO_WAIT, bind_client_router, bind_pull, connect_push, new_context
 from frontend.busy_loop import BusyLoop
 from frontend.client_access import ClientAccess
 from frontend.client_server import ClientServer
@@ -45,7 +45,6 @@ DEAD_S = 0.6
 DEADLINE_LOOK_S = 0.1
 """How often to look for requests whose deadline has passed, while there is no scheduler to do it."""
 
-_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,9 @@ class Frontend:
             raise ConfigError(f"--client-endpoint: {error}") from None
 
     def _send_to_scheduler(self, data: bytes, more: bool = False) -> None:
-        flags = _MORE if more else _LAST  # frames of one message: the scheduler cannot see the first without the others
+        flags = (
+            MORE if more else NO_WAIT
+        )  # frames of one message: the scheduler cannot see the first without the others
         self._requests.send(data, flags)  # no high-water mark: it never waits
         self._busy.note()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import zmq
 
-_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
+from common.sockets import EVENTS, NO_WAIT, READABLE
 
 SLICE_LIMIT = 32
 """Messages read before other work on the loop gets its turn."""
@@ -44,7 +44,7 @@ class ZmqReader:
         self._handle = handle
         self._after_slice = after_slice
         self._receive: Callable[[], Any] = (
-            partial(socket.recv, _NO_WAIT) if one_frame else partial(socket.recv_multipart, _NO_WAIT, copy)
+            partial(socket.recv, NO_WAIT) if one_frame else partial(socket.recv_multipart, NO_WAIT, copy)
         )
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.get(zmq.FD))
@@ -62,7 +62,7 @@ class ZmqReader:
         try:
             for _ in range(SLICE_LIMIT):
                 self._handle(self._receive())
-                if not int(self._socket.get(_EVENTS)) & _READABLE:  # costs half of an exception
+                if not int(self._socket.get(EVENTS)) & READABLE:  # costs half of an exception
                     more = False
                     break
         except zmq.Again:
@@ -75,7 +75,7 @@ class ZmqReader:
 
     def recheck(self) -> None:
         """Look for messages that came without a wake-up."""
-        if not self._scheduled and not self._closed and int(self._socket.get(_EVENTS)) & _READABLE:
+        if not self._scheduled and not self._closed and int(self._socket.get(EVENTS)) & READABLE:
             self._schedule()
 
     def close(self) -> None:

@@ -10,17 +10,20 @@ time. The compiled kernels are left in Triton's folder on disk.
                                            <-     a line for each job that has ended: its number in the list
 
 Importing this module takes neither torch nor Triton: a worker starts the process before it imports them itself. The
-process ends when its input does, also because its parent died. Called by `kernels.compile_ahead` and the GPU worker.
+process ends when its input does; on Linux also at once when its parent dies, and with it what it has forked. Called by
+`kernels.compile_ahead` and the GPU worker.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import logging
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +35,7 @@ from typing import IO, NoReturn
 _ROOT = Path(__file__).resolve().parent.parent
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads must not fork, and numpy's library starts some when it is imported."""
+_PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +133,7 @@ def _write(pipe: IO[str], line: str) -> None:
 def main() -> None:
     """Compile what each line of the input asks for."""
     parent, width = os.getppid(), int(sys.argv[1])
+    _end_with(parent)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever a compiler prints
     utilities = _fork_utilities()
@@ -141,9 +146,11 @@ def main() -> None:
 
 def _fork_utilities() -> int:
     """Build what Triton loads beside any kernel, while the kernels are being imported."""
+    forking = os.getpid()
     if pid := os.fork():
         return pid
     try:
+        _end_with(forking)
         from triton.backends.nvidia.driver import CudaUtils
 
         CudaUtils()
@@ -165,7 +172,7 @@ def _import_kernels() -> None:
 
 def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:
     """Fork for each job; the number of each that has ended. Gives up between two jobs once the parent is gone."""
-    running: dict[int, int] = {}
+    forking, running = os.getpid(), dict[int, int]()
     for number, job in enumerate(jobs):
         if len(running) == width:
             yield running.pop(os.wait()[0])
@@ -174,9 +181,18 @@ def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:
         if pid := os.fork():
             running[pid] = number
         else:
+            _end_with(forking)
             _compile(job)
     while running:
         yield running.pop(os.wait()[0])
+
+
+def _end_with(parent: int) -> None:
+    """Have Linux end this process with its parent, also in the middle of what takes long."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)
 
 
 def _compile(job: Job) -> NoReturn:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels import sampling_state as columns
 from kernels.noise import HAS_PTX, gumbel, noise_bits, noise_keys
+from kernels.sampling_state import CHOICES, COUNTS, COUNTS_STRIDE, NUMBERS
 
 # Columns of what a slot samples by, as constants that kernels can take from outside.
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = map(
@@ -33,13 +34,13 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def _number(slot, settings, COLUMN: tl.constexpr):
     """One of the floats by which a slot samples."""
-    return tl.load(settings[0] + slot * _NUMBER_COUNT + COLUMN)
+    return tl.load(settings[NUMBERS] + slot * _NUMBER_COUNT + COLUMN)
 
 
 @triton.jit
 def _choice(slot, settings, COLUMN: tl.constexpr):
     """One of the integers by which a slot samples."""
-    return tl.load(settings[1] + slot * _CHOICE_COUNT + COLUMN)
+    return tl.load(settings[CHOICES] + slot * _CHOICE_COUNT + COLUMN)
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def logprob_count(slot, settings):
 def count_place(token_id, slot, settings):
     """(whether the slot counts what it has sampled, where the count of an id is)."""
     row = _choice(slot, settings, _COUNT_ROW)
-    return row >= 0, settings[5] + row.to(tl.int64) * settings[11] + token_id
+    return row >= 0, settings[COUNTS] + row.to(tl.int64) * settings[COUNTS_STRIDE] + token_id
 
 
 @triton.jit

@@ -32,6 +32,10 @@ CHOICE_COUNT = 16
 BAD_WORD_TOKENS = 7  # the longest bad word
 
 
+NUMBERS, CHOICES, COUNTS, COUNTS_STRIDE = map(tl.constexpr, (0, 1, 5, 11))
+"""Places in `SamplingState.arguments`, for the kernels."""
+
+
 @dataclass(frozen=True)
 class SamplingState:
     """How each slot samples, on the device.

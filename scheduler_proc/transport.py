@@ -33,10 +33,9 @@ from common.messages import (
     decode_from_worker,
 )
 from common.recording import Link, Recorder, receiving, sending
-from common.sockets import bind_pull, connect_push, new_context
+from common.sockets import EVENTS, NO_WAIT, READABLE, bind_pull, connect_push, new_context
 from common.wire import INT32_MAX
 
-_NO_WAIT, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost half a microsecond
 BEGINNING_BYTES = 64
 """Of a message, hold its type code and its number."""
 
@@ -219,9 +218,9 @@ def _waiting(socket: "zmq.Socket[bytes]", receive: Callable[..., bytes], limit: 
     """At most `limit` messages that are there."""
     for _ in range(limit):
         try:
-            data = receive(_NO_WAIT)
+            data = receive(NO_WAIT)
         except zmq.Again:
             return
         yield data
-        if not int(socket.get(_EVENTS)) & _READABLE:  # costs a quarter of an exception
+        if not int(socket.get(EVENTS)) & READABLE:  # costs a quarter of an exception
             return

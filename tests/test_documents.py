@@ -138,10 +138,17 @@ def test_files_that_a_document_names_exist(path):
 def test_what_the_scheduler_does_is_what_the_document_shows(arguments, first, capsys):
     runpy.run_path(str(ROOT / "examples" / "watch_the_scheduler.py"))["main"](*arguments)
     heading, *rows, end = capsys.readouterr().out.splitlines()
-    assert end == "every request has its 6 tokens: 4 of 4"
+    assert end == "requests with all of their 6 tokens: 4 of 4"
     tables = re.findall(r"```\n(step  .*?)```", (ROOT / "docs" / "how-it-works.md").read_text(), re.DOTALL)
     shown = [table.splitlines() for table in tables]
     assert [heading, *rows[first - 1 : first + len(shown[len(arguments)]) - 2]] == shown[len(arguments)]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["x"], ["7", "0"], ["-1"], ["1", "2", "3"]], ids=" ".join)
+def test_the_example_of_the_scheduler_says_what_it_wants(arguments, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["watch_the_scheduler.py", *arguments])
+    with pytest.raises(SystemExit, match=r"^usage: .*watch_the_scheduler\.py \[BLOCKS \[TOKENS\]\]$"):
+        runpy.run_path(str(ROOT / "examples" / "watch_the_scheduler.py"), run_name="__main__")
 
 
 def test_python_examples_print_what_the_document_shows():

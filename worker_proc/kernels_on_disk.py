@@ -11,19 +11,19 @@ import hashlib
 from pathlib import Path
 
 from common.config import EngineConfig
-from common.processors import granted_threads
+from common.processors import granted_threads, has_gpu
 from kernels.compile_process import CompileProcess
 
 _ROOT = Path(__file__).resolve().parent.parent
-_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"))
-"""One of these is there where a driver for NVIDIA's GPUs is: of Linux itself, of Linux inside Windows."""
 
 
 def compile_process(config: EngineConfig) -> CompileProcess:
     """What compiles the kernels of a start with this configuration; started if that is likely to be needed."""
     compiler = CompileProcess(config.worker.cpu_threads or granted_threads())
-    if config.model.device != "cpu" and any(path.exists() for path in _DRIVERS) and not _note(config).exists():
-        compiler.start()
+    if config.model.device != "cpu" and has_gpu():
+        with contextlib.suppress(ImportError, OSError):  # no Triton, as with a torch for CPUs; or no folder for it
+            if not _note(config).exists():
+                compiler.start()
     return compiler
 
 

@@ -18,6 +18,10 @@ BASE_ARCHITECTURES = {name.replace("ForCausalLM", "Model"): name for name in SUP
 """The same without the head, as embedding models are often saved; it is the embedding table, where the two are tied."""
 LAYER_LIMIT = 2048
 """Layers that a model may have: each is a few objects before anything of it is looked at."""
+LEAST_SCALE, MOST_SCALE = 1e-6, INT32_MAX
+"""Between these is what scales a rotary embedding, so that float32 holds whatever is computed of it."""
+LEAST_EPS = 1e-30
+"""Less is zero in float32, or nearly, and a row of zeros would be divided by it."""
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -114,7 +118,7 @@ def parse_model_config(raw: dict[str, Any], *, source: str) -> ModelConfig:
         head_count=head_count,
         kv_head_count=fields.integer("num_key_value_heads", default=head_count),
         head_dim=_head_dim(fields, architecture, hidden_size, head_count),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, above=0, least=LEAST_EPS),
         max_position_embeddings=max_position_embeddings,
         rope=_rope_config(fields, max_position_embeddings),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
@@ -158,13 +162,19 @@ class _Fields:
             raise self._wrong(key, f"at least {least:g}" if value < least else f"at most {most}", value)
         return value
 
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """Finite numbers above zero."""
+    def scale(self, key: str, default: Any = None, *, above: float = 0) -> Any:
+        """A positive number that is neither tiny nor huge."""
+        return self.number(key, default, above=above, least=LEAST_SCALE, most=MOST_SCALE)
+
+    def scales(self, key: str) -> tuple[float, ...]:
+        """Several of these."""
         value = self.value(key, [])
         if not isinstance(value, list) or not all(map(_is_finite, value)):
             raise self._wrong(key, "a list of finite numbers", value)
         if any(number <= 0 for number in value):
             raise self._wrong(key, "a list of positive numbers", value)
+        if any(not LEAST_SCALE <= number <= MOST_SCALE for number in value):
+            raise self._wrong(key, f"a list of numbers from {LEAST_SCALE:g} to {MOST_SCALE}", value)
         return tuple(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -280,26 +290,28 @@ def _rope_config(fields: _Fields, max_position_embeddings: int) -> RopeConfig:
     name = "original_max_position_embeddings"
     original = rope.number(name, above=1, most=INT32_MAX)
     original = fields.number(name, original, above=1, most=INT32_MAX) or max_position_embeddings
-    factor = rope.number("factor", above=0, most=INT32_MAX)
+    if original <= 1 and rope_type == "longrope":
+        raise ConfigError(f"{fields.source}: rope type longrope needs max_position_embeddings above 1, got {original}")
+    factor = rope.scale("factor")
     if factor is None and rope_type in ("yarn", "longrope"):
         factor = max_position_embeddings / original
-    low_freq_factor = rope.number("low_freq_factor", above=0)
-    beta_slow = rope.number("beta_slow", 1.0, above=0)
+    low_freq_factor = rope.scale("low_freq_factor")
+    beta_slow = rope.scale("beta_slow", 1.0)
     return RopeConfig(
         rope_type=rope_type,
         theta=float(rope.number("rope_theta", theta, above=1)),
         factor=factor,
-        attention_factor=rope.number("attention_factor", above=0),
+        attention_factor=rope.scale("attention_factor"),
         original_max_position_embeddings=original,
-        beta_fast=rope.number("beta_fast", 32.0, least=beta_slow),
+        beta_fast=rope.number("beta_fast", 32.0, least=beta_slow, most=MOST_SCALE),
         beta_slow=beta_slow,
-        mscale=rope.number("mscale", least=0),
-        mscale_all_dim=rope.number("mscale_all_dim", least=0),
+        mscale=rope.number("mscale", least=0, most=MOST_SCALE),
+        mscale_all_dim=rope.number("mscale_all_dim", least=0, most=MOST_SCALE),
         truncate=rope.flag("truncate", True),
-        short_factor=rope.numbers("short_factor"),
-        long_factor=rope.numbers("long_factor"),
+        short_factor=rope.scales("short_factor"),
+        long_factor=rope.scales("long_factor"),
         low_freq_factor=low_freq_factor,
-        high_freq_factor=rope.number("high_freq_factor", above=low_freq_factor or 0),
+        high_freq_factor=rope.scale("high_freq_factor", above=low_freq_factor or 0),
         partial_rotary_factor=_partial_rotary_factor(fields, rope, rope_type),
     )
 

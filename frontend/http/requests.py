@@ -7,13 +7,14 @@ are accepted, and each is logged once. `SamplingParams` checks the ranges of sam
 import logging
 import re
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from common.errors import RequestError
 from frontend.large_json import parse_json
 
+_NOT_A_CHOICE = "Invalid enum value "  # how msgspec begins, which does not say what it wants
 _FIELD_PATH = re.compile(r"\$\.(\w+)")
 REPORTED_AT_ONCE = 32
 SHOWN_LIMIT = 300
@@ -302,7 +303,7 @@ def checked(values: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
-        raise _refusal(str(error)) from None
+        raise _refusal(str(error), kind) from None
 
 
 def sampling_values(request: SamplingFields) -> dict[str, Any]:
@@ -311,14 +312,23 @@ def sampling_values(request: SamplingFields) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _refusal(text: str) -> RequestError:
+def _refusal(text: str, kind: type[msgspec.Struct]) -> RequestError:
     what, _, path = text.rpartition(" - at `") if " - at `" in text else (text, "", "")
     what = what if len(what) <= SHOWN_LIMIT else f"{what[:SHOWN_LIMIT]}..."
     match = _FIELD_PATH.match(path)
     missing = re.match(r"Object missing required field `(\w+)`", what)
     param = missing[1] if missing else match[1] if match else None
     where = f"{path.rstrip('`').removeprefix('$.')}: " if match else ""
+    if param and what.startswith(_NOT_A_CHOICE):
+        what = f"wanted {_choices(kind, param)}, got {what.removeprefix(_NOT_A_CHOICE)}"
     return RequestError(where + what, param=param)
+
+
+def _choices(kind: type[msgspec.Struct], name: str) -> str:
+    """The values that a field takes, which may be None too."""
+    hint = get_type_hints(kind)[name]
+    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    return " or ".join(repr(value) for literal in literals for value in get_args(literal))
 
 
 def _report_unknown(values: dict[str, Any], kind: type[msgspec.Struct]) -> None:

@@ -1,5 +1,6 @@
 """When a loop asks for messages without sleeping, and for how long."""
 
+import errno
 import os
 import threading
 
@@ -130,9 +131,19 @@ def test_of_several_that_poll_alone_the_others_sleep():
     ],
 )
 def test_the_machine_decides_unless_the_option_does(monkeypatch, option_ms, device, gpu, cpus, wanted_ms):
-    monkeypatch.setattr(busy_poll, "_has_gpu", lambda: gpu)
+    monkeypatch.setattr(busy_poll, "has_gpu", lambda: gpu)
     monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert limit_s_for(option_ms, device) * 1000 == pytest.approx(wanted_ms)
+
+
+def test_a_process_without_file_descriptors_does_not_poll(monkeypatch):
+    """The look for a GPU raised OSError, where a client says in words what there is too little of."""
+
+    def find_no_room(*arguments):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "scandir", find_no_room)
+    assert limit_s_for(AUTOMATIC) == 0
 
 
 class CountedErrands:

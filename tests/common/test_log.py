@@ -52,6 +52,7 @@ def through(text: str, cuts=()) -> list[dict]:
             ["error"] * 3,
         ),
         ("\n \n\udcff\n", ["\ufffd"], ["info"]),
+        (TRACEBACK.partition(" ")[0] + " (most recent call last):\n  x\n" + OWN, ["Traceback (most recent call last):", "few blocks"], ["error", "warning"]),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_a_child_writes_becomes_objects_wherever_it_is_cut(text, messages, levels):
@@ -71,6 +72,39 @@ def test_a_stack_is_one_object_with_all_its_lines():
 def test_a_line_without_end_is_cut_and_not_kept():
     found = through("x" * 200_000, range(50_000, 200_000, 50_000))
     assert [len(entry["message"]) for entry in found] == [100_000, 100_000]
+
+
+def test_a_line_that_nests_too_deeply_is_one_like_any_other():
+    """The thread that passes lines on ended with an error, and the child waited for ever at a full pipe."""
+    line = "[" * 50_000
+    assert [entry["message"] for entry in through(line)] == [line]
+    assert log.said(line) == line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"a": NaN}',
+        b'{"a": [-Infinity]}',
+        '{"a": 1}'.encode("utf-16-le"),
+        b'\xef\xbb\xbf{"a": 1}',
+        b'{"a": "\xed\xa0\x80"}',
+    ],
+    ids=["NaN", "infinity", "UTF-16", "byte order mark", "surrogate"],
+)
+def test_a_line_that_only_python_takes_for_an_object_becomes_one(line):
+    """It was passed on as it was, and strict readers failed at it."""
+    text = line.decode(errors="replace")
+    assert [entry["message"] for entry in through(line.decode(errors="surrogateescape") + "\n")] == [text]
+    assert log.said(text) == text
+
+
+def test_a_stack_without_end_is_cut_and_not_kept():
+    lines = log.ForeignLines("worker-0")
+    lines.feed(TRACEBACK.rpartition("Zero")[0].encode())
+    for _ in range(3):
+        lines.feed(b"  again\n" * log.STACK_LIMIT_LINES)
+        assert len(lines._stack) <= log.STACK_LIMIT_LINES
 
 
 def test_every_line_of_a_child_is_an_object_on_our_stderr(as_json, capfd):

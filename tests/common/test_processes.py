@@ -1,10 +1,14 @@
 """Processes as the supervisor starts them."""
 
+import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+
+from common import processes
 
 SCRIPT = """
 import subprocess, sys
@@ -68,3 +72,24 @@ def test_what_a_lost_child_leaves_is_taken_note_of_and_no_childs_end_is_lost():
     """In a container, each restart of the frontend left a zombie."""
     ended = subprocess.run([sys.executable, "-c", HEIR], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_what_two_children_write_is_not_mixed_where_our_stderr_takes_it_in_parts(monkeypatch):
+    written, both = bytearray(), threading.Barrier(2, timeout=60)
+
+    def write_a_byte(_: int, data: bytes) -> int:
+        written.extend(data[:1])
+        os.sched_yield()
+        return 1
+
+    def pass_on(data: bytes) -> None:
+        both.wait()
+        processes._write_stderr(data)
+
+    monkeypatch.setattr(processes.os, "write", write_a_byte)
+    threads = [threading.Thread(target=pass_on, args=(letter * 5_000 + b"\n",)) for letter in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {line.strip(line[:1]) for line in bytes(written).splitlines()} == {b""}

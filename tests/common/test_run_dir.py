@@ -29,6 +29,24 @@ def test_two_instances_do_not_disturb_each_other(tmp_path):
         assert {instance.pid for instance in found.values()} == {os.getpid()}
 
 
+def test_only_a_run_directory_whose_engine_has_ended_is_never_served_again(tmp_path, monkeypatch):
+    """A service manager removes its services' directories when they end, and makes them again."""
+    assert module.may_return(tmp_path / "removed" / "client.sock")
+    with RunDir(tmp_path) as run_dir:
+        socket = run_dir.path / "client.sock"
+        assert module.may_return(socket)
+        (run_dir.path / "lock").rename(run_dir.path / "other")
+        assert module.may_return(socket), "not a directory of ours"
+        (run_dir.path / "other").rename(run_dir.path / "lock")
+        os.close(run_dir._lock_fd)
+        run_dir._lock_fd = -1  # as if its engine had been killed
+        assert not module.may_return(socket)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "is_locked", lambda _: os.open("/", os.O_RDWR))
+            assert module.may_return(socket), "nobody can tell where no file can be opened"
+    assert not module.may_return(socket)
+
+
 def test_a_killed_instances_directory_is_removed_by_the_next_start(tmp_path):
     stale = tmp_path / (PREFIX + "gone")
     stale.mkdir()

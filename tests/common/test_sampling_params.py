@@ -133,9 +133,12 @@ def test_samples_of_one_request_have_different_reproducible_seeds():
     ids=repr,
 )
 def test_what_is_remembered_is_what_would_be_built(values):
+    _known.clear()
     first, again = SamplingParams.from_wire(values), SamplingParams.from_wire(dict(values))
     assert first == again == SamplingParams(**values)
     assert SamplingParams.from_wire({**values, "seed": 6}) == SamplingParams(**{**values, "seed": 6})
+    without = {name: value for name, value in values.items() if name != "seed"}
+    assert SamplingParams.from_wire(without) == SamplingParams(**without), "another request's seed is not its own"
 
 
 @pytest.mark.parametrize("other", [True, 1.0])

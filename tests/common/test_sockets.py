@@ -1,6 +1,7 @@
 """Who may bind an endpoint."""
 
 import errno
+import os
 import socket as unix
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_what_is_no_endpoint_is_not_connected_to(endpoint):
         connect_client(endpoint)
 
 
-def test_who_is_not_there_refuses(context, tmp_path):
+def test_who_is_not_there_refuses(context, tmp_path, monkeypatch):
     served, stale, missing = (f"ipc://{tmp_path}/{name}" for name in ("served", "stale", "missing"))
     local = bind_client_router(context, served)
     with unix.socket(unix.AF_UNIX) as socket:
@@ -123,6 +124,9 @@ def test_who_is_not_there_refuses(context, tmp_path):
     ]
     assert [sockets.is_refused(endpoint) for endpoint in (listening, silent)] == [False, True]
     assert not sockets.is_refused("tcp://no-such-host.invalid:5555"), "who cannot be asked has not refused"
+    with monkeypatch.context() as patched:
+        patched.setattr(sockets.unix, "socket", lambda *_: os.open("/", os.O_RDWR))
+        assert not sockets.is_refused(stale), "nor whoever cannot be asked for lack of a file descriptor"
     local.close()
     router.close()
 

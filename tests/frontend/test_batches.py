@@ -1,5 +1,8 @@
 """Requests of one batch: sent several at once, answered in their order, and gone if the batch fails."""
 
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import zmq
 
@@ -67,6 +70,46 @@ def test_long_prompts_do_not_wait_for_one_another(message_counts, frontend):
         message_counts.clear()
         client.generate_batch([[number] * 2000 for number in range(8)], SamplingParams(max_tokens=1))
     assert message_counts == [3, 3, 2]
+
+
+@pytest.mark.parametrize("size", [1, FRAMES_LIMIT])
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at", [4, -1], ids=["a frame in the middle", "the last frame"])
+def test_a_batch_that_is_interrupted_while_it_is_sent_leaves_nothing_running(frontend, monkeypatch, at, is_after, size):
+    """The next message was taken for more frames of the same one, and refused with all of them; what was sent whole
+    ran on for nobody."""
+    at = min(at % size, size - 1)
+    frontend.scheduler.gate.clear()
+    with Client(frontend.endpoint) as client:
+        send, sent = client._socket.send, []
+
+        def send_some(data: bytes, flags: int) -> None:
+            sent.append(data)
+            if len(sent) - 1 != at or is_after:
+                send(data, flags)
+            if len(sent) - 1 == at:
+                raise KeyboardInterrupt
+
+        socket = SimpleNamespace(send=send_some, closed=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "_socket", socket)
+            with pytest.raises(KeyboardInterrupt):
+                client.generate_batch(["a"] * size, SamplingParams(max_tokens=2000))
+        assert client._state.live_count == 0
+        frontend.scheduler.wait_until(lambda: len(frontend.scheduler.aborted) == at + is_after)
+        frontend.scheduler.gate.set()
+        assert len(client.generate_batch(["a"] * FRAMES_LIMIT, SamplingParams(max_tokens=1))) == FRAMES_LIMIT
+
+
+def test_another_thread_is_refused_while_a_batch_is_gathered(frontend):
+    """What it sent was gathered too: left behind, or sent in the other thread's name."""
+    with Client(frontend.endpoint) as client, ThreadPoolExecutor() as other, client._together():
+        stream = client.submit("a", SamplingParams(max_tokens=1))
+        for call in (client.ping, lambda: client.submit("a"), lambda: client.abort("x")):
+            with pytest.raises(RuntimeError, match="another thread is using this client"):
+                other.submit(call).result()
+        assert len(client._gathered) == client._state.live_count == 1
+        assert stream.result().completion_tokens == 1
 
 
 def test_a_batch_that_finds_no_engine_leaves_its_ids_free(run_frontend):

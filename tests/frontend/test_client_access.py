@@ -136,6 +136,11 @@ def test_a_revoked_key_is_refused_at_its_next_message_and_at_the_door(keyed, fol
             bob.generate("abc", ABC)
         with pytest.raises(AccessError, match="was revoked"):
             bob.status()
+        with bob._together():
+            at_once = [bob.submit("abc", ABC) for _ in range(3)]
+        for stream in at_once:
+            with pytest.raises(AccessError, match="was revoked"):
+                stream.result()
         assert alice.generate("abc", ABC).text == "abc"
     own = (pair.public.decode(), pair.secret.decode())
     with pytest.raises(AccessError, match="is not authorised"):

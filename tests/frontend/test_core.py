@@ -438,3 +438,19 @@ def test_nothing_of_a_request_stays_in_the_core_when_it_has_ended(memory_engine,
     del sink
     gc.collect()
     assert left() is None
+
+
+def test_what_a_message_has_had_written_goes_out_even_if_it_ends_the_frontend(memory_engine, submit, monkeypatch):
+    core, flushed = memory_engine.core, []
+    core.after_tokens.append(lambda: flushed.append(True))
+    number = submit().request.request_id
+    memory_engine.tokens(number, [70])
+    assert flushed == [True]
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(core._intake, "take", no_memory)
+    with pytest.raises(MemoryError):
+        memory_engine.tokens(number, [71])
+    assert flushed == [True, True]

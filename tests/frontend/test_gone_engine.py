@@ -5,8 +5,10 @@ import contextlib
 import fcntl
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from common import run_dir
 from common.errors import EngineDeadError
@@ -56,6 +58,39 @@ def test_an_engine_that_nobody_starts_again_is_gone_soon(run_frontend, asking, m
             ask()
     run_frontend(server={"client_endpoint": frontend.endpoint})
     assert ask() > 0, "one that is started after all is found"
+
+
+@pytest.mark.parametrize("engine_listens_again", [False, True])
+def test_whether_somebody_listens_is_asked_a_few_times_whoever_waits(monkeypatch, engine_listens_again):
+    """Each of the requests that waited asked ten times a second. That nobody does is never an old answer."""
+    clock, asked, refuses = [100.0], [], [True]
+    monkeypatch.setattr(client_state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(client_state, "is_refused", lambda _: asked.append(clock[0]) or refuses[0])
+    connection = client_state.Connection("tcp://127.0.0.1:1", None)
+    for tick in range(50):
+        clock[0] = 100.0 + 0.1 * tick
+        assert not any(connection.hopeless("") for _ in range(100))
+    assert len(asked) == client_state.PROBES
+    clock[0], refuses[0] = 100.0 + client_state.GONE_S, not engine_listens_again
+    assert bool(connection.hopeless("")) != engine_listens_again
+    refuses[0] = True
+    assert bool(connection.hopeless("")) != engine_listens_again, "a new wait begins"
+
+
+def test_an_engine_that_came_back_and_is_lost_again_is_waited_for_again(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(client_state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(client_state, "is_refused", lambda _: True)
+    monkeypatch.setattr(client_state, "connection_event", lambda event: event)
+    connection = client_state.Connection("tcp://127.0.0.1:1", None)
+    assert not connection.hopeless("")
+    connection.note(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    clock[0] += 2 * client_state.GONE_S
+    assert not connection.hopeless("")
+    assert connection.note(zmq.EVENT_DISCONNECTED)
+    assert not connection.hopeless("")
+    clock[0] += client_state.GONE_S
+    assert connection.hopeless("")
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

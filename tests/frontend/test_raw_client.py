@@ -21,12 +21,12 @@ def test_the_example_without_the_sdk(frontend, capsys):
     assert example["main"](frontend.endpoint, "hello") == 0
     shown = capsys.readouterr()
     assert shown.out == "user\nhello"  # the echo of the rendered chat, up to its first end token
-    assert "protocol version 2" in shown.err
+    assert f"protocol version {wire.CLIENT_PROTOCOL_VERSION}" in shown.err
     assert "stop: " in shown.err
 
 
 def test_the_example_says_that_its_hello_was_refused(frontend, capsys, monkeypatch):
-    monkeypatch.setattr(wire, "OLDEST_CLIENT_PROTOCOL_VERSION", 3)
+    monkeypatch.setattr(wire, "OLDEST_CLIENT_PROTOCOL_VERSION", wire.CLIENT_PROTOCOL_VERSION + 1)
     example = runpy.run_path(str(ROOT / "examples" / "raw_client.py"))
     assert example["main"](frontend.endpoint, "hello") == 1
     assert "refused: " in capsys.readouterr().err

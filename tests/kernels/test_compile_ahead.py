@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +111,21 @@ def test_the_process_answers_for_what_it_cannot_compile(run_script):
 
 def test_the_process_gives_up_without_its_parent():
     assert list(compile_process._compile_all([job()], width=1, parent=-1)) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a kernel is compiled to its end")
+def test_what_it_has_forked_ends_with_it():
+    """An engine that was killed left its compilers to work on for half a minute."""
+    code = """
+import os, signal
+from kernels import compile_process as process
+process._compile = lambda job: (os.write(1, b"forked"), signal.pause())
+next(process._compile_all([None], width=1, parent=os.getppid()))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.read(6) == b"forked"
+        process.kill()
+        assert process.stdout.read() == b"", "nobody holds it any more"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
+from kernels import sampling_state as columns
 from kernels.noise import gumbel_reference, noise_bits_reference
 from kernels.sampling import (
     SampledTokens,
@@ -407,3 +408,15 @@ def test_replay_goes_on_from_the_state():
         graph.replay()
         got.append(captured.out.ids.tolist())
     assert got == want
+
+
+def test_the_kernels_places_are_those_of_the_tensors():
+    state, workspace = SamplingState.allocate(2, 100, "cpu"), SamplingWorkspace.allocate(2, 100, "cpu")
+    found = state.arguments(torch.zeros(2, 8, dtype=torch.int32))
+    places = {columns.NUMBERS: state.numbers, columns.CHOICES: state.choices, columns.COUNTS: state.counts}
+    assert all(found[place.value] is tensor for place, tensor in places.items())
+    assert found[columns.COUNTS_STRIDE.value] == state.counts.stride(0)
+    names = ["BEST_SCORES", "BEST_IDS", "PIECE_MAXIMA", "CHUNK_SUMS", "RAW_PIECE_MAXIMA", "RAW_CHUNK_SUMS"]
+    names += ["CANDIDATE_VALUES", "CANDIDATE_IDS", "TICKETS", "BIN_MASSES", "INTERVAL_VALUES"]
+    assert [getattr(columns, name).value for name in names] == list(range(len(workspace.tensors())))
+    assert workspace.tensors() == tuple(getattr(workspace, field.name) for field in fields(workspace))

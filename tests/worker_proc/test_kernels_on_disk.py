@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
-    """starts(config) -> whether it is started, on a machine with a GPU's driver and an empty Triton folder."""
+    """starts(config) -> whether it is started, on a machine with a GPU and an empty Triton folder."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels_on_disk, "_DRIVERS", (tmp_path,))
+    monkeypatch.setattr(kernels_on_disk, "has_gpu", lambda: True)
     started = []
     monkeypatch.setattr(CompileProcess, "start", lambda _: started.append(True))
 
@@ -37,9 +37,20 @@ def test_a_first_start_starts_it_and_a_later_one_with_the_same_options_does_not(
     assert starts(replace(config, model_dir="other"))
 
 
-def test_a_worker_without_a_gpu_does_not_start_it(starts, tmp_path, monkeypatch):
+def test_a_worker_without_a_gpu_does_not_start_it(starts, monkeypatch):
     assert not starts(EngineConfig(model=ModelOptions(device="cpu")))
-    monkeypatch.setattr(kernels_on_disk, "_DRIVERS", (tmp_path / "none",))
+    monkeypatch.setattr(kernels_on_disk, "has_gpu", lambda: False)
+    assert not starts(EngineConfig())
+
+
+@pytest.mark.parametrize("error", [ImportError, PermissionError])
+def test_a_worker_that_cannot_look_begins_all_the_same(starts, monkeypatch, error):
+    """A GPU does not mean that Triton is there, nor that its folder can be read."""
+
+    def fail(_: EngineConfig) -> None:
+        raise error
+
+    monkeypatch.setattr(kernels_on_disk, "_note", fail)
     assert not starts(EngineConfig())
 
 

@@ -130,6 +130,14 @@ def test_saved_configs_are_read_as_transformers_reads_them(family, overrides, tm
             {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 1.5}},
             "partial_rotary_factor must be at most 1, got 1.5",
         ),
+        (
+            {
+                "rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]},
+                "max_position_embeddings": 1,
+            },
+            "longrope needs max_position_embeddings above 1, got 1",
+        ),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps must be at least 1e-30, got 1e-300"),
         ({"rope_scaling": [1]}, r"rope_scaling must be an object, got \[1\]"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
@@ -155,6 +163,8 @@ ROPE_KEYS = {
     "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 NOT_A_NUMBER = (0, 0.0, -1, -0.5, float("nan"), float("inf"), 10**400, "2", "", True, False, [], [2.0], {}, {"a": 1})
+EXTREMES = (5e-324, 1e-40, 1e-7, 1 + 2**-52, 1e30, 3.5e38, 1e300, [5e-324] * 4, [1e-40] * 4, [1e300] * 4)
+"""Numbers with which something that is computed would be too small or too large for float32, or end in an exception."""
 
 
 def rope_spellings(rope_type, values, theta):
@@ -184,7 +194,7 @@ def test_rope_parameters_are_refused_or_can_be_computed_with(rope_type):
     for spelled in rope_spellings(rope_type, values, 1e4):
         assert parse(**spelled) == parse(rope_parameters={"rope_type": rope_type, "rope_theta": 1e4, **values})
     for key in ("rope_theta", *values):
-        for bad in NOT_A_NUMBER:
+        for bad in NOT_A_NUMBER + EXTREMES:
             changed = {**values, key: bad}
             theta = changed.pop("rope_theta", 1e4)
             for spelled in rope_spellings(rope_type, changed, theta):

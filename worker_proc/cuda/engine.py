@@ -74,7 +74,7 @@ class CudaStart:
             self._slots = DeviceSlots(
                 limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device
             )
-            self._trial: Trial | None = Trial(self._forward, self._slots, limits, specs, vocabulary)
+            self._trial = Trial(self._forward, self._slots, limits, specs, vocabulary)
             self._needed = self._trial.needed_kernels()
         self._kernels = KernelsAhead(self._needed, compiler)
         self._kernels.begin()
@@ -91,10 +91,9 @@ class CudaStart:
         if self._needed:
             note_kernels(config)
         logger.info("%d kernels ready after another %.2f s", len(self._needed), time.monotonic() - start)
-        assert self._trial is not None, "a start is finished once"
         with torch.inference_mode():
             graph_bytes = self._trial.graph_bytes()
-        self._trial = None  # gives its memory back
+        del self._trial  # gives its memory back
         available = available_bytes(config.cache.gpu_memory_utilization, graph_bytes)
         size = choose_size(config, limits, self._specs, self._model_limit, available)
         cache = KVCache(
@@ -153,9 +152,12 @@ class Trial:
 
 
 def prepare_thread() -> None:
-    """This thread issues steps: on a stream of its own, since graphs cannot be captured on the default one."""
+    """This thread issues steps: on a stream of its own, since graphs cannot be captured on the default one, and behind
+    what that one still has to do for the model."""
     sys.setswitchinterval(THREAD_SWITCH_S)
-    torch.cuda.set_stream(torch.cuda.Stream())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_stream(stream)
 
 
 def not_fused(model: LlamaForCausalLM, *, fixed_order: bool) -> str:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from frontend.http import direct
 from frontend.http.direct import CYCLE_KEY, DirectWriter, StepWrites
 
 CALL = 'Look. <tool_call>\n{"name": "f", "arguments": {"a": "sea"}}\n</tool_call>'
@@ -263,6 +264,23 @@ def test_a_connection_that_fails_is_closed_and_holds_up_no_other(caplog):
     assert "a stream could not be written" in caplog.text
     writes.flush()
     assert connections[2].body == b'"a""b"', "nothing is written twice"
+
+
+def test_nothing_follows_a_part_of_a_chunk_whose_rest_cannot_be_written(monkeypatch, caplog):
+    """Two samples write in one step: the second one's text would stand in the middle of the first one's chunk."""
+
+    def fail(data: bytes) -> None:
+        raise RuntimeError("the handler is closed")
+
+    written, connection = [], Connection()
+    monkeypatch.setattr(direct.os, "write", lambda fd, data: written.append(data) or 1)
+    connection.chunked_encoding, connection.transport.write, connection.transport.fd = True, fail, 1000
+    writer = DirectWriter({CYCLE_KEY: connection})
+    writer.open()
+    assert all(writer.of_texts(b"", b"").take(text) for text in "ab")
+    connection.step_writes.flush()
+    assert written == [b'3\r\n"a"\r\n'] and connection.is_closed
+    assert "a stream could not be written" in caplog.text
 
 
 def test_a_connection_that_cannot_take_chunks_gets_none():

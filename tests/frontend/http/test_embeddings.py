@@ -65,7 +65,7 @@ def test_pooling_is_the_engines_unless_a_request_names_one(api):
         ({"input": [5] * 512}, "input", "has 512 tokens; this model's maximum context length is 512 tokens"),
         ({"input": ["a"] * 2049}, "input", "2049 prompts, at most 2048"),
         ({"input": "a", "dimensions": 0}, "dimensions", "wanted 1 or more"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "Invalid enum value"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "wanted 'float' or 'base64', got 'int8'"),
         ({"input": "a", "pooling": "max"}, "pooling", "wanted 'mean', 'last' or 'cls', got 'max'"),
         ({"input": "a", "timeout": -1}, "timeout", "above 0"),
         ({}, "input", "missing"),

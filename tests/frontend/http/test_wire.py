@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import ssl
 
 import pytest
 
@@ -14,6 +15,7 @@ from common.messages import RequestFailed
 from frontend.http import bodies, protocol, server
 from frontend.http.direct import StepWrites
 from tests.frontend.http.test_app import GOOD, exchange, serve
+from tests.support import tls
 
 BODY = {"prompt": "The sea", "max_tokens": 3, "request_id": "r"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "request_id": "r"}
@@ -294,6 +296,26 @@ def test_a_client_that_stops_reading_holds_up_no_other_and_misses_nothing(make_a
     events = [json.loads(event) for event in re.findall(rb"^data: (\{.*\})", late, re.MULTILINE)]
     text = "".join(event["choices"][0]["text"] for event in events)
     assert text == json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_no_token_is_written_past_tls(make_api, tmp_path, loop):
+    api = make_api(port=0).ready()
+    api.loop.close()
+    api.loop = pytest.importorskip(loop).new_event_loop()
+    certificate, key = tls.write(tmp_path, tls.KEY)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+
+    async def talk(address):
+        reader, writer = await asyncio.open_connection(*address, ssl=context)
+        writer.write(post("/v1/completions", json.dumps({**BODY, "max_tokens": 60, "stream": True}).encode()))
+        reply = await reader.read()
+        writer.close()
+        return reply
+
+    reply = serve(api, talk, ssl_certfile=certificate, ssl_keyfile=key)
+    assert reply.count(b"data: {") >= 60 and reply.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
