@@ -416,7 +416,7 @@ def test_the_kernels_places_are_those_of_the_tensors():
     places = {columns.NUMBERS: state.numbers, columns.CHOICES: state.choices, columns.COUNTS: state.counts}
     assert all(found[place.value] is tensor for place, tensor in places.items())
     assert found[columns.COUNTS_STRIDE.value] == state.counts.stride(0)
-    names = ["BEST_SCORES", "BEST_IDS", "PIECE_MAXIMA", "CHUNK_SUMS", "RAW_PIECE_MAXIMA", "RAW_CHUNK_SUMS"]
+    names = ["PIECE_MAXIMA", "CHUNK_SUMS", "RAW_PIECE_MAXIMA", "RAW_CHUNK_SUMS"]
     names += ["CANDIDATE_VALUES", "CANDIDATE_IDS", "TICKETS", "BIN_MASSES", "INTERVAL_VALUES"]
     assert [getattr(columns, name).value for name in names] == list(range(len(workspace.tensors())))
     assert workspace.tensors() == tuple(getattr(workspace, field.name) for field in fields(workspace))
