@@ -53,8 +53,8 @@ def is_io_kept_awake(option: str, option_ms: float, device: str = "auto") -> boo
     """Whether ZeroMQ's own threads are kept awake while a loop asks.
 
     Args:
-        option: `--busy-poll-io`: `always`, `never`, or `auto`: where polling has been left to the machine and is on, and
-            there are at least LEAST_IO_CPUS processors.
+        option: `--busy-poll-io`: `always`, `never`, or `auto`: where polling has been left to the machine and is on,
+            and there are at least LEAST_IO_CPUS processors.
         option_ms: `--busy-poll-ms`.
         device: `--device`.
     """

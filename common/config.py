@@ -211,7 +211,8 @@ class ServerOptions:
     )  # fmt: skip
     busy_poll_io: str = option(
         "auto", "whether ZeroMQ's own threads are kept awake while asking, by another processor a process (Linux); "
-        "auto: if --busy-poll-ms is left to the machine, which has at least 16 processors", choices=("auto", "always", "never"),
+        "auto: if --busy-poll-ms is left to the machine, which has at least 16 processors",
+        choices=("auto", "always", "never"),
     )  # fmt: skip
     shutdown_timeout: float = option(10.0, "seconds that requests in flight have to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until all processes must be ready")
