@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from benchmarks.kernels.linear_shapes import LinearShape
 from kernels import skinny_linear_stream
+from kernels.skinny_linear import MAX_SPLITS
 from kernels.skinny_linear_hopper import fits
 from kernels.tuning import LIBRARY, LinearPlan, part_count
 
@@ -15,6 +16,7 @@ SHARED_BYTES = 200_000
 MULTIPROCESSORS = 132  # of an H100 or H200
 HALF_SHARED, WHOLE_SHARED = 112 << 10, 224 << 10  # what two programs of a multiprocessor can have, or one
 MOST_PARTS = 6
+ROW_FLOATS = MAX_SPLITS * 2048  # of a workspace's partial sums, for a row
 
 
 def matvec_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
@@ -96,7 +98,7 @@ def stream_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
                 plan = LinearPlan("stream", block_n, block_k, warps, norm_apart=True, block_m=block_m)
                 plan = _stream_rings(replace(plan, programs=programs), room, silu)
                 takes = skinny_linear_stream.fits(plan, shape.out_columns, shape.inputs, silu, in_parts)
-                if takes and plan.weight_stages >= 2 and _few_parts(plan, shape, in_parts):
+                if takes and plan.weight_stages >= 2 and _has_room(plan, shape, in_parts):
                     yield plan
 
 
@@ -120,8 +122,11 @@ def _stream_rings(plan: LinearPlan, room: int, silu: bool) -> LinearPlan:
     return replace(plan, weight_stages=2, num_stages=2)
 
 
-def _few_parts(plan: LinearPlan, shape: LinearShape, in_parts: bool) -> bool:
-    return not in_parts or part_count(plan, shape.outputs, shape.inputs) <= MOST_PARTS
+def _has_room(plan: LinearPlan, shape: LinearShape, in_parts: bool) -> bool:
+    """Whether a workspace for no more rows has room for what the plan leaves, and a reader's time is short."""
+    parts = part_count(plan, shape.outputs, shape.inputs) if in_parts else 1
+    columns = parts * shape.outputs if in_parts else plan.programs * plan.block_n * (2 if "silu" in shape.fusion else 1)
+    return parts <= MOST_PARTS and columns <= ROW_FLOATS
 
 
 def _step_choices(shape: LinearShape, lines: int) -> tuple[int, ...]:

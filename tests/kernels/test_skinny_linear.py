@@ -21,7 +21,7 @@ from kernels.skinny_linear import (
 )
 from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, measured_plan, part_count
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
-from tests.kernels.gluon_emulator import emulate
+from tests.kernels.gluon_emulator import KernelAhead, emulate
 
 PLANS = [
     LinearPlan("matvec", block_n=4, block_k=32, num_warps=1),
@@ -278,6 +278,14 @@ def test_equal_shares_match_float32(rows, outputs, inputs, dtype, plan, hopper_d
         run_plan(plan, x, weight, whole.fill_(float("nan")), None, 1e-6, None, False, workspace)
         assert_as_exact(whole.to(dtype), want)
         assert (workspace.counters == 0).all()
+
+
+def test_a_stream_that_starts_early_waits_for_its_rows(monkeypatch):
+    x, weight, half, _, _, _ = make_case(9, 400, 256, torch.bfloat16, "silu")
+    emulate(monkeypatch, skinny_linear_stream, "_stream_kernel", ahead=KernelAhead(x))
+    partials, flags = torch.empty(5 * 9 * 32, device="cpu"), torch.zeros(5, dtype=torch.int32, device="cpu")
+    skinny_linear_stream.launch(STREAM_PLANS[1], x, weight, half, partials, flags, True, True)
+    assert_as_exact(half, skinny_linear_reference(x, weight, silu_mul=True))
 
 
 def test_shares_of_a_tile_are_counted():
