@@ -22,7 +22,8 @@ GOOD_STEP_TOKENS = 2048
 GOOD_STEP_REQUESTS = 64
 """A step with so many prompt tokens, or of so many requests, is worth beginning with: a GPU computes it while
 as many again arrive."""
-FIRST_WAIT_S = 0.001
+FIRST_WAIT_S = 0.005
+"""From the last message on. The frontend says so when nothing follows after all, so this is for one that is stuck."""
 HOLD_S = 0.0005
 """How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer in a
 poll that sleeps, which waits whole milliseconds). Prompts that arrive right behind the first one can then join the
@@ -58,6 +59,8 @@ class Pacing:
         """A message has come from the frontend; whether it was meant for this object alone."""
         is_hint = isinstance(message, MoreFollows)
         self._is_promised = isinstance(message, MoreFollows) and message.follows
+        if not self._state.in_flight:
+            self._until_s = 0.0
         return is_hint
 
     def note_result(self) -> None:

@@ -142,6 +142,13 @@ def test_a_worker_is_not_kept_waiting_for_what_does_not_come():
     assert [len(plans) for plans in turns.run()] == [0, 0, 1, 2]
 
 
+def test_a_batch_whose_parts_take_their_time_stays_together():
+    """Texts are encoded one after another, and each part begins the wait anew."""
+    later = 0.9 * FIRST_WAIT_S
+    parts = [{"after_s": later, **some(1, *more, first_id=place)} for place, more in enumerate([(MORE,)] * 3 + [()])]
+    assert chunk_counts(Turns(*parts).run()) == [[], [], [], [4]]
+
+
 def test_a_batch_whose_rest_was_refused_runs_at_once():
     assert chunk_counts(Turns(some(2, MORE), {"requests": [NO_MORE]}).run()) == [[], [2]]
 
