@@ -22,7 +22,7 @@ from common.messages.fields import (
 )
 from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 NOT_A_TOKEN = -1
 """Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 
