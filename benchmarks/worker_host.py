@@ -26,7 +26,7 @@ import torch
 from benchmarks import records
 from benchmarks.cold_caches import Sweep
 from common.config import StepLimits
-from common.messages import SlotInit, SlotSampling, StepPlan, decode_for_worker
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan, decode_for_worker
 from kernels.sampling import SampledTokens
 from worker_proc.cuda.buckets import Bucket
 from worker_proc.cuda.runner import CudaRunner
@@ -81,7 +81,7 @@ def new_slot(slot: int, length: int, block_ids: range) -> SlotInit:
 def prompt_plan(step_id: int, slots: list[SlotInit], cleared: int = 0) -> StepPlan:
     """A plan that frees the first `cleared` slots, and starts and computes new ones."""
     return StepPlan(
-        step_id=step_id, new_slots=tuple(slots), cleared_slots=array("H", range(cleared)),
+        step_id=step_id, new_slots=NewSlots.of(*slots), cleared_slots=array("H", range(cleared)),
         chunk_slots=array("H", range(len(slots))), chunk_token_counts=array("i", [each.prompt_count for each in slots]),
         chunk_samples=array("B", [1] * len(slots)), chunk_block_counts=array("i", [0] * len(slots)),
     )  # fmt: skip

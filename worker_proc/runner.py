@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.config import StepLimits
-from common.messages import SlotInit, SlotSampling, StepPlan
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from kernels.step_layout import PlanLayout, StepInputs
 from worker_proc.cpu_threads import StepThreads
 from worker_proc.fixed_order_model import GROUP_TOKENS, FixedOrderModel
@@ -95,7 +95,7 @@ class CpuRunner:
             sampling=SlotSampling(),
         )  # fmt: skip
         chunk = StepPlan(
-            step_id=1, new_slots=(init,), chunk_slots=array("H", [0]), chunk_token_counts=array("i", [count]),
+            step_id=1, new_slots=NewSlots.of(init), chunk_slots=array("H", [0]), chunk_token_counts=array("i", [count]),
             chunk_samples=array("B", [1]), chunk_block_counts=array("i", [0]),
         )  # fmt: skip
         self.execute(chunk).result()
@@ -109,7 +109,7 @@ class CpuRunner:
         self._cache.move_blocks(plan)
         for init in plan.new_slots:
             self._sampler.start(init)
-            self._pooler.start(init)
+        self._pooler.start(plan.new_slots)
         packed = self._stager.pack(plan, self._plan)
         self.memory.apply(*map(torch.from_numpy, writes.arrays()))
         inputs = self._inputs.bucket(packed.row_count, packed.token_count)

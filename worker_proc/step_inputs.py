@@ -90,11 +90,10 @@ class StepStager:
         """Free and fill the mirror's slots as the plan says; returns what the new ones write on the device."""
         for slot in plan.cleared_slots:
             self._mirror.clear(slot)
-        writes = StateWrites(self._memory)
-        for init in plan.new_slots:
-            self._mirror.start(init)
-            writes.add_slot(init)
-        return writes
+        if not plan.new_slots:
+            return StateWrites(self._memory)
+        self._mirror.start(plan.new_slots)
+        return self._memory.writes_of(plan.new_slots)
 
     def pack(self, plan: StepPlan, target: IntArray) -> PackedStep:
         """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size].
@@ -114,7 +113,7 @@ class StepStager:
         counts, samples, token_count = self._put_counts(plan, target)
         assert token_count <= limit, f"step {plan.step_id} computes {token_count} tokens, more than {limit}"
         prompt_rows, pooled_rows = self._asking_rows(plan, target) if plan.chunk_slots else ((), ())
-        known, computed, _, blocks = self._mirror.table.take(slots, axis=1)
+        blocks, known, computed, _ = self._mirror.table.take(slots, axis=1)
         blocks = self._append_blocks(plan, target, slots, blocks)
         target[:HEADER] = rows, decode_rows, token_count, block_count, 0
         self._advance(slots, samples, known, computed + counts, blocks)

@@ -20,7 +20,8 @@ from kernels.step_layout import PlanLayout
 from worker_proc.cuda.block_swap import BlockSwap
 from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
 from worker_proc.cuda.lanes import Lanes
-from worker_proc.cuda.slots import DeviceSlots, add_sampling, is_penalised
+from worker_proc.cuda.slot_records import is_penalised
+from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.cuda.special_rows import SpecialRows
 from worker_proc.cuda.staging import WRITE_ROOM, StagedPlan, write_apart
 from worker_proc.cuda.step_program import Forward, StepProgram
@@ -129,8 +130,6 @@ class CudaRunner:
         """Everything that changes before the rows run, and the copy of the plan."""
         writes = self._stager.change_slots(plan)
         self.swap.move(plan)
-        for init in plan.new_slots:
-            add_sampling(writes, init, self.slots.vocab_size)
         if writes.count > WRITE_ROOM:
             write_apart(self.slots.memory, writes)
             writes = StateWrites(self.slots)
@@ -140,15 +139,15 @@ class CudaRunner:
             self.program.write_slots()
         if plan.masks:
             self.slots.set_masks(plan.mask_slots, plan.masks)
-        for init in plan.new_slots:
-            self._special.start(init)
-            self._pooler.start(init)
+        if plan.new_slots:
+            self._special.start(plan.new_slots)
+            self._pooler.start(plan.new_slots)
         return packed
 
     @staticmethod
     def _reads_slots_first(plan: StepPlan) -> bool:
         """Whether what new slots start with cannot wait for the step itself, which writes it if it has chunks."""
-        return not plan.chunk_slots or bool(plan.masks) or any(is_penalised(init.sampling) for init in plan.new_slots)
+        return not plan.chunk_slots or bool(plan.masks) or any(map(is_penalised, plan.new_slots.samplings))
 
     def _run(self, step: PendingStep, packed: PackedStep, bucket: Bucket) -> PendingStep:
         if not packed.prompt_rows and not self._special.any_of(packed.sampled_slots):

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.messages import SlotInit, SlotSampling
+from common.messages import NewSlots, SlotInit, SlotSampling
 from kernels.sampling_state import fill_counts
-from worker_proc.cuda.slots import DeviceSlots, KernelRules, has_rules, is_penalised
+from worker_proc.cuda.slot_records import KernelRules, has_rules, is_penalised
+from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.logprobs import LogprobTable, logprob_tensors
 from worker_proc.slots import known_ids
 from worker_proc.transfer import to_device, to_host
@@ -48,8 +49,13 @@ class SpecialRows:
         self._rules: dict[int, SlotRules] = {}
         self._special: set[int] = set()
 
-    def start(self, init: SlotInit) -> None:
-        """A slot gets a request, after its tokens have been written."""
+    def start(self, new: NewSlots) -> None:
+        """Slots get requests, after their tokens have been written."""
+        if self._special or not all(sampling.is_plain for sampling in new.samplings):
+            for init in new:
+                self._start(init)
+
+    def _start(self, init: SlotInit) -> None:
         slot, sampling = init.slot, init.sampling
         if is_penalised(sampling):
             tokens = self._slots.token_ids[slot, : len(init.token_ids)]
