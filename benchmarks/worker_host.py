@@ -115,6 +115,7 @@ def decode_plans(rows: int, steps: int) -> Iterator[StepPlan]:
         )
 
 
+@torch.inference_mode()
 def time_steps(messages: list[bytes], warm_up: int, before_each: Callable[[], object] = int) -> dict[str, float]:
     """Microseconds of each part of the steps that these plans describe, but for the first `warm_up`."""
     runner = idle_runner()

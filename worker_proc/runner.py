@@ -150,7 +150,7 @@ class CpuRunner:
         """The hidden states whose logits are used, [S, hidden_size]."""
         if len(packed.sampled_rows) == packed.token_count:  # every row is one token, and samples
             return hidden[: packed.token_count]
-        return hidden[inputs.sample_rows[torch.from_numpy(packed.sampled_rows)]]
+        return hidden[inputs.sample_rows[torch.as_tensor(packed.sampled_rows)]]
 
     def _prompt_pieces(self, hidden: torch.Tensor, rows: PromptRows) -> list[PromptPiece]:
         """Log probabilities of the prompt tokens that a chunk's tokens predict; a few rows of logits at a time."""
@@ -168,4 +168,5 @@ class CpuRunner:
     def _sample(self, logits: torch.Tensor, packed: PackedStep, plan: StepPlan) -> Sampled:
         """Sample from logits [S, vocab] and feed the slots."""
         masks = dict(zip(plan.mask_slots, plan.masks, strict=True))
-        return self._sampler.sample(logits.numpy(), packed.sampled_slots, packed.sampled_positions, masks)
+        slots, positions = np.asarray(packed.sampled_slots), np.asarray(packed.sampled_positions)
+        return self._sampler.sample(logits.numpy(), slots, positions, masks)

@@ -30,15 +30,36 @@ LENGTHS = ("known_lengths", "computed_lengths", "prompt_lengths")
 
 IntArray = np.ndarray
 
-NO_RECORDS = np.empty((0, 0), dtype=np.int32)
-
 Words = array | np.ndarray
 """Elements of four bytes, in one piece, whose bits are meant."""
+
+NO_RECORDS = array("i")
+
+FEW_SLOTS, KNOWN_TOKENS, KNOWN_BLOCKS = 8, 1024, 64
+"""New slots whose addresses are copied one by one, from those that are kept of so many tokens and blocks of each: while
+caches are cold, that costs less than working them out with NumPy."""
 
 
 def div_ceil(count: int, size: int) -> int:
     """How many pieces of `size` hold `count`."""
     return -(-count // size)
+
+
+class KeptAddresses:
+    """Addresses of the same words of each slot.
+
+    Args:
+        table: int32 [slots, count].
+    """
+
+    def __init__(self, table: IntArray) -> None:
+        self.table, self.count = table, table.shape[1]
+        self._bytes = memoryview(table).cast("B")
+
+    def of(self, slot: int, count: int | None = None) -> memoryview:
+        """The bytes of a slot's first `count` addresses, or of all."""
+        start = 4 * slot * self.count
+        return self._bytes[start : start + 4 * (self.count if count is None else count)]
 
 
 class SlotMemory:
@@ -56,8 +77,8 @@ class SlotMemory:
         known_lengths, computed_lengths, prompt_lengths: int32 [slots + 1].
         tables: name -> int32 [slots + 1, columns].
         state: what every step's input preparation reads.
-        id_starts, id_columns: int32 [2, 1]: `places` of a new slot's ids: its blocks, and its tokens.
-        record_addresses: int32 [slots, words]: of each slot's record: its lengths and its rows of `recorded` tables.
+        records: where each slot's record goes: its lengths and its rows of `recorded` tables.
+        id_places: `places` of a new slot's blocks and tokens; kept_blocks, kept_tokens: addresses of the first ones.
 
     Raises:
         ConfigError: more state than 32-bit addresses reach.
@@ -87,9 +108,10 @@ class SlotMemory:
                 f"--max-num-seqs {slot_count} with {max_model_len} tokens each needs {4 * end} bytes of slot state; "
                 f"at most {2**33} are supported"
             )
-        self.record_addresses = np.concatenate([self._addresses(name) for name in (*LENGTHS, *recorded)], axis=1)
-        places = [self.places[name] for name in ("block_tables", "token_ids")]
-        self.id_starts, self.id_columns = np.array(places, dtype=np.int32).T[:, :, None]
+        self.records = KeptAddresses(np.concatenate([self._addresses(name) for name in (*LENGTHS, *recorded)], axis=1))
+        self.kept_blocks = KeptAddresses(self._addresses("block_tables", KNOWN_BLOCKS))
+        self.kept_tokens = KeptAddresses(self._addresses("token_ids", KNOWN_TOKENS))
+        self.id_places = self.places["block_tables"], self.places["token_ids"]
         self.memory = torch.zeros(end, dtype=torch.int32, device=device)
         self.token_ids, self.block_tables = self._table("token_ids"), self._table("block_tables")
         self.known_lengths, self.computed_lengths, self.prompt_lengths = (self._table(name)[:, 0] for name in LENGTHS)
@@ -100,14 +122,19 @@ class SlotMemory:
         start, columns = self.places[name]
         return self.memory[start : start + (self.slot_count + 1) * columns].view(self.slot_count + 1, -1)
 
-    def _addresses(self, name: str) -> IntArray:
-        """Of a table's rows, int32 [slots, columns]."""
+    def _addresses(self, name: str, most: int | None = None) -> IntArray:
+        """Of a table's rows, int32 [slots, columns], or of their first `most` columns."""
         start, columns = self.places[name]
-        return np.arange(start, start + self.slot_count * columns, dtype=np.int32).reshape(-1, columns)
+        firsts = np.arange(start, start + self.slot_count * columns, columns, dtype=np.int32)
+        return firsts[:, None] + np.arange(columns, dtype=np.int32)[:most]
+
+    def keeps_addresses(self, block_count: int, token_count: int) -> bool:
+        """Whether the addresses of so many of a slot's blocks and tokens are kept."""
+        return block_count <= self.kept_blocks.count and token_count <= self.kept_tokens.count
 
     def writes_of(self, new: NewSlots) -> "StateWrites":
         """Write what new slots start with: tokens, blocks and records."""
-        return StateWrites(self, new, heads_of(new)[:, 2:5])
+        return StateWrites(self, new, heads_of(new)[:, 2:5].ravel())
 
     def apply(self, addresses: torch.Tensor, values: torch.Tensor) -> None:
         """Carry out writes that were collected in a `StateWrites`; both int32 [n] on this device."""
@@ -124,18 +151,18 @@ class StateWrites:
 
     Args:
         new: slots that start.
-        records: int32 [slots, words], for `SlotMemory.record_addresses`; the first are the lengths.
+        records: int32, the slots' records one behind the other, for `SlotMemory.records`.
 
     Attributes:
         count: values so far.
     """
 
-    def __init__(self, memory: SlotMemory, new: NewSlots = NO_SLOTS, records: IntArray = NO_RECORDS) -> None:
+    def __init__(self, memory: SlotMemory, new: NewSlots = NO_SLOTS, records: Words = NO_RECORDS) -> None:
         self._memory, self._new, self._records = memory, new, records
         for slot, block_count, token_count, *_ in HEAD.iter_unpack(new.heads):
             assert block_count <= memory.block_capacity, f"slot {slot} starts with {block_count} blocks"
             assert token_count <= memory.token_capacity, f"slot {slot} starts with {token_count} tokens"
-        self.count = len(new.ids) + records.size
+        self.count = len(new.ids) + len(records)
         self._firsts, self._counts = array("i"), array("i")
         self._values: list[Words] = []
 
@@ -151,26 +178,31 @@ class StateWrites:
 
     def put(self, words: IntArray) -> None:
         """Write the addresses, then the values, to int32 [2 * count]."""
-        addresses, values = words[: self.count], words[self.count :]
-        end = 0
+        addresses, values = words[: self.count], memoryview(words)[self.count :]
+        id_count = len(self._new.ids)
+        end = id_count + len(self._records)
         if self._new:
-            end = self._put_slots(addresses, values)
+            self._put_addresses(addresses[:id_count], addresses[id_count:end])
+            values[:id_count], values[id_count:end] = self._new.ids, memoryview(self._records)
         if self._values:
             firsts, counts = np.frombuffer(self._firsts, np.int32), np.frombuffer(self._counts, np.int32)
             addresses[end:] = _run_addresses(firsts, counts)
-            values[end:] = np.frombuffer(bytearray().join(self._values), dtype=np.int32)
+            values[end:] = memoryview(bytearray().join(self._values)).cast("i")
 
-    def _put_slots(self, addresses: IntArray, values: IntArray) -> int:
-        """What new slots start with; returns how many words that is."""
-        memory, heads, id_count = self._memory, heads_of(self._new), len(self._new.ids)
-        end = id_count + self._records.size
+    def _put_addresses(self, ids: IntArray, records: IntArray) -> None:
+        """Of what new slots start with: their blocks, their tokens, and their records."""
+        memory, counts = self._memory, [*HEAD.iter_unpack(self._new.heads)]
+        if len(counts) <= FEW_SLOTS and all(memory.keeps_addresses(head[1], head[2]) for head in counts):
+            blocks = [memory.kept_blocks.of(head[0], head[1]) for head in counts]
+            tokens = [memory.kept_tokens.of(head[0], head[2]) for head in counts]
+            memoryview(ids)[:] = memoryview(b"".join(blocks + tokens)).cast("i")
+            memoryview(records)[:] = memoryview(b"".join([memory.records.of(head[0]) for head in counts])).cast("i")
+            return
+        heads = heads_of(self._new)
         slots = heads[:, 0]
-        firsts = (slots * memory.id_columns + memory.id_starts).ravel()
-        addresses[:id_count] = _run_addresses(firsts, heads[:, 1:3].T.ravel())
-        addresses[id_count:end] = memory.record_addresses[slots].ravel()
-        values[:id_count] = self._new.ids
-        values[id_count:end] = self._records.ravel()
-        return end
+        starts, columns = np.array(memory.id_places, dtype=np.int32).T[:, :, None]
+        ids[:] = _run_addresses((slots * columns + starts).ravel(), heads[:, 1:3].T.ravel())
+        records[:] = memory.records.table[slots].ravel()
 
     def arrays(self) -> tuple[IntArray, IntArray]:
         """Addresses and values, int32 [count] each."""
@@ -201,6 +233,7 @@ class SlotMirror:
     def __init__(self, slot_count: int) -> None:
         self.table = np.zeros((4, slot_count), dtype=np.int32)
         self.block_counts, self.known_lengths, self.computed_lengths, self.prompt_lengths = self.table
+        self._block_counts, self._known, self._computed, self._prompts = map(memoryview, self.table)  # quicker by one
         self.sampling: list[SlotSampling | None] = [None] * slot_count
         self.asking: set[int] = set()
 
@@ -209,18 +242,26 @@ class SlotMirror:
         assert self.sampling[slot] is not None, f"slot {slot} is cleared, but it is free"
         self.sampling[slot] = None
         self.asking.discard(slot)
-        self.table[:3, slot] = 0
+        self.advance(slot, 0, 0, 0)
 
     def start(self, new: NewSlots) -> None:
         """These slots get requests."""
-        for slot, _, _, _, _, index, _ in HEAD.iter_unpack(new.heads):
+        for slot, block_count, token_count, computed_count, prompt_count, index, _ in HEAD.iter_unpack(new.heads):
             assert slot < len(self.sampling), f"slot {slot} of {len(self.sampling)}"
             assert self.sampling[slot] is None, f"slot {slot} gets a request, but it is not free"
             sampling = self.sampling[slot] = new.samplings[index]
             if not sampling.is_plain:
                 self.asking.add(slot)
-        heads = heads_of(new)
-        self.table[:, heads[:, 0]] = heads[:, 1:5].T
+            self.advance(slot, block_count, token_count, computed_count)
+            self._prompts[slot] = prompt_count
+
+    def lengths(self, slot: int) -> tuple[int, int, int]:
+        """A slot's blocks, known tokens and computed tokens."""
+        return self._block_counts[slot], self._known[slot], self._computed[slot]
+
+    def advance(self, slot: int, block_count: int, known: int, computed: int) -> None:
+        """The slot has so many blocks, known tokens and computed tokens."""
+        self._block_counts[slot], self._known[slot], self._computed[slot] = block_count, known, computed
 
 
 def known_ids(sampling: SlotSampling, vocab_size: int) -> SlotSampling:

@@ -19,10 +19,9 @@ from kernels.sampling_state import (
     CHOICE_COUNT,
     COUNT_ROW,
     NUMBER_COUNT,
-    SEED_HIGH,
     SEED_LOW,
 )
-from worker_proc.slots import LENGTHS, IntArray, Words, div_ceil, known_ids
+from worker_proc.slots import LENGTHS, Words, div_ceil, known_ids
 
 MAX_BIASES, MAX_BANNED, MAX_BAD_WORDS = 320, 64, 32
 RECORDED = ("numbers", "choices")
@@ -30,7 +29,8 @@ RECORDED = ("numbers", "choices")
 _CHOICES = len(LENGTHS) + NUMBER_COUNT
 PROMPT_PLACE = _CHOICES + BANNED_UNTIL
 """Where the length of the slot's prompt is to be added."""
-SEED_PLACES = slice(_CHOICES + SEED_LOW, _CHOICES + SEED_HIGH + 1)
+SEED_PLACE = _CHOICES + SEED_LOW
+"""Where the low half of the slot's seed goes; the high one goes behind it."""
 LONGEST = 1 << 30
 """No output has more tokens, and with those of any prompt it is still an int32."""
 
@@ -69,12 +69,12 @@ class SlotRecord:
     """What one way of sampling writes to each slot that starts with it.
 
     Attributes:
-        words: int32, a slot's record; what depends on the slot is missing.
+        words: int32, a slot's record: its lengths and rows of RECORDED; what depends on the slot is missing.
         lists: names and rows of tables, of rules that the kernel carries out.
         own_rows: places in the record that hold the slot's own number.
     """
 
-    words: IntArray
+    words: "array[int]"
     lists: tuple[tuple[str, Words], ...]
     own_rows: tuple[int, ...]
 
@@ -83,7 +83,7 @@ class SlotRecord:
         """As far as the kernel does it."""
         sampling = known_ids(sampling, vocab_size)
         rules = KernelRules.of(sampling)
-        words = np.concatenate([np.zeros(len(LENGTHS), np.int32), _numbers(sampling), _choices(sampling, rules)])
+        words = array("i", (0,) * len(LENGTHS)) + _numbers(sampling) + _choices(sampling, rules)
         own_rows = []
         if is_penalised(sampling):
             own_rows.append(_CHOICES + COUNT_ROW)
@@ -115,17 +115,17 @@ def is_penalised(sampling: SlotSampling) -> bool:
     return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0)
 
 
-def _numbers(sampling: SlotSampling) -> IntArray:
+def _numbers(sampling: SlotSampling) -> "array[int]":
     """The columns of `SamplingState.numbers`, their bits as int32."""
     temperature = 0.0 if sampling.temperature < TEMPERATURE_FLOOR else sampling.temperature
     values = (
         temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty,
         sampling.frequency_penalty,
     )  # fmt: skip
-    return np.array(values + (0.0,) * (NUMBER_COUNT - len(values)), dtype=np.float32).view(np.int32)
+    return array("i", array("f", values + (0.0,) * (NUMBER_COUNT - len(values))).tobytes())
 
 
-def _choices(sampling: SlotSampling, rules: KernelRules) -> IntArray:
+def _choices(sampling: SlotSampling, rules: KernelRules) -> "array[int]":
     """The columns of `SamplingState.choices`, without seed and slot, and as for a prompt of no tokens.
 
     Log probabilities are -1, none: `special_rows` computes them.
@@ -134,4 +134,4 @@ def _choices(sampling: SlotSampling, rules: KernelRules) -> IntArray:
         sampling.top_k, -1, -1, rules.biases, rules.banned, min(sampling.min_output_count, LONGEST), 0, 0, -1,
         rules.bad_words,
     )  # fmt: skip
-    return np.array(values + (0,) * (CHOICE_COUNT - len(values)), dtype=np.int32)
+    return array("i", values + (0,) * (CHOICE_COUNT - len(values)))

@@ -3,7 +3,9 @@
 What the sampling kernel does not cover stays with `special_rows`. Called by the GPU runner.
 """
 
+from array import array
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 import torch
@@ -16,13 +18,15 @@ from worker_proc.cuda.slot_records import (
     MAX_BIASES,
     PROMPT_PLACE,
     RECORDED,
-    SEED_PLACES,
+    SEED_PLACE,
     SlotRecord,
 )
-from worker_proc.slots import LENGTHS, SlotMemory, StateWrites, div_ceil, heads_of
+from worker_proc.slots import SlotMemory, StateWrites, div_ceil
 from worker_proc.transfer import to_device
 
 KEPT_RECORDS = 64
+_HEAD_WORDS = Struct("=8i")
+"""A `HEAD` whose seed is in halves."""
 _WORD_WIDTH = BAD_WORD_TOKENS + 1
 
 
@@ -56,18 +60,21 @@ class DeviceSlots(SlotMemory):
 
     def writes_of(self, new: NewSlots) -> StateWrites:
         """Write what new slots start with: tokens, blocks, and how they sample."""
-        heads, kinds = heads_of(new), [self._record_of(sampling) for sampling in new.samplings]
-        records = np.array([kind.words for kind in kinds])[heads[:, 5]]
-        records[:, : len(LENGTHS)] = heads[:, 2:5]
-        records[:, PROMPT_PLACE] += heads[:, 4]
-        records[:, SEED_PLACES] = heads[:, 6:]
+        kinds = [self._record_of(sampling) for sampling in new.samplings]
+        records = array("i")
         writes = StateWrites(self, new, records)
-        if any(kind.lists or kind.own_rows for kind in kinds):
-            for record, slot, index in zip(records, heads[:, 0].tolist(), heads[:, 5].tolist(), strict=True):
-                for place in kinds[index].own_rows:
-                    record[place] = slot
-                for table, row in kinds[index].lists:
-                    writes.add(table, slot, row)
+        for slot, _, token_count, computed_count, prompt_count, index, low, high in _HEAD_WORDS.iter_unpack(new.heads):
+            kind = kinds[index]
+            record = kind.words[:]
+            record[0], record[1], record[2] = token_count, computed_count, prompt_count
+            record[PROMPT_PLACE] += prompt_count
+            record[SEED_PLACE], record[SEED_PLACE + 1] = low, high
+            for place in kind.own_rows:
+                record[place] = slot
+            for table, row in kind.lists:
+                writes.add(table, slot, row)
+            records += record
+        writes.count += len(records)
         return writes
 
     def _record_of(self, sampling: SlotSampling) -> SlotRecord:
