@@ -81,7 +81,7 @@ class Processes:
         *,
         busy_poll_io: bool = False,
     ) -> None:
-        polling = {"busy_poll_ms": busy_poll_ms, "busy_poll_io": busy_poll_io}
+        polling = {"busy_poll_ms": busy_poll_ms, "busy_poll_io": "always" if busy_poll_io else "never"}
         config = EngineConfig(
             cache=CacheOptions(prefix_cache="off"),
             server=ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock", **polling),

@@ -116,6 +116,9 @@ class DecodePlan:
         max_registers: of a thread; None: as the compiler likes.
         workspace_floats, counter_count: elements of `partials` and `counters`.
         specialised: a Hopper kernel's.
+        queries_first, guess, one_exchange: of teams: queries and scales are loaded ahead of the first tiles; block ids
+            before lengths are known, as if all rows were as long; warps' sums are added up after one barrier.
+        stream: of teams: tiles are asked for without a gap between one (row, head) and the next.
     """
 
     program_count: int
@@ -131,6 +134,10 @@ class DecodePlan:
     workspace_floats: int
     counter_count: int
     specialised: bool = False
+    queries_first: bool = False
+    guess: bool = False
+    one_exchange: bool = False
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,11 @@ def launch_plan(
     min_tiles: int = 1,
     start_tiles: int | None = None,
     num_warps: int | None = None,
+    num_stages: int = 3,
+    queries_first: bool = False,
+    guess: bool = False,
+    one_exchange: bool = False,
+    stream: bool = False,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
@@ -215,11 +227,15 @@ def launch_plan(
         min_tiles=min_tiles,
         start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
         num_warps=num_warps or sizes.num_warps,
-        num_stages=3,
+        num_stages=num_stages,
         max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,
+        queries_first=queries_first,
+        guess=guess,
+        one_exchange=one_exchange,
+        stream=stream,
     )
 
 
@@ -457,6 +473,11 @@ def decode_attention(
         from kernels import decode_attention_hopper, decode_attention_team
 
         kernel = decode_attention_hopper if plan.num_warps == 1 else decode_attention_team
+        if plan.stream:
+            from kernels import decode_attention_stream as kernel
+        elif plan.num_warps > 1:
+            guess = plan.guess and plan.queries_first and block_tables.shape[0] >= max_rows
+            options |= {"QUERIES_FIRST": plan.queries_first, "GUESS": guess, "ONE_EXCHANGE": plan.one_exchange}
         options |= {"STAGES": plan.num_stages, "HEADS": triton.next_power_of_2(shape.group)}
         kernel.launch(*tensors, *workspace, *numbers, plan=plan, **options)
         return

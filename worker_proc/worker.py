@@ -79,7 +79,7 @@ class Worker:
         self._poller.register(link.wake_fd, zmq.POLLIN)
         limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
         self._busy = busy_poll.BusyPoll(limit_s)
-        if config.server.busy_poll_io:
+        if busy_poll.is_io_kept_awake(config.server.busy_poll_io, config.server.busy_poll_ms, config.model.device):
             self._busy.keep_awake(self._context)
 
     def run(self) -> int:
