@@ -145,7 +145,10 @@ class Admission:
 
     def _place(self, sequence: Sequence, match: Match, draft: Draft) -> None:
         """Give the sequence its slot, the matched blocks, and a first chunk of what is left."""
-        self._take_prefix(sequence, match, draft)
+        if match.blocks:
+            self._take_prefix(sequence, match, draft)
+        else:
+            sequence.computed_count = 0
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         row = ChunkRow(sequence, sequence.computed_count, 0, is_new=True)
@@ -214,17 +217,23 @@ class Admission:
 
     def _needed(self, sequence: Sequence, match: Match) -> int:
         """How many of the available blocks the sequence would take: new ones, and matched ones that nobody holds."""
+        count = -(-len(sequence.tokens) // self._block_size)
+        if not match.blocks:
+            return count
         held_by_others = sum(1 for block in match.blocks if self._pool.refs(block))
-        return -(-len(sequence.tokens) // self._block_size) - held_by_others + self._copies(match)
+        return count - held_by_others + self._copies(match)
 
     def _copies(self, match: Match) -> int:
         return 1 if match.token_count % self._block_size else 0
 
     def _fitting(self, sequence: Sequence, match: Match, room: int) -> Match | None:
         """The match, without the block that would be copied if it does not fit with it; None if nothing fits."""
-        if self._needed(sequence, match) > room and self._copies(match):
-            blocks = match.blocks[:-1]
-            match = Match(blocks, len(blocks) * self._block_size)
+        if self._needed(sequence, match) <= room:
+            return match
+        if not self._copies(match):
+            return None
+        blocks = match.blocks[:-1]
+        match = Match(blocks, len(blocks) * self._block_size)
         return match if self._needed(sequence, match) <= room else None
 
     def _take_prefix(self, sequence: Sequence, match: Match, draft: Draft) -> None:
