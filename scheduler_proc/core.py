@@ -235,8 +235,8 @@ class SchedulerCore:
         if plan is not None:
             flight = self.state.in_flight[-1]
             flight.planned_at_s = self._monotonic()
-            for entry in plan.new_slots:
-                sequence = flight.chunk_sequences[entry.slot]
+            for slot in plan.new_slots.slots:
+                sequence = flight.chunk_sequences[slot]
                 sequence.note_start(flight.planned_at_s)
                 if sequence.request.told_waiting:
                     sequence.request.told_waiting = False

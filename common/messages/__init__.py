@@ -48,21 +48,16 @@ from common.messages.requests import (
     SampleFinish,
     TokensOut,
 )
-from common.messages.steps import (
-    NOT_A_TOKEN,
-    PROTOCOL_VERSION,
-    SlotInit,
-    SlotSampling,
-    StepPlan,
-    StepResult,
-    WorkerReady,
-)
+from common.messages.slots import HEAD, NO_SLOTS, NewSlots, SlotInit, SlotSampling
+from common.messages.steps import NOT_A_TOKEN, PROTOCOL_VERSION, StepPlan, StepResult, WorkerReady
 from common.wire import decode, kinds_of
 
 __all__ = [
     "EARLY_POOLINGS",
     "FINISH_REASONS",
+    "HEAD",
     "NOT_A_TOKEN",
+    "NO_SLOTS",
     "POOLINGS",
     "PROTOCOL_VERSION",
     "STEP_PARTS",
@@ -80,6 +75,7 @@ __all__ = [
     "Heartbeat",
     "MoreFollows",
     "NewSession",
+    "NewSlots",
     "PeerFailed",
     "Profile",
     "QueueNews",
