@@ -30,7 +30,7 @@ poll that sleeps, which waits whole milliseconds). Prompts that arrive right beh
 second step, instead of waiting until two decode steps of the first have run. The worker does not idle: a step with a
 prompt usually takes longer than this, and if it does not, its result ends the wait."""
 LEAD_S, REQUEST_LEAD_S = 0.001, 0.00004
-"""Before the worker has nothing to do, the next step has to be planned, sent and read; and more for each request in it."""
+"""Before the worker has nothing to do, the next step has to be planned, sent and read; more for each request in it."""
 REST_WAIT_S = 0.004
 """What is known of steps is a mean of those so far: no step waits for longer after the one before it."""
 IDLE_INTAKE, BUSY_INTAKE = 256, 16
