@@ -100,7 +100,7 @@ class Client:
         self._is_io_kept_awake = busy_poll.is_io_kept_awake(busy_poll_io, busy_poll_ms)
         self._connect()
         self._give_up_at_s = 0.0
-        self._gathers = self._closed = False
+        self._gathers = self._has_begun = self._closed = False
         self._gathered: list[Gathered] = []
         self._in_use = OneThread()
         try:
@@ -382,7 +382,7 @@ class Client:
     def _together(self) -> Iterator[None]:
         """A context in which messages are sent several at once, the last ones at its end."""
         with self._in_use:
-            self._gathers = True
+            self._gathers, self._has_begun = True, False
             try:
                 yield
                 self._send_gathered()
@@ -397,8 +397,10 @@ class Client:
             raise EngineDeadError("this client is closed")
         with self._in_use:
             self._gathered.append((data, message, inbox))
-            if not self._gathers or client_requests.is_enough([data for data, _, _ in self._gathered]):
+            messages = [data for data, _, _ in self._gathered]
+            if not self._gathers or client_requests.is_enough(messages, is_first=not self._has_begun):
                 self._send_gathered()
+                self._has_begun = True
 
     def _send_gathered(self) -> None:
         if not self._gathered:

@@ -97,7 +97,6 @@ from kernels.sampling_state import (
     GATHER_PROGRAMS,
     MIN_P,
     NO_SAMPLE_ID,
-    PASS_TILE,
     PIECE,
     PIECE_MAXIMA,
     PRESENCE,
@@ -330,7 +329,7 @@ def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
-    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr,
+    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
     CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate the row; one without a sample is done.
@@ -367,8 +366,8 @@ def _choose_kernel(
                 mine = tl.atomic_add(work[TICKETS] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
                     count = tl.atomic_add(work[TICKETS] + row * 2, 0, sem="acquire")
-                    chosen = truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE,
-                                              CANDIDATES, BINS, INTERVAL)  # fmt: skip
+                    chosen = truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW, TILE, CANDIDATES,
+                                              BINS, INTERVAL)  # fmt: skip
                     tl.debug_barrier()
                     if is_binned(pivot, slot, settings, VOCABULARY):
                         empty = tl.zeros((BINS,), tl.int64)
@@ -480,6 +479,6 @@ def sample(
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
         settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
-        FEW=FEW, TILE=TILE, PASS_TILE=PASS_TILE, BINS=BINS, INTERVAL=workspace.interval.shape[1],
+        FEW=FEW, TILE=TILE, BINS=BINS, INTERVAL=workspace.interval.shape[1],
         CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
     )  # fmt: skip

@@ -52,6 +52,8 @@ EXAMPLES = {
         m.AbortRequests(array("i", [1, 2])),
         m.AbortSamples(array("i", [1, 1]), array("B", [0, 3])),
         m.FlushCache(),
+        m.MoreFollows(),
+        m.MoreFollows(follows=False),
     ],
     m.decode_for_frontend: [
         m.EngineReady(max_model_len=64, max_num_seqs=4, block_size=16, block_count=8, vocab_size=100),
