@@ -31,7 +31,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -230,11 +230,37 @@ def _compile(job: Job) -> NoReturn:
         driver.set_active(NoDevice(GPUTarget(*job.target)))
         function = getattr(importlib.import_module(job.module), job.name)
         hash_parts(function)
+        if job.with_launcher:
+            _build_launcher_beside(function)
         kernel = function.preload(job.specialization)
         if job.with_launcher:
-            build_launcher(kernel)
+            build_launcher(kernel.src, kernel.metadata)  # finds it on disk
     finally:
         os._exit(0)
+
+
+def _build_launcher_beside(function: Any) -> None:
+    """From here on, a process of its own builds the C function while this one compiles the kernel: the C function takes
+    a fifth as long as the longest kernel. Only the kernel's source has to be there, not yet its metadata."""
+    from kernels.compile_ahead import build_launcher
+
+    _ = function.device_caches[0]  # sets what is replaced below
+    compile_kernel = function.compile
+
+    def compile_beside(source: Any, *arguments: Any, **options: Any) -> Any:
+        forking = os.getpid()
+        pid = os.fork()
+        if not pid:
+            try:
+                _end_with(forking)
+                build_launcher(source, None)
+            finally:
+                os._exit(0)
+        kernel = compile_kernel(source, *arguments, **options)
+        os.waitpid(pid, 0)
+        return kernel
+
+    function.compile = compile_beside
 
 
 if __name__ == "__main__":

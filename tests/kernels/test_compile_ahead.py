@@ -110,6 +110,22 @@ def test_the_process_answers_for_what_it_cannot_compile(run_script):
     assert line == "1", "of the last job"
 
 
+def test_the_function_that_launches_is_built_by_another_process_meanwhile(run_script, tmp_path):
+    code = """
+import json, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from kernels import compile_ahead, compile_process
+built = Path(sys.argv[1], "built")
+compile_ahead.build_launcher = lambda *what: built.write_text(json.dumps([os.getpid() != process, *what]))
+process = os.getpid()
+function = SimpleNamespace(device_caches={0: ()}, compile=lambda source, target: [source, target])
+compile_process._build_launcher_beside(function)
+print(json.dumps([function.compile("source", target="target"), json.loads(built.read_text())]))
+"""
+    assert json.loads(run_script(["-c", code, str(tmp_path)])) == [["source", "target"], [True, "source", None]]
+
+
 def test_the_process_gives_up_without_its_parent():
     assert list(compile_process._compile_all([job()], width=1, parent=-1)) == []
 
