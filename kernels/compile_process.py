@@ -31,6 +31,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -240,24 +241,33 @@ def _compile(job: Job) -> NoReturn:
 
 
 def _build_launcher_beside(function: Any) -> None:
-    """From here on, a process of its own builds the C function while this one compiles the kernel: the C function takes
-    a fifth as long as the longest kernel. Only the kernel's source has to be there, not yet its metadata."""
+    """From here on, a process of its own builds the C function while this one compiles the kernel: that takes a fifth
+    as long as the longest kernel. It begins once Triton's own passes have said what the function needs to know."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
     from kernels.compile_ahead import build_launcher
 
     _ = function.device_caches[0]  # sets what is replaced below
-    compile_kernel = function.compile
+    compile_kernel, make_llir = function.compile, CUDABackend.make_llir
 
     def compile_beside(source: Any, *arguments: Any, **options: Any) -> Any:
-        forking = os.getpid()
-        pid = os.fork()
-        if not pid:
-            try:
-                _end_with(forking)
-                build_launcher(source, None)
-            finally:
-                os._exit(0)
+        builders: list[int] = []
+
+        def make_llir_beside(backend: Any, module: Any, metadata: dict[str, Any], *others: Any) -> Any:
+            forking = os.getpid()
+            builders.append(os.fork())
+            if not builders[-1]:
+                try:
+                    _end_with(forking)
+                    build_launcher(source, SimpleNamespace(**metadata))
+                finally:
+                    os._exit(0)
+            return make_llir(backend, module, metadata, *others)
+
+        CUDABackend.make_llir = make_llir_beside
         kernel = compile_kernel(source, *arguments, **options)
-        os.waitpid(pid, 0)
+        for builder in builders:
+            os.waitpid(builder, 0)
         return kernel
 
     function.compile = compile_beside
