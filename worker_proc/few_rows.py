@@ -45,12 +45,9 @@ def pack_few(
         appends.append(appends[-1] + added[row])
     words = memoryview(target)
     words[:HEADER] = array("i", (len(counts), decode_rows, starts[-1], len(plan.block_ids), 0))
-    parts = (
-        (layout.row_slots, row_slots), (layout.token_counts, counts), (layout.query_starts, starts),
-        (layout.first_blocks, firsts), (layout.append_starts, appends), (layout.appended_ids, plan.block_ids),
-    )  # fmt: skip
-    for part, numbers in parts:
-        words[part.start : part.start + len(numbers)] = array("i", numbers)
+    parts = row_slots, counts, starts, firsts, appends, plan.block_ids
+    for start, numbers in zip(layout.starts, parts, strict=True):
+        words[start : start + len(numbers)] = array("i", numbers)
     return sampled
 
 
