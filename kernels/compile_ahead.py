@@ -19,7 +19,7 @@ from typing import Any
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
+from triton.compiler import ASTSource
 from triton.runtime import driver, jit
 
 from kernels.compile_process import CompileProcess, Job
@@ -190,9 +190,9 @@ class NoDevice:
         return self._target
 
 
-def build_launcher(kernel: CompiledKernel) -> None:
+def build_launcher(source: ASTSource, metadata: Any) -> None:
     """The C function that passes a launch's arguments on is compiled at the first launch, and kept on disk as well."""
     with contextlib.suppress(Exception):  # where CUDA is not installed; the launch would say so
         from triton.backends.nvidia.driver import CudaLauncher
 
-        CudaLauncher(kernel.src, kernel.metadata)
+        CudaLauncher(source, metadata)

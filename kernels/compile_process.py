@@ -6,7 +6,7 @@ import torch again each time, which takes as long as the longest compilation. So
 time for each order. The compiled kernels are left in Triton's folder on disk.
 
     parent                                        process
-    [job, job, ...] as a line of JSON      ->     compiles in this order, beside earlier orders
+    [job, job, ...] as a line of JSON      ->     compiles in this order, beside earlier orders and behind the first
                                            <-     a line for each job that has ended: its number, counted from the
                                                   first order's first job
 
@@ -31,12 +31,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, NoReturn
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
 
 _ROOT = Path(__file__).resolve().parent.parent
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads must not fork, and numpy's library starts some when it is imported."""
 _PR_SET_PDEATHSIG = 1
+_LATER_NICENESS = 10
+"""Of what is ordered later: a core that has two processes gives the first order's nine tenths of its time."""
 
 logger = logging.getLogger(__name__)
 
@@ -147,20 +150,22 @@ def main() -> None:
     utilities = _fork_utilities()
     _import_kernels()
     os.waitpid(utilities, 0)
-    for line in sys.stdin:
-        _carry_out({number: Job(**job) for number, job in json.loads(line)}, width, answers)
+    for orders_before, line in enumerate(sys.stdin):
+        order = {number: Job(**job) for number, job in json.loads(line)}
+        _carry_out(order, width, answers, _LATER_NICENESS if orders_before else 0)
     with contextlib.suppress(ChildProcessError):
         while os.wait():
             pass
 
 
-def _carry_out(order: dict[int, Job], width: int, answers: IO[str]) -> None:
+def _carry_out(order: dict[int, Job], width: int, answers: IO[str], niceness: int) -> None:
     """Fork for an order, so that the next one need not wait for its end."""
     forking = os.getpid()
     if os.fork():
         return
     try:
         _end_with(forking)
+        os.nice(niceness)
         numbers = list(order)
         for index in _compile_all(list(order.values()), width, forking):
             print(numbers[index], file=answers)
@@ -230,11 +235,46 @@ def _compile(job: Job) -> NoReturn:
         driver.set_active(NoDevice(GPUTarget(*job.target)))
         function = getattr(importlib.import_module(job.module), job.name)
         hash_parts(function)
+        if job.with_launcher:
+            _build_launcher_beside(function)
         kernel = function.preload(job.specialization)
         if job.with_launcher:
-            build_launcher(kernel)
+            build_launcher(kernel.src, kernel.metadata)  # finds it on disk
     finally:
         os._exit(0)
+
+
+def _build_launcher_beside(function: Any) -> None:
+    """From here on, a process of its own builds the C function while this one compiles the kernel: that takes a fifth
+    as long as the longest kernel. It begins once Triton's own passes have said what the function needs to know."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from kernels.compile_ahead import build_launcher
+
+    _ = function.device_caches[0]  # sets what is replaced below
+    compile_kernel, make_llir = function.compile, CUDABackend.make_llir
+
+    def compile_beside(source: Any, *arguments: Any, **options: Any) -> Any:
+        builders: list[int] = []
+
+        def make_llir_beside(backend: Any, module: Any, metadata: dict[str, Any], *others: Any) -> Any:
+            forking = os.getpid()
+            builders.append(os.fork())
+            if not builders[-1]:
+                try:
+                    _end_with(forking)
+                    build_launcher(source, SimpleNamespace(**metadata))
+                finally:
+                    os._exit(0)
+            return make_llir(backend, module, metadata, *others)
+
+        CUDABackend.make_llir = make_llir_beside
+        kernel = compile_kernel(source, *arguments, **options)
+        for builder in builders:
+            os.waitpid(builder, 0)
+        return kernel
+
+    function.compile = compile_beside
 
 
 if __name__ == "__main__":

@@ -110,6 +110,23 @@ def test_the_process_answers_for_what_it_cannot_compile(run_script):
     assert line == "1", "of the last job"
 
 
+def test_the_function_that_launches_is_built_by_another_process_meanwhile(run_script, tmp_path):
+    """What it is made of is known by then: of kernels that take descriptors, how those look."""
+    end = """
+import os
+from pathlib import Path
+from kernels import compile_process
+built, process = Path(sys.argv[1], "built"), os.getpid()
+def build_launcher(source, metadata):
+    built.write_text(json.dumps([os.getpid() == process, source.name, metadata.tensordesc_meta]))
+compile_ahead.build_launcher = build_launcher
+compile_process._build_launcher_beside(needed[0].function)
+kernel = needed[0].function.preload(needed[0].specialization)
+print(json.dumps([len(kernel.asm["cubin"]) > 0, json.loads(built.read_text())]))
+"""
+    assert json.loads(run_script(["-c", SCRIPT + end, str(tmp_path)])) == [True, [False, "_rms_norm_kernel", []]]
+
+
 def test_the_process_gives_up_without_its_parent():
     assert list(compile_process._compile_all([job()], width=1, parent=-1)) == []
 
