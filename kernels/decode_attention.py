@@ -148,6 +148,9 @@ class _Sizes:
     programs: int
     num_warps: int
     start_tiles: int = 1
+    num_stages: int = 3
+    ways: tuple[str, ...] = ()
+    """Of teams of so many warps: what `DecodePlan` names of queries_first, guess, one_exchange and stream."""
 
 
 _HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
@@ -201,11 +204,8 @@ def launch_plan(
     min_tiles: int = 1,
     start_tiles: int | None = None,
     num_warps: int | None = None,
-    num_stages: int = 3,
-    queries_first: bool = False,
-    guess: bool = False,
-    one_exchange: bool = False,
-    stream: bool = False,
+    num_stages: int | None = None,
+    **ways: bool,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
@@ -216,6 +216,7 @@ def launch_plan(
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
     sizes = _usual_sizes(max_rows, dim_tile, quantised, specialised)
+    usual_ways = dict.fromkeys(sizes.ways if num_warps in (None, sizes.num_warps) else (), True)
     program_count = multiprocessor_count * (programs_per_multiprocessor or sizes.programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
@@ -227,15 +228,12 @@ def launch_plan(
         min_tiles=min_tiles,
         start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
         num_warps=num_warps or sizes.num_warps,
-        num_stages=num_stages,
+        num_stages=num_stages or sizes.num_stages,
         max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,
-        queries_first=queries_first,
-        guess=guess,
-        one_exchange=one_exchange,
-        stream=stream,
+        **(usual_ways | ways),
     )
 
 
