@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import records
 from common.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions, WorkerOptions, step_limits
-from common.messages import SlotInit, SlotSampling, StepPlan
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from worker_proc.cuda.engine import cuda_runner
 from worker_proc.kv_cache import cache_specs
 from worker_proc.loader import load_model, resolve_dtype
@@ -83,8 +83,9 @@ class StepBench:
         )  # fmt: skip
         self._used = list(range(batch))
         return self._plan(
-            new_slots=inits, chunk_slots=array("H", range(batch)), chunk_token_counts=array("i", [length] * batch),
-            chunk_samples=array("B", [1] * batch), chunk_block_counts=array("i", [0] * batch),
+            new_slots=NewSlots.of(*inits), chunk_slots=array("H", range(batch)),
+            chunk_token_counts=array("i", [length] * batch), chunk_samples=array("B", [1] * batch),
+            chunk_block_counts=array("i", [0] * batch),
         )  # fmt: skip
 
     def fill_rows(self, batch: int, length: int, room: int) -> None:
@@ -95,7 +96,7 @@ class StepBench:
             values = {name: getattr(init, name) for name in init.__dataclass_fields__}
             inits.append(SlotInit(**values | {"computed_count": length - 1}))
         self.run([self._plan(
-            new_slots=tuple(inits), chunk_slots=plan.chunk_slots, chunk_token_counts=array("i", [1] * batch),
+            new_slots=NewSlots.of(*inits), chunk_slots=plan.chunk_slots, chunk_token_counts=array("i", [1] * batch),
             chunk_samples=plan.chunk_samples, chunk_block_counts=plan.chunk_block_counts,
         )])  # fmt: skip
 

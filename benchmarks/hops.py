@@ -80,8 +80,10 @@ class Processes:
         record: Path | None = None,
         *,
         busy_poll_io: bool = False,
+        decode_ms: float = DECODE_STEP_MS,
+        token_us: float = 0.0,
     ) -> None:
-        polling = {"busy_poll_ms": busy_poll_ms, "busy_poll_io": busy_poll_io}
+        polling = {"busy_poll_ms": busy_poll_ms, "busy_poll_io": "always" if busy_poll_io else "never"}
         config = EngineConfig(
             cache=CacheOptions(prefix_cache="off"),
             server=ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock", **polling),
@@ -95,8 +97,9 @@ class Processes:
         self._context = new_context()
         self._supervisor = bind_router(self._context, config.endpoint("supervisor", 0))  # hears their last words
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        times = ["--prompt-ms", str(step_ms), "--decode-ms", str(decode_ms), "--token-us", str(token_us)]
         for name, module in ROOMS.items():
-            own = ["--prompt-ms", str(step_ms), "--decode-ms", str(DECODE_STEP_MS)] if name == "worker-0" else []
+            own = times if name == "worker-0" else []
             command = [sys.executable, "-m", module, "--config", str(folder / "config.json"), *own]
             self._processes[name] = subprocess.Popen(command)
         self.client = Client(config.server.client_endpoint, timeout_s=START_TIMEOUT_S, **polling)

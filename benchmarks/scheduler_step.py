@@ -3,21 +3,27 @@
     python -m benchmarks.scheduler_step [--output FILE] [--smoke]
 
 Steps are pure decode, after every prompt has been computed; run-ahead is 2. `cold` means the first lookup of a prompt,
-with the computation of its keys. The last line is one JSON object.
+with the computation of its keys. `prompts_N` is the step of N prompts of 128 tokens that have come together: reading
+their messages, queueing them, planning until the plan's bytes could be sent, and what is left after that; in a loop,
+and with caches that other memory has filled. The last line is one JSON object.
 """
 
 import argparse
 import gc
+import itertools
+import statistics
 import subprocess
 import sys
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from benchmarks import records
-from common.messages import StepPlan, StepResult
+from benchmarks.cold_caches import Sweep
+from common.messages import StepPlan, StepResult, decode_for_scheduler
 from scheduler_proc.block_pool import BlockPool
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.simulation import simple_request
@@ -29,6 +35,8 @@ TARGETS = {
 }  # fmt: skip
 GPU_HOST_TARGETS = {**TARGETS, "plan_and_encode_us_p50_256": 150}
 """There a step of a small model takes a millisecond or less."""
+PROMPT_TOKENS = 128
+PROMPT_PARTS = ("read", "queue", "plan", "after")
 ROOT = Path(__file__).parents[1]
 
 
@@ -104,6 +112,70 @@ def time_step(count: int, steps: int) -> dict[str, float]:
     return {name: round(value, 1) for name, value in figures.items()}
 
 
+class PromptDriver:
+    """A core that gets prompts of PROMPT_TOKENS, so many at a time, and a worker that answers at once.
+
+    Args:
+        count: requests of a step; each ends with its first token.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._random = count, Random(count)
+        self._core = SchedulerCore(
+            Limits(
+                max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, block_size=BLOCK_SIZE,
+                block_count=16_384,
+            ),
+            lambda: 0.0,
+        )  # fmt: skip
+        self._next_id = 0
+
+    def _messages(self) -> list[bytes]:
+        ids = range(self._next_id, self._next_id + self._count)
+        self._next_id += self._count
+        prompts = ([self._random.randrange(30_000) for _ in range(PROMPT_TOKENS)] for _ in ids)
+        return [
+            simple_request(request_id, prompt, max_tokens=1, temperature=0.6, top_p=0.9).to_wire()
+            for request_id, prompt in zip(ids, prompts, strict=True)
+        ]
+
+    def step(self, before: Callable[[], object]) -> list[float]:
+        """Microseconds of PROMPT_PARTS."""
+        messages, marks = self._messages(), []
+        before()
+        marks.append(time.perf_counter_ns())
+        requests = [decode_for_scheduler(message) for message in messages]
+        marks.append(time.perf_counter_ns())
+        for request in requests:
+            self._core.handle(request)
+        marks.append(time.perf_counter_ns())
+
+        def send(plan: StepPlan) -> None:
+            plan.to_wire()
+            marks.append(time.perf_counter_ns())
+
+        plan = self._core.plan_step(send)
+        marks.append(time.perf_counter_ns())
+        assert plan is not None and len(plan.chunk_slots) == self._count
+        self._core.handle_result(StepResult(step_id=plan.step_id, token_ids=array("i", [1]) * self._count))
+        return [(end - start) / 1e3 for start, end in itertools.pairwise(marks)]
+
+
+def time_prompts(count: int, steps: int) -> dict[str, float]:
+    """Medians of the parts of a step with so many new prompts, in microseconds, warm and cold, and the least."""
+    figures: dict[str, float] = {}
+    for kind, before in (("warm", int), ("cold", Sweep())):
+        driver = PromptDriver(count)
+        driver.step(int)
+        gc.collect()
+        times = [driver.step(before) for _ in range(steps)]
+        for part, values in zip(PROMPT_PARTS, zip(*times, strict=True), strict=True):
+            figures[f"{kind}_{part}_us"] = round(statistics.median(values), 1)
+            if kind == "warm":
+                figures[f"least_{part}_us"] = round(min(values), 1)
+    return figures
+
+
 def time_lookup(kind: str, token_count: int) -> dict[str, float]:
     """Milliseconds to index a prompt once, and to find it for the first time and again (the shortest of five)."""
     pool = BlockPool(token_count // BLOCK_SIZE + 1)
@@ -174,6 +246,8 @@ def measure(smoke: bool) -> dict[str, object]:
     metrics: dict[str, object] = {}
     for count in (1, 16) if smoke else (1, 16, 256, 1024):
         metrics[f"step_{count}"] = time_step(count, steps)
+    for count in (1, 2) if smoke else (1, 8, 64):
+        metrics[f"prompts_{count}"] = time_prompts(count, 3 if smoke else 60)
     for kind in ("hash", "radix"):
         metrics[f"lookup_{tokens}_{kind}"] = time_lookup(kind, tokens)
         metrics[f"memory_{kind}"] = measure_memory(kind, blocks)

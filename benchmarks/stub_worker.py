@@ -1,10 +1,10 @@
 """The real worker process with a runner that computes nothing, for measurements of everything around the model.
 
-    python -m benchmarks.stub_worker --config FILE [--prompt-ms 1.6] [--decode-ms 0.5]
+    python -m benchmarks.stub_worker --config FILE [--prompt-ms 1.6] [--decode-ms 0.5] [--token-us 0]
 
 Sockets, loop and report thread are the worker's own. Every sampled token is id 1, and is there a fixed time after its
-step was issued: `--prompt-ms` for steps that compute some of a prompt, `--decode-ms` for the others. Started by
-benchmarks/hops.py in the place of `python -m worker_proc`.
+step was issued: `--prompt-ms` for steps that compute some of a prompt, with `--token-us` more for each token of it,
+and `--decode-ms` for the others. Started by benchmarks/hops.py in the place of `python -m worker_proc`.
 """
 
 import argparse
@@ -31,16 +31,19 @@ class StubRunner:
     Args:
         prompt_s: how long a step takes that computes some of a prompt.
         decode_s: how long another one takes.
+        token_s: what each token of a prompt adds.
     """
 
-    def __init__(self, prompt_s: float, decode_s: float) -> None:
+    def __init__(self, prompt_s: float, decode_s: float, token_s: float = 0.0) -> None:
         self._prompt_s = prompt_s
+        self._token_s = token_s
         self._decode_s = decode_s
         self._free_at_s = 0.0
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """A step of as many tokens as the plan samples, behind those before it."""
         step_s = self._prompt_s if plan.chunk_slots else self._decode_s
+        step_s += self._token_s * sum(plan.chunk_token_counts)
         done_at_s = self._free_at_s = max(self._free_at_s, time.monotonic()) + step_s
         count = len(plan.decode_slots) + sum(plan.chunk_samples)
 
@@ -62,8 +65,9 @@ def run() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--prompt-ms", type=float, default=0.0)
     parser.add_argument("--decode-ms", type=float, default=0.0)
+    parser.add_argument("--token-us", type=float, default=0.0)
     args, sys.argv[1:] = parser.parse_known_args()
-    runner = StubRunner(args.prompt_ms / 1000, args.decode_ms / 1000)
+    runner = StubRunner(args.prompt_ms / 1e3, args.decode_ms / 1e3, args.token_us / 1e6)
 
     def load_engine(config: EngineConfig, compiler: CompileProcess | None) -> Engine:
         """The stub in the place of a model; named as no CPU, so that results take the GPU's way."""

@@ -1,13 +1,15 @@
 """The cost of the GPU worker's host part, without a GPU: from a plan's bytes to an issued step and its result's bytes.
 
-    python -m benchmarks.worker_host [--rows 1 8 64 256] [--new 1x128 8x128] [--profile] [--output FILE] [--smoke]
+    python -m benchmarks.worker_host [--rows 1 8 64 256] [--new 1x128 8x128 64x128] [--cold-steps 40] [--profile]
+                                     [--output FILE] [--smoke]
 
 The runner, its slots and its buffers are the worker's own, with tensors on the CPU. The step itself computes nothing,
 and there are no events and no launches: what these cost, only a GPU's host can tell (`benchmarks.gpu_step`). `--rows B`
 times decode steps of B rows, of which every sixteenth gets a block; `--new BxC` steps that start and compute B prompts
-of C tokens. In microseconds, medians: `decode`, from bytes to a plan; `input`, until the step's copy; `execute`, the
-whole of issuing it; `report`, from the step to its result's bytes; `least`, all of these in the fastest step.
-`--profile` shows where the calls go. Ends with one JSON line.
+of C tokens, in a loop, and some of them again `cold`, each after 64 MiB of other memory were read. In microseconds,
+medians: `decode`, from bytes to a plan; `input`, until the step's copy; `execute`, the whole of issuing it; `report`,
+from the step to its result's bytes; `least`, all of these in the fastest step. `--profile` shows where the calls go.
+Ends with one JSON line.
 """
 
 import argparse
@@ -17,13 +19,14 @@ import pstats
 import statistics
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from benchmarks import records
+from benchmarks.cold_caches import Sweep
 from common.config import StepLimits
-from common.messages import SlotInit, SlotSampling, StepPlan, decode_for_worker
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan, decode_for_worker
 from kernels.sampling import SampledTokens
 from worker_proc.cuda.buckets import Bucket
 from worker_proc.cuda.runner import CudaRunner
@@ -78,7 +81,7 @@ def new_slot(slot: int, length: int, block_ids: range) -> SlotInit:
 def prompt_plan(step_id: int, slots: list[SlotInit], cleared: int = 0) -> StepPlan:
     """A plan that frees the first `cleared` slots, and starts and computes new ones."""
     return StepPlan(
-        step_id=step_id, new_slots=tuple(slots), cleared_slots=array("H", range(cleared)),
+        step_id=step_id, new_slots=NewSlots.of(*slots), cleared_slots=array("H", range(cleared)),
         chunk_slots=array("H", range(len(slots))), chunk_token_counts=array("i", [each.prompt_count for each in slots]),
         chunk_samples=array("B", [1] * len(slots)), chunk_block_counts=array("i", [0] * len(slots)),
     )  # fmt: skip
@@ -112,11 +115,13 @@ def decode_plans(rows: int, steps: int) -> Iterator[StepPlan]:
         )
 
 
-def time_steps(messages: list[bytes], warm_up: int) -> dict[str, float]:
+@torch.inference_mode()
+def time_steps(messages: list[bytes], warm_up: int, before_each: Callable[[], object] = int) -> dict[str, float]:
     """Microseconds of each part of the steps that these plans describe, but for the first `warm_up`."""
     runner = idle_runner()
     times: dict[str, list[float]] = {"decode": [], "input": [], "execute": [], "report": [], "least": []}
     for message in messages:
+        before_each()
         marks = [time.perf_counter_ns()]
         plan = decode_for_worker(message)
         marks.append(time.perf_counter_ns())
@@ -147,13 +152,15 @@ def main() -> None:
     """Parse, measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 8, 64, 256])
-    parser.add_argument("--new", nargs="*", default=["1x128", "8x128"])
+    parser.add_argument("--new", nargs="*", default=["1x128", "8x128", "64x128"])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--cold-steps", type=int, default=40)
     parser.add_argument("--profile", action="store_true", help="show the calls instead")
     parser.add_argument("--output", default="", help="append the result line to this file")
     parser.add_argument("--smoke", action="store_true", help="a few steps only")
     args = parser.parse_args()
-    steps = 12 if args.smoke else args.steps
+    steps, cold_steps = (12, 2) if args.smoke else (args.steps, args.cold_steps)
+    sweep = Sweep()
     cases = {f"decode {rows}": list(decode_plans(rows, steps)) for rows in args.rows}
     for case in args.new:
         count, length = map(int, case.split("x"))
@@ -165,13 +172,16 @@ def main() -> None:
             print(name)
             show_calls(messages)
             continue
-        figures = time_steps(messages, warm_up=max(2, steps // 10))
-        print(f"{name:12}", "  ".join(f"{part} {us:6.1f}" for part, us in figures.items()), flush=True)
-        metrics |= {f"{name} {part}_us": us for part, us in figures.items()}
+        kinds = {name: time_steps(messages, warm_up=max(2, steps // 10))}
+        if name.startswith("new"):
+            kinds[f"cold {name}"] = time_steps(messages[: cold_steps + 2], 2, sweep)
+        for kind, figures in kinds.items():
+            print(f"{kind:15}", "  ".join(f"{part} {us:6.1f}" for part, us in figures.items()), flush=True)
+            metrics |= {f"{kind} {part}_us": us for part, us in figures.items()}
     if metrics:
         entry = records.record(
             benchmark="worker_host", workload="decode steps and new prompts", device=records.host_name(),
-            options={"steps": steps}, metrics=metrics,
+            options={"steps": steps, "cold_steps": cold_steps}, metrics=metrics,
         )  # fmt: skip
         records.finish(entry, args.output)
 

@@ -4,13 +4,15 @@ On a host whose processors sleep while they have nothing to do, a thread takes t
 request's way has six messages. A loop that asks does not have to be woken; ZeroMQ's own threads still do, unless they
 are kept awake too (`Errands`).
 
-The price is a processor for each loop of an engine that is at work, so it is on by default only where there are many
-(`limit_s_for`). Used by all processes and by the client SDK; knows no messages.
+The price is a processor for each loop of an engine that is at work, and as many for ZeroMQ's threads, so both are on
+by default only where there are many (`limit_s_for`, `is_io_kept_awake`). Used by all processes and by the client SDK;
+knows no messages.
 """
 
 import math
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +27,8 @@ AUTOMATIC = -1.0
 AUTOMATIC_MS = 5.0
 LEAST_CPUS = 8
 """From here on there is one for each loop of an engine, and as many for what else they do."""
+LEAST_IO_CPUS = 16
+"""From here on there is one for each of ZeroMQ's threads beside them too."""
 CONTESTED_S = 0.0005
 """A turn in which others had this processor for longer: somebody else has work for it."""
 PAUSE_S = 0.1
@@ -43,6 +47,21 @@ def limit_s_for(option_ms: float, device: str = "auto") -> float:
         return option_ms / 1000
     is_worth_it = device != "cpu" and has_gpu() and granted_cores() >= LEAST_CPUS
     return AUTOMATIC_MS / 1000 if is_worth_it else 0.0
+
+
+def is_io_kept_awake(option: str, option_ms: float, device: str = "auto") -> bool:
+    """Whether ZeroMQ's own threads are kept awake while a loop asks.
+
+    Args:
+        option: `--busy-poll-io`: `always`, `never`, or `auto`: where polling has been left to the machine and is on,
+            and there are at least LEAST_IO_CPUS processors.
+        option_ms: `--busy-poll-ms`.
+        device: `--device`.
+    """
+    if option != "auto":
+        return option == "always"
+    is_automatic = option_ms < 0 and limit_s_for(option_ms, device) > 0
+    return is_automatic and granted_cores() >= LEAST_IO_CPUS and sys.platform == "linux"
 
 
 class Errands:

@@ -209,8 +209,10 @@ class ServerOptions:
         -1.0, "milliseconds that every process goes on asking for messages after one, before it sleeps; -1: 5 with a "
         "GPU and at least 8 processors, otherwise 0"
     )  # fmt: skip
-    busy_poll_io: bool = option(
-        False, "while asking, keep ZeroMQ's own threads awake too: another processor for each process (Linux)"
+    busy_poll_io: str = option(
+        "auto", "whether ZeroMQ's own threads are kept awake while asking, by another processor a process (Linux); "
+        "auto: if --busy-poll-ms is left to the machine, which has at least 16 processors",
+        choices=("auto", "always", "never"),
     )  # fmt: skip
     shutdown_timeout: float = option(10.0, "seconds that requests in flight have to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until all processes must be ready")
@@ -405,7 +407,7 @@ def _check_server(server: ServerOptions) -> None:
             f"--busy-poll-ms is {server.busy_poll_ms:g}; wanted 0 to {BUSY_POLL_LIMIT_MS}, or -1 to leave it to the "
             "machine"
         )
-    if server.busy_poll_io and sys.platform != "linux":
+    if server.busy_poll_io == "always" and sys.platform != "linux":
         raise ConfigError("--busy-poll-io needs Linux: its sockets have names and no files")
     if server.restart_limit < 1:
         raise ConfigError(f"--restart-limit is {server.restart_limit}; wanted at least 1")

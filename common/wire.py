@@ -39,6 +39,16 @@ def pack_value(value: Any) -> bytes:
     return bytes(msgpack.packb(value, use_bin_type=True))
 
 
+def unpack_value(data: bytes) -> Any:
+    """The way back of `pack_value`, for a part of a message that came as bytes; raises WireError."""
+    try:
+        return msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, ext_hook=_refuse_extension)
+    except WireError:
+        raise
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"not a msgpack value: {first_line(error)}") from None
+
+
 def array_header(length: int) -> bytes:
     """What stands before the items of an array, for arrays whose items were encoded one by one."""
     return bytes(msgpack.Packer().pack_array_header(length))

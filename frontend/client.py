@@ -88,7 +88,7 @@ class Client:
         server_key: ServerKey = None,
         client_keys: OwnKeys = None,
         busy_poll_ms: float = busy_poll.AUTOMATIC,
-        busy_poll_io: bool = False,
+        busy_poll_io: str = "auto",
     ) -> None:
         self.endpoint = endpoint
         self.timeout_s = timeout_s
@@ -97,10 +97,10 @@ class Client:
         self._state = ClientState()
         self._connection = Connection(endpoint, self._keys)
         self._busy = busy_poll.BusyPoll(busy_poll.limit_s_for(busy_poll_ms), alone=_one_that_polls)
-        self._busy_poll_io = busy_poll_io
+        self._is_io_kept_awake = busy_poll.is_io_kept_awake(busy_poll_io, busy_poll_ms)
         self._connect()
         self._give_up_at_s = 0.0
-        self._gathers = self._closed = False
+        self._gathers = self._has_begun = self._closed = False
         self._gathered: list[Gathered] = []
         self._in_use = OneThread()
         try:
@@ -312,7 +312,7 @@ class Client:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        if self._busy_poll_io:
+        if self._is_io_kept_awake:
             self._busy.keep_awake(self._context)
 
     def _disconnect(self) -> None:
@@ -382,7 +382,7 @@ class Client:
     def _together(self) -> Iterator[None]:
         """A context in which messages are sent several at once, the last ones at its end."""
         with self._in_use:
-            self._gathers = True
+            self._gathers, self._has_begun = True, False
             try:
                 yield
                 self._send_gathered()
@@ -397,8 +397,10 @@ class Client:
             raise EngineDeadError("this client is closed")
         with self._in_use:
             self._gathered.append((data, message, inbox))
-            if not self._gathers or client_requests.is_enough([data for data, _, _ in self._gathered]):
+            messages = [data for data, _, _ in self._gathered]
+            if not self._gathers or client_requests.is_enough(messages, is_first=not self._has_begun):
                 self._send_gathered()
+                self._has_begun = True
 
     def _send_gathered(self) -> None:
         if not self._gathered:

@@ -135,9 +135,15 @@ def encoded(message: wire.FromClient) -> bytes:
     return data
 
 
-def is_enough(messages: Sequence[bytes]) -> bool:
-    """Whether these messages should not wait for more that could be sent with them."""
-    return len(messages) >= wire.FRAMES_LIMIT or sum(map(len, messages)) >= TOGETHER_BYTES
+def is_enough(messages: Sequence[bytes], *, is_first: bool) -> bool:
+    """Whether these messages should not wait for more that could be sent with them.
+
+    Args:
+        messages: what has gathered since anything was sent.
+        is_first: nothing of the batch has been sent yet; the engine has nothing to do until then, so half is enough.
+    """
+    share = 2 if is_first else 1
+    return len(messages) >= wire.FRAMES_LIMIT // share or sum(map(len, messages)) >= TOGETHER_BYTES // share
 
 
 # -- calls: one message, one reply -------------------------------------------------------------------------------------

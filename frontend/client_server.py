@@ -209,6 +209,7 @@ class ClientServer:
         client.touch()
         if 0 < len(parts) <= wire.FRAMES_LIMIT:
             for data in parts:
+                self._engine.core.gather()  # `flush` comes after all messages that have come
                 self._on_message(client, data)
         else:
             text = f"wanted 1 to {wire.FRAMES_LIMIT} messages at once, got {len(parts)}"
@@ -339,7 +340,6 @@ class ClientServer:
         at_once = not (waits or sink.has_output)
         token_ids = self._engine.prompt_ids_now(prompt, message.add_special_tokens) if at_once else None
         if token_ids is not None:
-            self._engine.core.gather()  # `flush` comes after all messages that have come
             self._submit(sink, message, token_ids, options)
             return
 

@@ -198,8 +198,9 @@ class Core:
             raise
 
     def gather(self) -> None:
-        """Keep the requests submitted from now on for `send_gathered`, or for the next message from the scheduler."""
-        self._outbox.gathers = True
+        """Something has come that may be a request: keep what is submitted from now on for `send_gathered`, or for the
+        next message from the scheduler; what has gathered before may go ahead."""
+        self._outbox.gather()
 
     def send_gathered(self) -> None:
         """Send the requests that have gathered."""

@@ -7,8 +7,13 @@ new scheduler has nothing that could be aborted or forgotten. Called by `core.Co
 from array import array
 from collections.abc import Callable, Iterable
 
-from common.messages import AbortRequests, AbortSamples, FlushCache
+from common.messages import AbortRequests, AbortSamples, FlushCache, MoreFollows
 from frontend.request import Request
+
+GROUP_SIZE = 4
+"""Requests that are sent ahead of those behind them, which are still being read: the scheduler works on them
+meanwhile."""
+MORE_FOLLOWS, NONE_FOLLOWS = MoreFollows().to_wire(), MoreFollows(follows=False).to_wire()
 
 
 class Outbox:
@@ -20,12 +25,11 @@ class Outbox:
 
     Attributes:
         suspended: there is no scheduler; nothing is sent.
-        gathers: requests wait for the next `flush`, so that the scheduler gets at once what came at once.
     """
 
     def __init__(self, send: Callable[..., object], clock: Callable[[], float]) -> None:
         self.suspended = False
-        self.gathers = False
+        self._gathers = self._has_promised = False
         self._send = send
         self._clock = clock
         self._held: set[int] = set()
@@ -44,7 +48,7 @@ class Outbox:
             self._held.add(request.request_id)
             return
         data = request.continued_message().to_wire()
-        if self.gathers:
+        if self._gathers:
             self._gathered.append(data)
         else:
             self._send(data)
@@ -70,14 +74,28 @@ class Outbox:
         else:
             self._abort_samples.append((request_id, sample_index))
 
+    def gather(self) -> None:
+        """Something has come that may be a request: those from now on wait for the next `flush`. GROUP_SIZE requests go
+        ahead of it, and the scheduler hears that they are not all."""
+        self._gathers = True
+        if len(self._gathered) >= GROUP_SIZE:
+            self._send_together([*self._gathered, MORE_FOLLOWS])
+            self._has_promised = True
+
+    def _send_together(self, messages: list[bytes]) -> None:
+        *others, last = messages
+        for data in others:
+            self._send(data, True)
+        self._send(last)
+        self._gathered = []
+
     def flush(self) -> None:
         """Send the gathered requests, then the collected aborts, which may be theirs."""
-        gathered, self._gathered, self.gathers = self._gathered, [], False
-        if gathered:
-            *others, last = gathered
-            for data in others:
-                self._send(data, True)
-            self._send(last)
+        if self._gathered:
+            self._send_together(self._gathered)
+        elif self._has_promised:
+            self._send(NONE_FOLLOWS)
+        self._gathers = self._has_promised = False
         ids, samples = self._abort_ids, self._abort_samples
         if not (ids or samples):
             return

@@ -14,7 +14,7 @@ from typing import Any
 from common import replaying
 from common.config import EngineConfig
 from common.errors import RecordingError, WireError
-from common.messages import TokensOut, decode_for_frontend, decode_for_scheduler
+from common.messages import MoreFollows, TokensOut, decode_for_frontend, decode_for_scheduler
 from common.recording import Direction, Link, Record, Recording
 from common.replaying import Comparison, Outcome
 from common.tracing import traced
@@ -29,6 +29,11 @@ def readable(link: int, data: bytes) -> object:
     return unpack(data) if link == Link.EVENTS else decode_for_scheduler(data)
 
 
+def is_hint(record: Record) -> bool:
+    """Whether it is a message that depends on what the sockets had when, and not on the core's calls."""
+    return record.link == Link.REQUESTS and unpack(record.data)[0] == MoreFollows.CODE
+
+
 class Replay:
     """Calls and messages in, messages and events out.
 
@@ -38,7 +43,9 @@ class Replay:
     """
 
     def __init__(self, recording: Recording) -> None:
-        self.comparison = Comparison(recording.records, readable, breaks_off=recording.breaks_off)
+        self.comparison = Comparison(
+            [record for record in recording.records if not is_hint(record)], readable, breaks_off=recording.breaks_off
+        )
         self.step_ns: list[int] = []
         self.token_count = 0
         self._inputs = [r for r in recording.records if r.direction == Direction.IN]

@@ -85,12 +85,14 @@ def _prefill_kernel(
     QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, ONE_LOOP: tl.constexpr, PDL: tl.constexpr,
+    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, ONE_LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    wait_for_inputs(PDL)
-    let_next_start(PDL)
+    if EARLY == 0:
+        wait_for_inputs(PDL)
+    if EARLY != 1:
+        let_next_start(PDL)
 
     # 1. Count the tiles of every row.
     rows = tl.arange(0, ROWS_TILE)
@@ -102,7 +104,12 @@ def _prefill_kernel(
     lengths = tl.load(lengths_ptr + rows, mask=is_row, other=0)
     query_counts = tl.load(starts_ptr + rows + 1, mask=is_row, other=0)
     query_counts -= tl.load(starts_ptr + rows, mask=is_row, other=0)
-    query_counts = tl.where((slots >= 0) & (lengths > 0), query_counts, 0)  # edge: padding rows have no tiles
+    is_owned = (slots >= 0) & (lengths > 0)
+    has_unowned = True
+    if EARLY > 0:
+        unowned = tl.max(tl.where(is_owned, 0, query_counts))
+        has_unowned = (unowned > 0) | (tl.load(starts_ptr + max_rows) < token_count)
+    query_counts = tl.where(is_owned, query_counts, 0)  # edge: padding rows have no tiles
     ends = tl.cumsum(tl.cdiv(query_counts, QUERY_TILE), axis=0)
     total = tl.max(ends) * KV_HEADS
 
@@ -133,14 +140,6 @@ def _prefill_kernel(
         is_query = (token_in_tile < QUERY_TILE) & (tokens < query_count)  # edge: the row's last tile, odd groups
         token_places = (query_start + tokens).to(tl.int64)[:, None]
         query_places = query_ptr + token_places * query_stride + head * (GROUP * HEAD_DIM) + head_places
-        query = tl.load(query_places, mask=is_query[:, None] & is_dim[None, :], other=0.0)
-        positions = first_position + token_in_tile
-        maximum = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
-        normaliser = tl.zeros([TILE_ROWS], dtype=tl.float32)
-        accumulator = tl.zeros([TILE_ROWS, DIM_TILE], dtype=tl.float32)
-
-        # 3. Accumulate: the window's edge with masks, the full tiles without, the diagonal with masks. Few tokens are
-        # quicker in one loop with masks throughout, whose loads the compiler overlaps from its first tile to its last.
         full_begin = 0
         full_end = (first_position + 1) // KEY_TILE * KEY_TILE
         if WINDOW > 0:
@@ -151,21 +150,36 @@ def _prefill_kernel(
                 full_end = window_begin
         elif ONE_LOOP:
             full_end = 0
+        first_blocks = None
+        if EARLY > 0:
+            first_blocks = _blocks_of(table_ptr, full_end, key_end, KEY_TILE, BLOCK_SIZE)
+            wait_for_inputs(PDL)
+            if EARLY == 1:
+                let_next_start(PDL)
+
+        query = tl.load(query_places, mask=is_query[:, None] & is_dim[None, :], other=0.0)
+        positions = first_position + token_in_tile
+        maximum = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
+        normaliser = tl.zeros([TILE_ROWS], dtype=tl.float32)
+        accumulator = tl.zeros([TILE_ROWS, DIM_TILE], dtype=tl.float32)
+
+        # 3. Accumulate: the window's edge with masks, the full tiles without, the diagonal with masks. Few tokens are
+        # quicker in one loop with masks throughout, whose loads the compiler overlaps from its first tile to its last.
         if WINDOW > 0 and not ONE_LOOP:
             edge_end = tl.minimum(full_begin, tl.cdiv(key_end, KEY_TILE) * KEY_TILE)
             accumulator, maximum, normaliser = _accumulate(
-                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+                accumulator, maximum, normaliser, query, positions, None, key_ptr, value_ptr, key_scales_ptr,
                 value_scales_ptr, table_ptr, head, window_begin, edge_end, key_end, scale_log2, soft_cap,
                 True, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
             )  # fmt: skip
         if not ONE_LOOP:
             accumulator, maximum, normaliser = _accumulate(
-                accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+                accumulator, maximum, normaliser, query, positions, None, key_ptr, value_ptr, key_scales_ptr,
                 value_scales_ptr, table_ptr, head, full_begin, full_end, key_end, scale_log2, soft_cap,
                 False, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
             )  # fmt: skip
         accumulator, maximum, normaliser = _accumulate(
-            accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+            accumulator, maximum, normaliser, query, positions, first_blocks, key_ptr, value_ptr, key_scales_ptr,
             value_scales_ptr, table_ptr, head, full_end, key_end, key_end, scale_log2, soft_cap,
             True, QUANTISED, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, HAS_SOFT_CAP, KEY_TILE, DIM_TILE,
         )  # fmt: skip
@@ -181,31 +195,45 @@ def _prefill_kernel(
             work = programs + tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
 
     # 6. The last program to finish puts the counters back to zero.
+    if EARLY > 0:
+        wait_for_inputs(PDL)  # programs without a tile
     if total > programs:
         finished = tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
         if finished == programs - 1:
             tl.store(counters_ptr, 0)
             tl.store(counters_ptr + 1, 0)
 
-    _zero_unowned(
-        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-        KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
-    )  # fmt: skip
+    if has_unowned:
+        _zero_unowned(
+            output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
+            KV_HEADS * GROUP * HEAD_DIM, TOKEN_TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _blocks_of(table_ptr, begin, end, KEY_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The block ids of a tile's keys, which begin at `begin`; 0 from `end` on."""
+    keys = begin + tl.arange(0, KEY_TILE)
+    return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end, other=0)
 
 
 @triton.jit
 def _accumulate(
-    accumulator, maximum, normaliser, query, positions, key_ptr, value_ptr, key_scales_ptr,
+    accumulator, maximum, normaliser, query, positions, blocks, key_ptr, value_ptr, key_scales_ptr,
     value_scales_ptr, table_ptr, head, begin, end, key_end, scale_log2, soft_cap,
     MASKED: tl.constexpr, QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, KEY_TILE: tl.constexpr,
     DIM_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys begin .. end (begin a multiple of KEY_TILE) into the running sums; masks only where MASKED."""
+    """Take the keys begin .. end (begin a multiple of KEY_TILE) into the running sums; masks only where MASKED.
+
+    `blocks`: ids of the first tile's, if they have been read already.
+    """
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
     places_in_tile = tl.arange(0, KEY_TILE)
-    blocks = tl.load(table_ptr + (begin + places_in_tile) // BLOCK_SIZE, mask=begin + places_in_tile < end, other=0)
+    if blocks is None:
+        blocks = _blocks_of(table_ptr, begin, end, KEY_TILE, BLOCK_SIZE)
     if QUANTISED:  # scales are read one tile ahead, as block ids are: they are too short for the compiler to do it
         scale_places = (blocks.to(tl.int64) * KV_HEADS + head) * BLOCK_SIZE + (begin + places_in_tile) % BLOCK_SIZE
         scale_end = tl.minimum(end, key_end)  # edge: nothing past the last query is read
@@ -216,7 +244,7 @@ def _accumulate(
         offsets = (blocks.to(tl.int64) * KV_HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + (keys % BLOCK_SIZE) * HEAD_DIM
         places = offsets[:, None] + dims[None, :]
         # The next tile's block ids, read one tile ahead of its keys. Edge: no tile follows.
-        blocks = tl.load(table_ptr + (keys + KEY_TILE) // BLOCK_SIZE, mask=keys + KEY_TILE < end, other=0)
+        blocks = _blocks_of(table_ptr, start + KEY_TILE, end, KEY_TILE, BLOCK_SIZE)
         if MASKED:
             is_loaded = (keys < key_end)[:, None] & is_dim[None, :]  # edge: values past the last query may be NaN
         if HEAD_DIM == DIM_TILE:
@@ -352,6 +380,7 @@ def prefill_attention(
         BLOCK_SIZE=shape.block_size, WINDOW=sliding_window, HAS_SOFT_CAP=soft_cap > 0,
         HAS_DECODE_ROWS=decode_row_count is not None, TILE_ROWS=plan.tile_rows, QUERY_TILE=plan.query_tile,
         KEY_TILE=plan.key_tile, DIM_TILE=plan.dim_tile, ROWS_TILE=plan.rows_tile,
-        TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim), ONE_LOOP=plan.one_loop, PDL=early,
+        TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim), ONE_LOOP=plan.one_loop, EARLY=plan.early,
+        PDL=early,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **compile_options(plan.max_registers, early),
     )  # fmt: skip

@@ -256,7 +256,6 @@ def _hopper_kernel(
     CONVERT_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr,
     FRESH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     let_next_start(PDL)
     dtype: gl.constexpr = output_ptr.dtype.element_ty
     HALVES: gl.constexpr = HEAD_DIM // 64
@@ -290,6 +289,7 @@ def _hopper_kernel(
     query_boxes = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
     if COPY_QUERY:
         query_boxes = queries._reinterpret(dtype, [MAIL_SLOTS * 2 * HALVES, 64 // GROUP, GROUP, 64], cube)
+    wait_for_inputs(PDL)
     if FORMAT == 0:
         key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)
         value_pages = values._reinterpret(dtype, [STAGES * HALVES * PAGES, BLOCK_SIZE, 64], shared)

@@ -70,6 +70,8 @@ class PrefillPlan:
         key_tile: keys of a tile.
         dim_tile, rows_tile: powers of two that hold head_dim and the bucket's rows.
         num_warps, num_stages, max_registers, one_loop: as `Tiles`.
+        early: of the plain kernel under early launch: 0: it waits for the kernel ahead before all else; 1: it finds its
+            rows and the blocks of its first tile before; 2: and lets the next kernel start before.
     """
 
     program_count: int
@@ -86,6 +88,7 @@ class PrefillPlan:
     one_loop: bool
     overlap: bool
     fresh: bool
+    early: int
 
 
 def can_specialise(
@@ -126,6 +129,7 @@ def launch_plan(
     one_loop: bool | None = None,
     overlap: bool | None = None,
     fresh: bool | None = None,
+    early: int = 0,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
@@ -137,7 +141,7 @@ def launch_plan(
     kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit caches, which
     take 8 to 18 % longer without; over a plain one it makes less than 2 % either way (attention_plans.jsonl, commit
     a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values, which it need not convert;
-    over 8-bit caches it is.
+    over 8-bit caches it is. `early` as in `PrefillPlan`.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -167,6 +171,7 @@ def launch_plan(
         one_loop=chosen.one_loop if one_loop is None else one_loop,
         overlap=quantised if overlap is None else overlap,
         fresh=specialised and quantised if fresh is None else fresh,
+        early=early,
     )
 
 

@@ -41,10 +41,10 @@ search runs over all: slower, and as exact. The last program of a row to finish 
 | out_ranks     | [R]    | int32          | of the chosen id among the raw logits, 1: the largest; where asked |
 | top_ids, top_logprobs | [R, n] | int32, float32 | the n largest where asked for, else untouched              |
 
-Measured on an H200 at commit cf6694d by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
-for 1 / 64 / 256 rows: greedy 4.4 / 20 / 53 us (2.9 TB/s at 256 rows, 64 % of the read limit of that run; torch's
-argmax alone 10 / 26 / 55), plain temperature 5.4 / 29 / 89; at a3503ac greedy with 5 logprobs 11 / 29 / 91. All of that
-was before the scan left bounds; since then not measured.
+Measured on an H200 by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row: plain temperature
+6.1 / 20 / 59 us for 1 / 64 / 256 rows, greedy 5.3 and 48 us for 1 and 256 (3.2 TB/s). Before the scan left bounds, at
+commit cf6694d: 5.4 / 29 / 89 and 4.4 / 53 (torch's argmax alone 10 / 26 / 55 for 1 / 64 / 256 rows); at a3503ac greedy
+with 5 logprobs 11 / 29 / 91.
 
 Sources: 1. N. Keskar et al., CTRL, arXiv:1909.05858 (repetition penalty). 2. A. Fan et al., arXiv:1805.04833 (top-k).
 3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. M. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are
@@ -97,7 +97,6 @@ from kernels.sampling_state import (
     GATHER_PROGRAMS,
     MIN_P,
     NO_SAMPLE_ID,
-    PASS_TILE,
     PIECE,
     PIECE_MAXIMA,
     PRESENCE,
@@ -330,7 +329,7 @@ def _choose_kernel(
     logits, logits_stride, row_slots, sample_rows, known_lengths, slot_token_ids, slot_stride, settings, work,
     out_ids, out_logprobs, out_ranks, top_ids, top_logprobs, top_stride, top_columns, VOCABULARY, MAX_LENGTH,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, CHUNK_TILE: tl.constexpr,
-    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, PASS_TILE: tl.constexpr,
+    PIECE_TILE: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
     CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate the row; one without a sample is done.
@@ -367,8 +366,8 @@ def _choose_kernel(
                 mine = tl.atomic_add(work[TICKETS] + row * 2 + 1, 1, sem="acq_rel") == tl.num_programs(1) - 1
                 if mine:
                     count = tl.atomic_add(work[TICKETS] + row * 2, 0, sem="acquire")
-                    chosen = truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW, TILE, PASS_TILE,
-                                              CANDIDATES, BINS, INTERVAL)  # fmt: skip
+                    chosen = truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW, TILE, CANDIDATES,
+                                              BINS, INTERVAL)  # fmt: skip
                     tl.debug_barrier()
                     if is_binned(pivot, slot, settings, VOCABULARY):
                         empty = tl.zeros((BINS,), tl.int64)
@@ -480,6 +479,6 @@ def sample(
         logits, logits.stride(0), row_slots, sample_rows, known_lengths, slot_token_ids, slot_token_ids.stride(0),
         settings, workspace.tensors(), *outputs, out.top_ids.stride(0), out.top_ids.shape[1], vocabulary,
         slot_token_ids.shape[1], CHUNK_TILE=plan.piece_tile * PIECE // CHUNK, PIECE_TILE=plan.piece_tile,
-        FEW=FEW, TILE=TILE, PASS_TILE=PASS_TILE, BINS=BINS, INTERVAL=workspace.interval.shape[1],
+        FEW=FEW, TILE=TILE, BINS=BINS, INTERVAL=workspace.interval.shape[1],
         CANDIDATES=workspace.candidates.shape[1], num_warps=16, **common,
     )  # fmt: skip

@@ -14,7 +14,6 @@ CHUNK = 4096  # logits that a program scans at once
 CANDIDATES = 16_384  # the most that are gathered for a row
 FEW = 128  # candidates that are compared each with each
 TILE = 2048  # candidates, or logits, that the search looks at together
-PASS_TILE = 4096  # the same for what goes over them once
 PIECE = 256  # logits that share a maximum
 BINS = 2048  # intervals of value in which the candidates' mass is counted
 INTERVAL = 2048  # values of one interval that are searched

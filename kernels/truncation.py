@@ -1,7 +1,7 @@
 """The parts of `kernels.sampling` that decide what a row keeps: thresholds found without a sort.
 
 The ordered bits of a float32 are an integer, so the k-th largest value and the top-p threshold are found by search:
-each round counts, or sums, what reaches 8 thresholds and leaves a ninth of the interval. The rounds look at candidates
+each round counts, or sums, what reaches 4 thresholds and leaves a fifth of the interval. The rounds look at candidates
 gathered above a bound, or at the whole row; few candidates are compared each with each instead. Where top-p has more
 candidates than fit, gathering also adds up their mass by intervals of value; the interval in which the threshold lies
 then holds few enough to be searched, after one more pass over the row.
@@ -19,19 +19,22 @@ import triton.language as tl
 from kernels.row_scores import NO_ID, logits_at, min_p_of, noisy_scores, top_k_of, top_p_of
 from kernels.sampling_state import BIN_MASSES, CANDIDATE_IDS, CANDIDATE_VALUES, INTERVAL_VALUES, PIECE_MAXIMA, TICKETS
 
+PARTS = tl.constexpr(5)
+"""Into which a round of a search divides what is left; PARTS - 1 must be a power of two."""
+
 
 @triton.jit
 def _order_key(x):
-    """An int64 that orders as the float32 does."""
-    bits = x.to(tl.int32, bitcast=True)
+    """An int64 that orders as the float32 does; both zeros have one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
-def _narrow(low, high, reached, PARTS: tl.constexpr):
-    """The next interval of a search in PARTS, from how many of its PARTS - 1 inner thresholds are still reached."""
+def _narrow(low, high, reached, INTO: tl.constexpr):
+    """The next interval of a search that divides it so, from how many of its inner thresholds are still reached."""
     span = high - low
-    return low + span * reached // PARTS, tl.where(reached == PARTS - 1, high, low + span * (reached + 1) // PARTS)
+    return low + span * reached // INTO, tl.where(reached == INTO - 1, high, low + span * (reached + 1) // INTO)
 
 
 @triton.jit
@@ -66,14 +69,14 @@ def _mass_of(x, top):
 
 
 @triton.jit
-def _candidates(tile, gathered, count, here, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
-    """`(values, ids)` of one tile: of the gathered candidates, or of the whole row; -inf beyond `count` of them."""
+def _candidates(tile, gathered, values, count, here, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
+    """`(values, ids)` of one tile: of what was gathered at `values`, or of the whole row; -inf beyond `count`."""
     row, _, _, _, _, _, work = here
     lane = tile * TILE + tl.arange(0, TILE)
     inside = lane < count
     if gathered:
         token_id = tl.load(work[CANDIDATE_IDS] + row * CANDIDATES + lane, mask=inside, other=NO_ID)
-        x = tl.load(work[CANDIDATE_VALUES] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
+        x = tl.load(values + lane, mask=inside, other=float("-inf"))
     else:
         token_id = lane
         x = logits_at(token_id, inside, here)
@@ -81,47 +84,9 @@ def _candidates(tile, gathered, count, here, TILE: tl.constexpr, CANDIDATES: tl.
 
 
 @triton.jit
-def _kept_from(gathered, count, here, VOCABULARY, top, pivot, row_mass, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
-    """The order key of the smallest value that is kept, by top-k, then top-p; at least that of `pivot`.
-
-    Counts and mass are kept lane by lane over the tiles and added up once a round.
-    """
-    _, slot, _, _, _, settings, _ = here
-    inner = tl.arange(0, 8) + 1
-    tiles = tl.cdiv(count, TILE)
-    top_k, has_k = top_k_of(slot, settings, VOCABULARY)
-    top_p = top_p_of(slot, settings)
-    high = _order_key(top) + 1
-    low = _order_key(pivot)
-    if has_k:
-        k_high = high
-        while k_high - low > 1:
-            threshold = low + (k_high - low) * inner // 9
-            reached = tl.zeros((8, TILE), tl.int32)
-            for tile in range(0, tiles):
-                x = _candidates(tile, gathered, count, here, TILE, CANDIDATES)[0]
-                reached += (_order_key(x)[None, :] >= threshold[:, None]).to(tl.int32)
-            found = tl.sum(reached, axis=1)
-            low, k_high = _narrow(low, k_high, tl.sum((found >= top_k).to(tl.int64), axis=0), 9)
-    if top_p < 1.0:
-        total = _fixed(row_mass)
-        if has_k | (min_p_of(slot, settings) > 0):
-            # Only what top-k and min-p left counts, and all of that is among the candidates.
-            kept = tl.zeros((TILE,), tl.int64)
-            for tile in range(0, tiles):
-                x = _candidates(tile, gathered, count, here, TILE, CANDIDATES)[0]
-                kept += tl.where(_order_key(x) >= low, _mass_of(x, top), 0)
-            total = tl.sum(kept, axis=0)
-        target = (total.to(tl.float64) * top_p).to(tl.int64)
-        while high - low > 1:
-            threshold = low + (high - low) * inner // 9
-            above = tl.zeros((8, TILE), tl.int64)
-            for tile in range(0, tiles):
-                x = _candidates(tile, gathered, count, here, TILE, CANDIDATES)[0]
-                above += tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
-            mass = tl.sum(above, axis=1)
-            low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
-    return low
+def _share(total, top_p):
+    """The mass that top-p keeps at least, of a total in the same units."""
+    return tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
 
 
 @triton.jit
@@ -139,130 +104,160 @@ def _bin_of(x, top, pivot, BINS: tl.constexpr):
 
 
 @triton.jit
-def _interval_values(wanted, gathered, count, here, top, pivot, PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-                     BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
-    """Store the values of one interval, if no more than INTERVAL; returns their number, the least and the largest."""
+def _wanted_bin(here, total, top_p, BINS: tl.constexpr):
+    """`(interval, mass above it, target)`: where the threshold of top-p lies; interval BINS: below all."""
     row, _, _, _, _, _, work = here
-    held_count = 0
-    least = top
-    largest = float("-inf")
-    for tile in range(0, tl.cdiv(count, PASS_TILE)):
-        x = _candidates(tile, gathered, count, here, PASS_TILE, CANDIDATES)[0]
-        held = (x >= pivot) & (_bin_of(x, top, pivot, BINS) == wanted)
-        held_here = tl.sum(held.to(tl.int32), axis=0)
-        if held_here > 0:
-            least = tl.minimum(least, tl.min(tl.where(held, x, top), axis=0))
-            largest = tl.maximum(largest, tl.max(tl.where(held, x, float("-inf")), axis=0))
-            place = held_count + tl.cumsum(held.to(tl.int32), axis=0) - 1
-            tl.store(work[INTERVAL_VALUES] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
-            held_count += held_here
-    tl.debug_barrier()
-    return held_count, least, largest
-
-
-@triton.jit
-def _kept_from_bins(gathered, count, here, top, pivot, row_mass, FEW: tl.constexpr, PASS_TILE: tl.constexpr,
-                    CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
-    """`(order key, found)`: as `_kept_from` for top-p, from the intervals' mass; not found if one holds too many."""
-    row, slot, _, _, _, settings, work = here
     place = tl.arange(0, BINS)
     masses = tl.load(work[BIN_MASSES] + row * BINS + place, cache_modifier=".cg")
-    total = _fixed(row_mass)
-    if min_p_of(slot, settings) > 0:
+    if min_p_of(here[1], here[5]) > 0:
         total = tl.sum(masses, axis=0)  # what min-p left
-    target = tl.maximum((total.to(tl.float64) * top_p_of(slot, settings)).to(tl.int64), 1)
+    target = _share(total, top_p)
     wanted = tl.sum((tl.cumsum(masses, axis=0) < target).to(tl.int32), axis=0)
-    above = tl.sum(tl.where(place < wanted, masses, 0), axis=0)
-    low = _order_key(pivot)  # where the target lies beyond the last interval, all candidates are kept
-    found = wanted == BINS
-    if wanted < BINS:
-        held_count, least, largest = _interval_values(
-            wanted, gathered, count, here, top, pivot, PASS_TILE, CANDIDATES, BINS, INTERVAL
-        )
-        low = _order_key(least)
-        found = (held_count > 0) & ((held_count <= INTERVAL) | (least == largest))
-        if found & (held_count <= FEW):
-            few = tl.arange(0, FEW)
-            x = tl.load(work[INTERVAL_VALUES] + row * INTERVAL + few, mask=few < held_count, other=float("-inf"))
-            mass = tl.sum(tl.where(x[None, :] >= x[:, None], _mass_of(x, top)[None, :], 0), axis=1)
-            reached = (above + mass >= target) & (few < held_count)
-            low = tl.maximum(low, tl.max(tl.where(reached, _order_key(x), low), axis=0))
-        elif found & (least < largest):
-            high = _order_key(largest) + 1
-            inner = tl.arange(0, 8) + 1
-            lane = tl.arange(0, INTERVAL)
-            x = tl.load(work[INTERVAL_VALUES] + row * INTERVAL + lane, mask=lane < held_count, other=float("-inf"))
-            while high - low > 1:
-                threshold = low + (high - low) * inner // 9
-                sums = tl.where(_order_key(x)[None, :] >= threshold[:, None], _mass_of(x, top)[None, :], 0)
-                mass = above + tl.sum(sums, axis=1)
-                low, high = _narrow(low, high, tl.sum((mass >= target).to(tl.int64), axis=0), 9)
-    return low, found
+    return wanted, tl.sum(tl.where(place < wanted, masses, 0), axis=0), target
 
 
-@triton.jit
-def _choice_of_few(count, here, VOCABULARY, top, row_mass, FEW: tl.constexpr, CANDIDATES: tl.constexpr):
-    """The chosen id among at most FEW candidates, each compared with each: no rounds."""
-    row, slot, known, _, _, settings, work = here
-    lane = tl.arange(0, FEW)
-    inside = lane < count
-    token_id = tl.load(work[CANDIDATE_IDS] + row * CANDIDATES + lane, mask=inside, other=NO_ID)
-    x = tl.load(work[CANDIDATE_VALUES] + row * CANDIDATES + lane, mask=inside, other=float("-inf"))
-    greater = x[None, :] > x[:, None]
-    top_k, has_k = top_k_of(slot, settings, VOCABULARY)
-    kept = inside & ((tl.sum(greater.to(tl.int32), axis=1) < top_k) | (has_k == 0))
-    top_p = top_p_of(slot, settings)
-    if top_p < 1.0:
-        mass = tl.where(kept, _mass_of(x, top), 0)
-        total = tl.sum(mass, axis=0)
-        if (has_k == 0) & (min_p_of(slot, settings) <= 0):
-            total = _fixed(row_mass)
-        target = tl.maximum((total.to(tl.float64) * top_p).to(tl.int64), 1)
-        ahead = tl.sum(tl.where(greater, mass[None, :], 0), axis=1)
-        kept = kept & (ahead < target)
-    x = tl.where(kept, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
-    return tl.min(tl.where(x == tl.max(x, axis=0), token_id, NO_ID), axis=0)
+_COUNT_DOWN, _ADD_UP, _MASS_DOWN, _FILL_INTERVAL, _COMPARE_FEW, _CHOOSE, _DONE = map(tl.constexpr, range(7))
+"""What a round of `truncated_choice` does."""
 
 
 @triton.jit
 def truncated_choice(count, here, VOCABULARY, top, pivot, row_mass, FEW: tl.constexpr, TILE: tl.constexpr,
-                     PASS_TILE: tl.constexpr, CANDIDATES: tl.constexpr, BINS: tl.constexpr,
-                     INTERVAL: tl.constexpr):  # fmt: skip
-    """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`."""
-    _, slot, _, _, _, settings, _ = here
-    gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
+                     CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
+    """The chosen id of a row that keeps only part of the vocabulary; `count` values reached `pivot`.
+
+    One loop whose rounds differ, instead of a loop for each: what looks at a value is then compiled once. With five
+    such places this function took three quarters of the time that the longest kernel of a first start took.
+
+        few candidates    _COMPARE_FEW
+        top-k             _COUNT_DOWN until one key is left; with top-p also _ADD_UP, _MASS_DOWN likewise; _CHOOSE
+        top-p             _FILL_INTERVAL; _COMPARE_FEW or _MASS_DOWN, of the interval if it holds no more; _CHOOSE
+        min-p             _CHOOSE
+    """
+    row, slot, known, _, _, settings, work = here
+    top_k, has_k = top_k_of(slot, settings, VOCABULARY)
+    top_p = top_p_of(slot, settings)
+    counter = work[TICKETS] + row * 2
+    in_counter = count
+    is_gathered = (pivot > float("-inf")) & (count <= CANDIDATES)
+    count = tl.where(is_gathered, count, VOCABULARY)
+    low = _order_key(pivot)
+    high = _order_key(top) + 1
+    target = _share(_fixed(row_mass), top_p)
+    above = target * 0
+    wanted = 0
+    do = tl.where(has_k, _COUNT_DOWN, _CHOOSE)
+    if is_gathered & (count <= FEW):
+        do = _COMPARE_FEW
+    elif is_binned(pivot, slot, settings, VOCABULARY):
+        wanted, above, target = _wanted_bin(here, _fixed(row_mass), top_p, BINS)
+        do = tl.where(wanted < BINS, _FILL_INTERVAL, _CHOOSE)  # beyond the last one, all candidates are kept
+    held_count = 0
+    in_interval = False
     best_id = NO_ID
-    if gathered & (count <= FEW):
-        best_id = _choice_of_few(count, here, VOCABULARY, top, row_mass, FEW, CANDIDATES)
-    else:
-        count = tl.where(gathered, count, VOCABULARY)
-        low = _order_key(pivot)
-        found = False
-        if is_binned(pivot, slot, settings, VOCABULARY):
-            low, found = _kept_from_bins(
-                gathered, count, here, top, pivot, row_mass, FEW, PASS_TILE, CANDIDATES, BINS, INTERVAL
-            )
-        if found == 0:
-            low = _kept_from(gathered, count, here, VOCABULARY, top, pivot, row_mass, TILE, CANDIDATES)
-        best_id = _best_from(low, gathered, count, here, PASS_TILE, CANDIDATES)
+    while do != _DONE:
+        values = work[CANDIDATE_VALUES] + row * CANDIDATES
+        if in_interval:
+            values = work[INTERVAL_VALUES] + row * INTERVAL
+        here_count = tl.where(in_interval, held_count, count)
+        if do == _COMPARE_FEW:
+            x, kept, token_id = _kept_of_few(values, here_count, in_interval, here, VOCABULARY, top, above, target,
+                                             FEW, CANDIDATES)  # fmt: skip
+            if in_interval:
+                low = tl.min(tl.where(kept, _order_key(x), high), axis=0)
+            else:
+                x = tl.where(kept, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+                best_id = tl.min(tl.where(x == tl.max(x, axis=0), token_id, NO_ID), axis=0)
+            do = tl.where(in_interval, _CHOOSE, _DONE)
+            in_interval = False
+        else:
+            reached, least, largest, largest_id = _pass(
+                do, is_gathered | in_interval, values, here_count, here, low, high, top, pivot, wanted, in_counter,
+                TILE, CANDIDATES, BINS, INTERVAL
+            )  # fmt: skip
+            if do == _CHOOSE:
+                best_id = tl.min(tl.where(largest == tl.max(largest, axis=0), largest_id, NO_ID), axis=0)
+                do = _DONE
+            elif do == _FILL_INTERVAL:
+                tl.debug_barrier()
+                held_count = tl.atomic_add(counter, 0, sem="acquire") - in_counter
+                smallest = tl.min(least, axis=0)
+                greatest = tl.max(largest, axis=0)
+                in_interval = (held_count > 0) & (held_count <= INTERVAL) & (smallest < greatest)
+                if in_interval | (smallest == greatest):
+                    low = _order_key(smallest)
+                    high = _order_key(greatest) + 1
+                    do = tl.where(held_count <= FEW, _COMPARE_FEW, _MASS_DOWN)
+                    do = tl.where(in_interval, do, _CHOOSE)
+                else:  # more than can be searched by themselves
+                    above = above * 0
+                    do = _MASS_DOWN
+            else:
+                sums = above + tl.sum(reached, axis=1)
+                if do == _ADD_UP:
+                    target = _share(tl.max(sums, axis=0), top_p)
+                    do = _MASS_DOWN
+                else:
+                    least_sum = tl.where(do == _COUNT_DOWN, top_k.to(tl.int64), target)
+                    low, high = _narrow(low, high, tl.sum((sums >= least_sum).to(tl.int64), axis=0), PARTS)
+                    if high - low <= 1:
+                        do = tl.where((do == _COUNT_DOWN) & (top_p < 1.0), _ADD_UP, _CHOOSE)
+                        high = _order_key(top) + 1
+                        in_interval = False
     return best_id
 
 
 @triton.jit
-def _best_from(low, gathered, count, here, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
-    """The id with the best noisy score among the values whose order key is at least `low`."""
-    _, slot, known, _, _, settings, _ = here
-    best_id = NO_ID
-    best = float("-inf")
+def _kept_of_few(values, count, in_interval, here, VOCABULARY, top, above, target, FEW: tl.constexpr,
+                 CANDIDATES: tl.constexpr):  # fmt: skip
+    """`(values, whether kept, ids)` of at most FEW, each compared with each: no rounds."""
+    row, slot, _, _, _, settings, work = here
+    lane = tl.arange(0, FEW)
+    inside = lane < count
+    token_id = tl.load(work[CANDIDATE_IDS] + row * CANDIDATES + lane, mask=inside, other=NO_ID)
+    x = tl.load(values + lane, mask=inside, other=float("-inf"))
+    greater = x[:, None] > x[None, :]  # along the axis that lies in one thread
+    top_k, has_k = top_k_of(slot, settings, VOCABULARY)
+    kept = inside & ((tl.sum(greater.to(tl.int32), axis=0) < top_k) | (has_k == 0))
+    top_p = top_p_of(slot, settings)
+    if top_p < 1.0:
+        mass = tl.where(kept, _mass_of(x, top), 0)
+        if (in_interval == 0) & (has_k | (min_p_of(slot, settings) > 0)):
+            target = _share(tl.sum(mass, axis=0), top_p)
+        kept = kept & (above + tl.sum(tl.where(greater, mass[:, None], 0), axis=0) < target)
+    return x, kept, token_id
+
+
+@triton.jit
+def _pass(do, gathered, values, count, here, low, high, top, pivot, wanted, in_counter, TILE: tl.constexpr,
+          CANDIDATES: tl.constexpr, BINS: tl.constexpr, INTERVAL: tl.constexpr):  # fmt: skip
+    """One pass over the values: for a search what reaches its thresholds, else the least, the largest and its id.
+
+    All lane by lane, to be put together behind the pass, so that no tile waits for the one before.
+    """
+    row, slot, known, _, _, settings, work = here
+    threshold = tl.where(do == _ADD_UP, low, low + (high - low) * (tl.arange(0, PARTS - 1) + 1) // PARTS)
+    reached = tl.zeros((PARTS - 1, TILE), tl.int64)
+    least = tl.full((TILE,), float("inf"), tl.float32)
+    largest = tl.full((TILE,), float("-inf"), tl.float32)
+    largest_id = tl.full((TILE,), NO_ID, tl.int32)
     for tile in range(0, tl.cdiv(count, TILE)):
-        x, token_id = _candidates(tile, gathered, count, here, TILE, CANDIDATES)
-        x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
-        tile_best = tl.max(x, axis=0)
-        tile_id = tl.min(tl.where(x == tile_best, token_id, NO_ID), axis=0)
-        better = (tile_best > best) | ((tile_best == best) & (tile_id < best_id))
-        best_id = tl.where(better, tile_id, best_id)
-        best = tl.maximum(best, tile_best)
-    return best_id
+        x, token_id = _candidates(tile, gathered, values, count, here, TILE, CANDIDATES)
+        if do == _CHOOSE:
+            x = tl.where(_order_key(x) >= low, noisy_scores(x, token_id, slot, known, settings), float("-inf"))
+            better = (x > largest) | ((x == largest) & (token_id < largest_id))
+            largest_id = tl.where(better, token_id, largest_id)
+            largest = tl.maximum(largest, x)
+        elif do == _FILL_INTERVAL:
+            held = (x >= pivot) & (_bin_of(x, top, pivot, BINS) == wanted)
+            least = tl.minimum(least, tl.where(held, x, float("inf")))
+            largest = tl.maximum(largest, tl.where(held, x, float("-inf")))
+            counter = work[TICKETS] + row * 2 + token_id * 0  # counts on from the candidates
+            place = tl.atomic_add(counter, 1, mask=held, sem="relaxed") - in_counter
+            tl.store(work[INTERVAL_VALUES] + row * INTERVAL + place, x, mask=held & (place < INTERVAL))
+        else:
+            weight = tl.where(do == _COUNT_DOWN, 1, _mass_of(x, top))
+            reached += tl.where(_order_key(x)[None, :] >= threshold[:, None], weight[None, :], 0)
+    return reached, least, largest, largest_id
 
 
 @triton.jit

@@ -9,12 +9,12 @@ At most two prompts stay unfinished after a step; beyond them, new ones are admi
 overtakes a preempted sequence. No clock, no sockets. Called by the planner.
 """
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from scheduler_proc.draft import ChunkRow, Draft, chunk_share
+from scheduler_proc.leaders import Leaders
 from scheduler_proc.prefix_cache import NO_MATCH, Match
 from scheduler_proc.sequence import Leader, Sequence, Status
 from scheduler_proc.state import State
@@ -71,18 +71,18 @@ class Admission:
         self._block_size = state.limits.block_size
         self._watermark = state.limits.block_count // WATERMARK_DIVISOR
         self._looked_up = 0  # tokens looked up in this step
+        self._leaders: Leaders | None = None  # of this step, once somebody asked
         self._no_room = NoRoom(None, 0, 0)
 
     def admit(self, draft: Draft) -> None:
-        """Give out slots: to preempted sequences first, then in the policy's order."""
+        """Give out slots: to preempted sequences first, then in the policy's order; `enter` has to follow."""
         state = self._state
         if draft.decode_rows and not state.step_time.admits():
             return
         promised = sum(self._missing_blocks(sequence) for sequence in state.prefilling)
         unfinished = self._unfinished_count(draft)
         passed_over = 0
-        self._looked_up = 0
-        admitted: list[ChunkRow] = []
+        self._looked_up, self._leaders = 0, None
         for sequence in self._candidates():
             if not draft.budget or not state.free_slots or passed_over > LOOKAHEAD or self._looked_up > LOOKUP_LIMIT:
                 break
@@ -93,10 +93,13 @@ class Admission:
                 passed_over += 1
                 continue
             promised += self._missing_blocks(sequence)
-            admitted.append(draft.chunks[-1])
             unfinished += not draft.chunks[-1].samples
-        for row in admitted:
-            self._enter(row)
+
+    def enter(self, draft: Draft) -> None:
+        """Move the sequences that got a slot from their queues to the running ones, once the step has been sent."""
+        for row in draft.chunks:
+            if row.is_new:
+                self._enter(row)
 
     def _candidates(self) -> Iterator[Sequence]:
         for sequence in self._state.preempted:
@@ -135,14 +138,17 @@ class Admission:
             needed = self._needed(sequence, match) - self._copies(match)
             self._no_room = NoRoom(sequence, needed, draft.step_id + RETRY_STEPS)
             return Outcome.NO_ROOM
-        if self._exceeds(sequence, fitting, most, draft):
+        if fitting is not match and self._exceeds(sequence, fitting, most, draft):
             return Outcome.LATER
         self._place(sequence, fitting, draft)
         return Outcome.PLACED
 
     def _place(self, sequence: Sequence, match: Match, draft: Draft) -> None:
         """Give the sequence its slot, the matched blocks, and a first chunk of what is left."""
-        self._take_prefix(sequence, match, draft)
+        if match.blocks:
+            self._take_prefix(sequence, match, draft)
+        else:
+            sequence.computed_count = 0
         if sequence.host_blocks:
             self._swap_in(sequence, draft)
         row = ChunkRow(sequence, sequence.computed_count, 0, is_new=True)
@@ -163,7 +169,7 @@ class Admission:
 
     def _holder(self, sequence: Sequence, draft: Draft) -> Sequence | None:
         """Another sample of the request that has blocks; preferably one that has computed the prompt."""
-        if sequence.status is Status.SWAPPED or sequence.needs_all_computed:
+        if len(sequence.request.sequences) == 1 or sequence.status is Status.SWAPPED or sequence.needs_all_computed:
             return None
         holders = [s for s in sequence.request.sequences if s.blocks and s is not sequence]
         return next((s for s in holders if _has_prompt(s, draft)), holders[0] if holders else None)
@@ -196,38 +202,38 @@ class Admission:
 
         Once it has, the sequence finds that block in the prefix cache.
         """
-        start = matched - matched % self._block_size
-        end = start + self._block_size
         if (
-            end > len(sequence.tokens)
+            not (draft.chunks or self._state.prefilling)
+            or matched - matched % self._block_size + self._block_size > len(sequence.tokens)
             or matched == len(sequence.tokens) - 1  # all is there but what must be computed anyway
             or self._state.limits.prefix_cache == "off"
             or sequence.status is Status.SWAPPED
             or sequence.needs_all_computed
         ):
             return None
-        others = [(row.sequence, row.first) for row in draft.chunks]
-        others += [(s, s.computed_count) for s in self._state.prefilling if s.last_step != draft.step_id]
-        for other, first in others:
-            if first < end <= len(other.tokens) and other.chain.root == sequence.chain.root:
-                shared = _common_length(other.tokens, sequence.tokens, start, end)
-                if shared >= end:
-                    return Leader(other, shared)
-        return None
+        if self._leaders is None:
+            self._leaders = Leaders(draft, self._state.prefilling, self._block_size)
+        return self._leaders.find(sequence, matched)
 
     def _needed(self, sequence: Sequence, match: Match) -> int:
         """How many of the available blocks the sequence would take: new ones, and matched ones that nobody holds."""
+        count = -(-len(sequence.tokens) // self._block_size)
+        if not match.blocks:
+            return count
         held_by_others = sum(1 for block in match.blocks if self._pool.refs(block))
-        return -(-len(sequence.tokens) // self._block_size) - held_by_others + self._copies(match)
+        return count - held_by_others + self._copies(match)
 
     def _copies(self, match: Match) -> int:
         return 1 if match.token_count % self._block_size else 0
 
     def _fitting(self, sequence: Sequence, match: Match, room: int) -> Match | None:
         """The match, without the block that would be copied if it does not fit with it; None if nothing fits."""
-        if self._needed(sequence, match) > room and self._copies(match):
-            blocks = match.blocks[:-1]
-            match = Match(blocks, len(blocks) * self._block_size)
+        if self._needed(sequence, match) <= room:
+            return match
+        if not self._copies(match):
+            return None
+        blocks = match.blocks[:-1]
+        match = Match(blocks, len(blocks) * self._block_size)
         return match if self._needed(sequence, match) <= room else None
 
     def _take_prefix(self, sequence: Sequence, match: Match, draft: Draft) -> None:
@@ -282,17 +288,3 @@ def _is_ahead(leader: Leader | None) -> bool:
     if leader is None:
         return False
     return leader.sequence.status is Status.RUNNING and leader.sequence.computed_count < leader.shared_count
-
-
-def _common_length(first: "array[int]", second: "array[int]", start: int, end: int) -> int:
-    """How many tokens the two have in common from the beginning; 0 if they differ before `end` (`start` is a hint)."""
-    if first[start:end] != second[start:end] or first[:start] != second[:start]:
-        return 0
-    low, high = end, min(len(first), len(second)) + 1  # in common: at least low, less than high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low

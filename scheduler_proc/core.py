@@ -3,6 +3,7 @@
     core.handle(message)       a request, an abort, a flush       -> messages for the frontend
     core.tick()                time has passed                    -> messages for the frontend
     core.plan_step(send)       the next step, sent at once        -> StepPlan or None
+    core.busy_until_s()        when those in flight should be done
     core.queue_news(arrived)   who waits, who does no more        -> messages for the frontend
     core.handle_result(result) the oldest step's result           -> messages for the frontend
     core.check()               recount everything
@@ -21,6 +22,7 @@ from common.messages import (
     AbortSamples,
     AddRequest,
     EngineStats,
+    FlushCache,
     ForFrontend,
     ForScheduler,
     QueueNews,
@@ -82,7 +84,7 @@ class SchedulerCore:
             self._abort(message)
         elif isinstance(message, AbortSamples):
             self._abort_samples(message)
-        else:
+        elif isinstance(message, FlushCache):
             self.state.cache.flush()
         return []
 
@@ -233,13 +235,19 @@ class SchedulerCore:
         if plan is not None:
             flight = self.state.in_flight[-1]
             flight.planned_at_s = self._monotonic()
-            for entry in plan.new_slots:
-                sequence = flight.chunk_sequences[entry.slot]
+            for slot in plan.new_slots.slots:
+                sequence = flight.chunk_sequences[slot]
                 sequence.note_start(flight.planned_at_s)
                 if sequence.request.told_waiting:
                     sequence.request.told_waiting = False
                     self._started_ids.append(sequence.request_id)
         return plan
+
+    def busy_until_s(self) -> float:
+        """When the worker should have computed everything in flight; monotonic seconds."""
+        flights, step_time = self.state.in_flight, self.state.step_time
+        begun_s = max(flights[0].planned_at_s, self._result_at_s) if flights else self._result_at_s
+        return begun_s + sum(step_time.step_s(f.chunk_tokens, decodes=f.decode_count > 0) for f in flights)
 
     def queue_news(self, arrived_ids: Iterable[int]) -> list[ForFrontend]:
         """What the frontend should know of the queue, once everything is planned that can be.

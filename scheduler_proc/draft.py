@@ -5,9 +5,9 @@ Called by the planner and by admission. Decides nothing.
 
 from array import array
 
-from common.messages import SlotInit, StepPlan
+from common.messages import HEAD, NO_SLOTS, NewSlots, SlotSampling, StepPlan
 from scheduler_proc.block_pool import BlockPool
-from scheduler_proc.sequence import Sequence, slot_sampling
+from scheduler_proc.sequence import Sequence, shared_sampling, slot_seed
 
 
 class ChunkRow:
@@ -132,7 +132,7 @@ class Draft:
             chunk_samples=array("B", [row.samples for row in self.chunks]),
             chunk_block_counts=array("i", [len(row.blocks or ()) for row in self.chunks]),
             block_ids=array("i", block_ids),
-            new_slots=tuple(_slot_init(row) for row in self.chunks if row.is_new),
+            new_slots=_new_slots(self.chunks),
             cleared_slots=array("H", cleared_slots),
             copy_block_ids=_flat(self.copies),
             swap_out_block_ids=_flat(self.swap_outs),
@@ -159,13 +159,21 @@ def _flat(pairs: list[tuple[int, int]]) -> "array[int]":
     return array("i", [block for pair in pairs for block in pair])
 
 
-def _slot_init(row: ChunkRow) -> SlotInit:
-    sequence = row.sequence
-    return SlotInit(
-        slot=sequence.slot,
-        token_ids=sequence.tokens,
-        prompt_count=sequence.prompt_count,
-        computed_count=row.cached_count,
-        block_ids=array("i", sequence.blocks),
-        sampling=slot_sampling(sequence),
-    )
+def _new_slots(rows: list[ChunkRow]) -> NewSlots:
+    """The slots of those chunk rows that start with this step."""
+    heads, tokens, blocks = [], array("i"), array("i")
+    samplings: list[SlotSampling] = []
+    places: dict[int, int] = {}
+    for row in rows:
+        if not row.is_new:
+            continue
+        sequence = row.sequence
+        sampling = shared_sampling(sequence)
+        place = places.setdefault(id(sampling), len(samplings))
+        if place == len(samplings):
+            samplings.append(sampling)
+        counts = len(sequence.blocks), len(sequence.tokens), row.cached_count, sequence.prompt_count
+        heads.append(HEAD.pack(sequence.slot, *counts, place, slot_seed(sequence)))
+        blocks.fromlist(sequence.blocks)
+        tokens += sequence.tokens
+    return NewSlots(b"".join(heads), blocks + tokens, tuple(samplings)) if heads else NO_SLOTS

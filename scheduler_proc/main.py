@@ -40,20 +40,15 @@ from common.profiling import StepTraces
 from common.recording import reading, recorder_for
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.grammar import Compilation, Grammars
+from scheduler_proc.pacing import IDLE_INTAKE, Pacing
 from scheduler_proc.state import Limits
 from scheduler_proc.transport import SocketTransport, Transport
 
 STATS_INTERVAL_S = 0.1
-REQUESTS_PER_PASS = 256
 COMPILATION_INTERVAL_S = 0.001
 """How often a request that waits for its grammar is looked after."""
 CPU_TOKEN_S = 0.004
 """What a prompt token may take on a CPU: the first prompt of all is cut by this, the others by what it took."""
-HOLD_S = 0.0005
-"""How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer in a
-poll that sleeps, which waits whole milliseconds). Prompts that arrive right behind the first one can then join the
-second step, instead of waiting until two decode steps of the first have run. The worker does not idle: a step with a
-prompt usually takes longer than this, and if it does not, its result ends the wait."""
 SIZE_CLASSES = 20
 """Of steps by their tokens: up to 1, 2, 4, ... 524,288."""
 
@@ -242,12 +237,12 @@ class Loop:
         self._traces = traces
         self._announcement = announcement
         self._figures = StepFigures()
+        self._pacing = Pacing(core, clocks.monotonic)
         self._outbox: list[ForFrontend] = []
         self._arrived_ids: list[int] = []
         self._changed = False
         self._stats_due_s = 0.0
         self._wire_us = 0  # of the last plan
-        self._hold_until_s = 0.0  # monotonic; 0: no step is held back
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
         self._failure: PeerFailed | None = None
 
@@ -260,8 +255,7 @@ class Loop:
             self._take_requests()
             self._outbox += self._core.tick()
             self._plan()
-            self._outbox += self._core.queue_news(self._arrived_ids)
-            self._arrived_ids.clear()
+            self._tell_of_queue()
             self._send_outbox()
             self._report()
         self._end_rest()
@@ -283,8 +277,8 @@ class Loop:
             waits.append(self._stats_due_s - self._clocks.monotonic())
         if self._stop_at_s is not None:
             waits.append(self._stop_at_s - self._clocks.monotonic())
-        if self._hold_until_s:
-            waits.append(self._hold_until_s - self._clocks.monotonic())
+        if (wait_s := self._pacing.wait_s()) is not None:
+            waits.append(wait_s)
         return max(0.0, min(waits) * 1000) if waits else None
 
     def _take_orders(self) -> None:
@@ -314,19 +308,22 @@ class Loop:
         for message in self._transport.results():
             if isinstance(message, StepResult):
                 self._changed = True
-                self._hold_until_s = 0.0
+                self._pacing.note_result()
                 self._figures.add_result(message.parts_us)
                 self._outbox += self._core.handle_result(message)
 
     def _take_requests(self) -> None:
-        for message in self._transport.requests(REQUESTS_PER_PASS):
+        self._pacing.begin_intake()
+        for count, message in enumerate(self._transport.requests(IDLE_INTAKE), 1):
             self._link.progress += 1
             self._changed = True
             if self._stop_at_s is not None and isinstance(message, AddRequest):
                 text = "the engine is shutting down"
                 self._outbox.append(RequestFailed(message.request_id, "shutting_down", text, status=503))
-            elif self._compilation.pass_on(message):
+            elif not self._pacing.note_message(message) and self._compilation.pass_on(message):
                 self._handle(message)
+            if self._pacing.intake_ends(count):
+                break
         for compiled in self._compilation.ready():
             self._handle(compiled)
 
@@ -336,7 +333,7 @@ class Loop:
         self._outbox += self._core.handle(message)
 
     def _plan(self) -> None:
-        while not self._holds():
+        while not self._pacing.holds():
             started_ns = time.perf_counter_ns()
             plan = self._core.plan_step(self._send_plan)
             if plan is None:
@@ -346,19 +343,19 @@ class Loop:
             self._link.progress += 1
             self._changed = True
             self._traces.step()
-            if plan.chunk_slots and len(self._core.state.in_flight) == 1:
-                self._hold_until_s = self._clocks.monotonic() + HOLD_S
+            self._pacing.note_plan(plan)
+
+    def _tell_of_queue(self) -> None:
+        """Who has begun; and who waits, unless that is only for others that arrive."""
+        arrived_ids: list[int] = []
+        if not self._pacing.is_holding:
+            arrived_ids, self._arrived_ids = self._arrived_ids, arrived_ids
+        self._outbox += self._core.queue_news(arrived_ids)
 
     def _send_plan(self, plan: StepPlan) -> None:
         started_ns = time.perf_counter_ns()
         self._transport.send_plan(plan)
         self._wire_us = (time.perf_counter_ns() - started_ns) // 1000
-
-    def _holds(self) -> bool:
-        """Whether the next step still waits for prompts that may arrive right behind the first (`HOLD_S`)."""
-        if self._hold_until_s and self._clocks.monotonic() >= self._hold_until_s:
-            self._hold_until_s = 0.0
-        return self._hold_until_s > 0.0
 
     def _report(self) -> None:
         if not self._changed or self._clocks.monotonic() < self._stats_due_s:

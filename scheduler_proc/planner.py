@@ -174,6 +174,7 @@ class Planner:
         state = self._state
         plan = draft.to_plan(state.cleared_slots, has_grammars=state.grammar_count > 0)
         send(plan)
+        self._admission.enter(draft)
         state.cleared_slots = []
         flight = Flight(draft.step_id, draft.decode_rows, len(draft.decode_rows), {})
         flight.released = [[source] for source, _ in draft.copies] + draft.released

@@ -167,12 +167,14 @@ class HashPrefixCache:
     def lookup(self, chain: Chain, tokens: "array[int]", limit: int) -> Match:
         """The longest cached prefix of at most `limit` tokens, in whole blocks unless the limit cuts the last."""
         data = tokens.tobytes()
-        self._extend(chain, data, 0, len(tokens) // self._block_size)
         heads, links, mask, width = self._heads, self._links, self._mask, self._width
         keys, entries, parents, stored = self._keys, self._entries, self._parents, self._tokens
         blocks: list[int] = []
         parent, start = chain.root, 0
-        for key in chain.keys:
+        for count in range(1, len(tokens) // self._block_size + 1):
+            if count > len(chain.keys):  # no further than the match goes: the plan need not wait for the other keys
+                self._extend(chain, data, 0, min(2 * count, len(tokens) // self._block_size))
+            key = chain.keys[count - 1]
             block = heads[key & mask]
             while block >= 0 and keys[block] != key:
                 block = links[block]

@@ -1,11 +1,14 @@
 """What the scheduler knows of a request and of each of its samples. Data only; used by everything in this room."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 from common.messages import EARLY_POOLINGS, AddRequest, SlotSampling, TokenLogprobs
-from common.sampling_params import sample_seed
+from common.sampling_params import TEMPERATURE_FLOOR, sample_seed
 from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
 
@@ -177,25 +180,60 @@ class Sequence:
 
 def slot_sampling(sequence: Sequence) -> SlotSampling:
     """What the worker needs to sample for the sequence."""
+    return shared_sampling(sequence).with_seed(slot_seed(sequence))
+
+
+def slot_seed(sequence: Sequence) -> int:
+    """Of the sequence's sample."""
+    message = sequence.request.message
+    seed = message.params.seed
+    return sample_seed(message.request_id if seed is None else seed, sequence.sample_index)
+
+
+def shared_sampling(sequence: Sequence) -> SlotSampling:
+    """As `slot_sampling`, but for the seed: one object for all that sample in the same way, as most do."""
     message = sequence.request.message
     params = message.params
-    return SlotSampling(
-        temperature=0.0 if params.greedy else params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        seed=sample_seed(params.seed if params.seed is not None else message.request_id, sequence.sample_index),
-        min_output_count=params.min_tokens,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        prompt_logprobs=-1 if sequence.prompt_logprobs is None else params.prompt_logprobs or 0,
-        end_token_ids=message.end_token_ids,
+    prompt_logprobs = -1 if sequence.prompt_logprobs is None else params.prompt_logprobs or 0
+    sampling = _sampling(
+        _numbers_of(params), prompt_logprobs, message.end_token_ids, message.bad_token_ids,
+        sequence.grammar is not None, message.pooling,
+    )  # fmt: skip
+    if not (params.logit_bias or params.allowed_token_ids):
+        return sampling
+    return replace(
+        sampling,
         bias_token_ids=array("i", params.logit_bias.keys()),
         bias_values=array("f", params.logit_bias.values()),
         allowed_token_ids=array("i", params.allowed_token_ids or ()),
-        bad_token_ids=message.bad_token_ids,
-        masked=sequence.grammar is not None,
-        pooling=message.pooling,
+    )
+
+
+_numbers_of = attrgetter(
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "logprobs",
+)  # fmt: skip
+
+
+@lru_cache(256)
+def _sampling(
+    numbers: tuple[Any, ...], prompt_logprobs: int, end_token_ids: tuple[int, ...],
+    bad_token_ids: tuple[tuple[int, ...], ...], masked: bool, pooling: str,
+) -> SlotSampling:  # fmt: skip
+    temperature, top_k, top_p, min_p, presence, frequency, repetition, min_tokens, logprobs = numbers
+    return SlotSampling(
+        temperature=0.0 if temperature < TEMPERATURE_FLOOR else temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        min_output_count=min_tokens,
+        logprobs=-1 if logprobs is None else logprobs,
+        prompt_logprobs=prompt_logprobs,
+        end_token_ids=end_token_ids,
+        bad_token_ids=bad_token_ids,
+        masked=masked,
+        pooling=pooling,
     )

@@ -65,6 +65,10 @@ class StepTime:
             spare_s = min(spare_s, self.target_s - decode_s)
         return max(int(min(most, spare_s / self.token_s)), min(most, LEAST_CHUNK))
 
+    def step_s(self, chunk_tokens: int, *, decodes: bool) -> float:
+        """What a step should take that has so many prompt tokens, and decode rows or none; 0 while nothing is known."""
+        return ((self.decode_s or 0.0) if decodes else 0.0) + chunk_tokens * (self.token_s or 0.0)
+
     def may_run_ahead(self, step_count: int, chunk_tokens: int) -> bool:
         """Whether one more step may be planned behind so many in flight, which hold so many prompt tokens together."""
         return step_count * (self.decode_s or 0.0) + chunk_tokens * (self.token_s or 0.0) <= AHEAD_LIMIT_S

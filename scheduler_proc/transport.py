@@ -101,7 +101,7 @@ class SocketTransport:
         self._readable: set[object] = set()  # sockets and descriptors that had something when `wait` returned
         limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
         self._busy = busy_poll.BusyPoll(limit_s)
-        if config.server.busy_poll_io:
+        if busy_poll.is_io_kept_awake(config.server.busy_poll_io, config.server.busy_poll_ms, config.model.device):
             self._busy.keep_awake(self._context)
         self._dropped_count = 0
         self._open_frontend_sockets(config.session)

@@ -12,7 +12,7 @@ import torch
 
 from common.cli import OptionParser
 from common.errors import ConfigError
-from common.messages import SlotInit, SlotSampling, StepPlan
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from common.other_engines import INSTEAD
 from kernels.step_layout import PlanLayout, StepInputs
 from launcher import serve
@@ -162,8 +162,8 @@ def test_the_packed_batch_is_what_the_document_shows():
                         block_ids=array("i", [3, 1]), sampling=SlotSampling())  # fmt: skip
     prompt = SlotInit(slot=1, token_ids=array("i", range(20, 29)), prompt_count=9, computed_count=4,
                       block_ids=array("i", [0]), sampling=SlotSampling())  # fmt: skip
-    plan = StepPlan(step_id=1, new_slots=(decoding, prompt), decode_slots=array("H", [0]), chunk_slots=array("H", [1]),
-                    chunk_token_counts=array("i", [3]), chunk_samples=array("B", [0]),
+    plan = StepPlan(step_id=1, new_slots=NewSlots.of(decoding, prompt), decode_slots=array("H", [0]),
+                    chunk_slots=array("H", [1]), chunk_token_counts=array("i", [3]), chunk_samples=array("B", [0]),
                     chunk_block_counts=array("i", [1]), block_ids=array("i", [2]))  # fmt: skip
     layout = PlanLayout(rows=2, blocks=1)
     buffer = np.zeros(layout.size, dtype=np.int32)

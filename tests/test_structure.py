@@ -183,6 +183,11 @@ def test_nothing_names_the_machine_it_was_written_on():
     assert wrong == []
 
 
+def test_no_text_was_committed_with_both_sides_of_a_merge():
+    marker = re.compile(r"^(?:<{7}|>{7}|\|{7}) ", re.MULTILINE)
+    assert [relative(path) for path in committed_texts() if marker.search(path.read_text(errors="replace"))] == []
+
+
 def test_the_bench_verb_finds_the_benchmarks():
     assert "benchmarks.throughput" in smoke_benchmarks(ROOT)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.messages import EARLY_POOLINGS, SlotInit
+from common.messages import EARLY_POOLINGS, NewSlots
 from worker_proc.step_inputs import PooledRows
 from worker_proc.transfer import to_host
 
@@ -49,11 +49,14 @@ class Pooler:
         self._sums: dict[int, torch.Tensor] = {}
         self._pools = {"mean": self._mean_so_far, "last": self._last, "cls": self._first}
 
-    def start(self, init: SlotInit) -> None:
-        """A slot gets a request; what the one before it has left is gone."""
-        self._sums.pop(init.slot, None)
-        is_whole = init.computed_count == 0
-        assert is_whole or init.sampling.pooling not in EARLY_POOLINGS, f"slot {init.slot}: its first tokens are cached"
+    def start(self, new: NewSlots) -> None:
+        """Slots get requests; what those before them have left is gone."""
+        if not self._sums and all(sampling.is_plain for sampling in new.samplings):
+            return
+        for init in new:
+            self._sums.pop(init.slot, None)
+            needs_all = init.sampling.pooling in EARLY_POOLINGS
+            assert not (needs_all and init.computed_count), f"slot {init.slot}: its first tokens are cached"
 
     def pool(self, chunks: Sequence[PooledRows]) -> Embeddings | None:
         """Take in a step's chunks of slots that asked; the embeddings of those that end with it, None for none."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.config import StepLimits
-from common.messages import SlotInit, SlotSampling, StepPlan
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from kernels.step_layout import PlanLayout, StepInputs
 from worker_proc.cpu_threads import StepThreads
 from worker_proc.fixed_order_model import GROUP_TOKENS, FixedOrderModel
@@ -95,7 +95,7 @@ class CpuRunner:
             sampling=SlotSampling(),
         )  # fmt: skip
         chunk = StepPlan(
-            step_id=1, new_slots=(init,), chunk_slots=array("H", [0]), chunk_token_counts=array("i", [count]),
+            step_id=1, new_slots=NewSlots.of(init), chunk_slots=array("H", [0]), chunk_token_counts=array("i", [count]),
             chunk_samples=array("B", [1]), chunk_block_counts=array("i", [0]),
         )  # fmt: skip
         self.execute(chunk).result()
@@ -109,7 +109,7 @@ class CpuRunner:
         self._cache.move_blocks(plan)
         for init in plan.new_slots:
             self._sampler.start(init)
-            self._pooler.start(init)
+        self._pooler.start(plan.new_slots)
         packed = self._stager.pack(plan, self._plan)
         self.memory.apply(*map(torch.from_numpy, writes.arrays()))
         inputs = self._inputs.bucket(packed.row_count, packed.token_count)
@@ -150,7 +150,7 @@ class CpuRunner:
         """The hidden states whose logits are used, [S, hidden_size]."""
         if len(packed.sampled_rows) == packed.token_count:  # every row is one token, and samples
             return hidden[: packed.token_count]
-        return hidden[inputs.sample_rows[torch.from_numpy(packed.sampled_rows)]]
+        return hidden[inputs.sample_rows[torch.as_tensor(packed.sampled_rows)]]
 
     def _prompt_pieces(self, hidden: torch.Tensor, rows: PromptRows) -> list[PromptPiece]:
         """Log probabilities of the prompt tokens that a chunk's tokens predict; a few rows of logits at a time."""
@@ -168,4 +168,5 @@ class CpuRunner:
     def _sample(self, logits: torch.Tensor, packed: PackedStep, plan: StepPlan) -> Sampled:
         """Sample from logits [S, vocab] and feed the slots."""
         masks = dict(zip(plan.mask_slots, plan.masks, strict=True))
-        return self._sampler.sample(logits.numpy(), packed.sampled_slots, packed.sampled_positions, masks)
+        slots, positions = np.asarray(packed.sampled_slots), np.asarray(packed.sampled_positions)
+        return self._sampler.sample(logits.numpy(), slots, positions, masks)

@@ -51,13 +51,14 @@ class Sampler:
         self._memory, self._mirror = memory, mirror
         self._vocab_size = tokenizer_vocab_size
         self._rules: list[LogitRules | None] = [None] * memory.slot_count
+        self._sampling = [SlotSampling()] * memory.slot_count
         self._plain = np.ones(memory.slot_count, dtype=bool)
         self._logprob_counts = np.full(memory.slot_count, -1, dtype=np.int32)
 
     def start(self, init: SlotInit) -> None:
         """Set up a slot for a new request."""
         sampling = known_ids(init.sampling, self._vocab_size)
-        self._rules[init.slot] = LogitRules.of(sampling)
+        self._rules[init.slot], self._sampling[init.slot] = LogitRules.of(sampling), init.sampling
         greedy = sampling.temperature < TEMPERATURE_FLOOR
         self._plain[init.slot] = greedy and self._rules[init.slot] is None and not sampling.masked
         self._logprob_counts[init.slot] = sampling.logprobs
@@ -81,8 +82,8 @@ class Sampler:
         masks = masks or {}
         for index in np.flatnonzero(~self._plain[slots]).tolist():
             slot = int(slots[index])
-            sampling = self._mirror.sampling[slot]
-            assert sampling is not None, f"slot {slot} samples, but it is free"
+            sampling = self._sampling[slot]
+            assert self._mirror.sampling[slot] is not None, f"slot {slot} samples, but it is free"
             if token_ids[index] != NOT_A_TOKEN:
                 if slot in masks:
                     logits[index, ~allowed_by(masks[slot], logits.shape[1])] = -np.inf

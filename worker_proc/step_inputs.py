@@ -6,6 +6,7 @@ the slots' memory: on a GPU by one kernel, on the CPU by `fill_inputs`. Nothing 
 token.
 """
 
+from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 
 from common.messages import StepPlan
 from kernels.step_layout import HEADER, PlanLayout, SlotState, StepInputs
+from worker_proc.few_rows import FEW_ROWS, check_capacity, misfit, pack_few
 from worker_proc.slots import IntArray, SlotMemory, SlotMirror, StateWrites
 
 
@@ -44,6 +46,11 @@ class PooledRows:
     pooling: str
 
 
+Numbers = IntArray | list[int]
+
+RowsThatSample = tuple[Numbers, Numbers, Numbers]
+
+
 class PackedStep(NamedTuple):
     """A plan, checked and packed.
 
@@ -60,11 +67,15 @@ class PackedStep(NamedTuple):
     row_count: int
     decode_row_count: int
     token_count: int
-    sampled_rows: IntArray
-    sampled_slots: IntArray
-    sampled_positions: IntArray
+    sampled_rows: Numbers
+    sampled_slots: Numbers
+    sampled_positions: Numbers
     prompt_rows: tuple[PromptRows, ...]
     pooled_rows: tuple[PooledRows, ...]
+
+    def sampled_pairs(self) -> list[tuple[int, int]]:
+        """Row and slot of each that samples."""
+        return [*zip(_listed(self.sampled_rows), _listed(self.sampled_slots), strict=True)]
 
 
 class StepStager:
@@ -90,11 +101,10 @@ class StepStager:
         """Free and fill the mirror's slots as the plan says; returns what the new ones write on the device."""
         for slot in plan.cleared_slots:
             self._mirror.clear(slot)
-        writes = StateWrites(self._memory)
-        for init in plan.new_slots:
-            self._mirror.start(init)
-            writes.add_slot(init)
-        return writes
+        if not plan.new_slots:
+            return StateWrites(self._memory)
+        self._mirror.start(plan.new_slots)
+        return self._memory.writes_of(plan.new_slots)
 
     def pack(self, plan: StepPlan, target: IntArray) -> PackedStep:
         """Advance the mirror by the plan's rows and pack it into `target`, int32 [layout.size].
@@ -109,23 +119,31 @@ class StepStager:
             f"step {plan.step_id}: {rows} rows, {block_count} blocks"
         )
         assert len(set(row_slots)) == rows, f"step {plan.step_id}: a slot stands in two rows"
+        token_count = decode_rows + sum(plan.chunk_token_counts)
+        assert token_count <= limit, f"step {plan.step_id} computes {token_count} tokens, more than {limit}"
+        prompt_rows, pooled_rows = self._asking_rows(plan) if plan.chunk_slots else ((), ())
+        pack_rows = self._pack_many if rows > FEW_ROWS else self._pack_few
+        return PackedStep(
+            layout.appended_ids.start + block_count, rows, decode_rows, token_count,
+            *pack_rows(plan, row_slots, target), prompt_rows, pooled_rows,
+        )  # fmt: skip
+
+    def _pack_few(self, plan: StepPlan, row_slots: "array[int]", target: IntArray) -> RowsThatSample:
+        return pack_few(plan, row_slots, target, self._layout, self._memory, self._mirror)
+
+    def _pack_many(self, plan: StepPlan, row_slots: "array[int]", target: IntArray) -> RowsThatSample:
+        layout, rows = self._layout, len(row_slots)
         slots = np.array(row_slots, dtype=np.intp)
         _put(target, layout.row_slots, slots)
         counts, samples, token_count = self._put_counts(plan, target)
-        assert token_count <= limit, f"step {plan.step_id} computes {token_count} tokens, more than {limit}"
-        prompt_rows, pooled_rows = self._asking_rows(plan, target) if plan.chunk_slots else ((), ())
-        known, computed, _, blocks = self._mirror.table.take(slots, axis=1)
+        blocks, known, computed, _ = self._mirror.table.take(slots, axis=1)
         blocks = self._append_blocks(plan, target, slots, blocks)
-        target[:HEADER] = rows, decode_rows, token_count, block_count, 0
+        target[:HEADER] = rows, len(plan.decode_slots), token_count, len(plan.block_ids), 0
         self._advance(slots, samples, known, computed + counts, blocks)
-        sampled_rows = self._row_numbers[:rows]
-        if plan.chunk_slots:
-            sampled_rows = np.flatnonzero(samples)
-            slots, known = slots[sampled_rows], known[sampled_rows]
-        return PackedStep(
-            layout.appended_ids.start + block_count, rows, decode_rows, token_count, sampled_rows, slots, known,
-            prompt_rows, pooled_rows,
-        )  # fmt: skip
+        if not plan.chunk_slots:
+            return self._row_numbers[:rows], slots, known
+        sampled_rows = np.flatnonzero(samples)
+        return sampled_rows, slots[sampled_rows], known[sampled_rows]
 
     def _put_counts(self, plan: StepPlan, target: IntArray) -> tuple[IntArray, np.ndarray, int]:
         """Pack each row's token count, and their sums; returns the counts, which rows sample, and the tokens in all."""
@@ -157,8 +175,7 @@ class StepStager:
         blocks = blocks + counts
         starts[0] = 0
         counts.cumsum(out=counts)
-        most, capacity = blocks.max(initial=0), self._memory.block_capacity
-        assert most <= capacity, f"step {plan.step_id}: a slot gets {most} blocks, its table holds {capacity}"
+        check_capacity(plan, int(blocks.max(initial=0)), self._memory)
         self._mirror.block_counts[slots] = blocks
         return blocks
 
@@ -171,33 +188,34 @@ class StepStager:
         good = (lengths <= most) & ((lengths == known) == samples)
         if np.count_nonzero(good) < len(good):
             row = int(np.argmin(good))
-            assert lengths[row] <= self._last_place, "a slot samples beyond its last token place"
-            raise AssertionError(
-                f"row {row}, slot {slots[row]}: computes tokens up to {lengths[row]} (samples: {samples[row]}), knows "
-                f"{known[row]}, has blocks for {room[row]}"
-            )
+            numbers = (int(each[row]) for each in (slots, lengths))
+            raise misfit(row, *numbers, bool(samples[row]), int(known[row]), int(room[row]), self._memory)
         self._mirror.computed_lengths[slots] = lengths
         self._mirror.known_lengths[slots] = known + samples
 
-    def _asking_rows(self, plan: StepPlan, target: IntArray) -> tuple[tuple[PromptRows, ...], tuple[PooledRows, ...]]:
+    def _asking_rows(self, plan: StepPlan) -> tuple[tuple[PromptRows, ...], tuple[PooledRows, ...]]:
         """The chunks of slots that asked for prompt log probabilities, and for an embedding."""
         mirror = self._mirror
         prompt_rows, pooled_rows = [], []
-        starts = target[self._layout.query_starts][len(plan.decode_slots) :].tolist()
-        for slot, count, samples, start in zip(
-            plan.chunk_slots, plan.chunk_token_counts, plan.chunk_samples, starts, strict=False
-        ):
+        start = len(plan.decode_slots)
+        for slot, count, samples in zip(plan.chunk_slots, plan.chunk_token_counts, plan.chunk_samples, strict=True):
             sampling = mirror.sampling[slot]
             assert sampling is not None, f"step {plan.step_id}: slot {slot} has a chunk, but it is free"
             assert count > 0, f"step {plan.step_id}: the chunk of slot {slot} has {count} tokens"
-            if sampling.prompt_logprobs >= 0:
-                position = int(mirror.computed_lengths[slot])
-                predicting = min(count, int(mirror.prompt_lengths[slot]) - 1 - position)
-                if predicting > 0:
-                    prompt_rows.append(PromptRows(slot, start, position, predicting))
-            if sampling.pooling:
-                pooled_rows.append(PooledRows(slot, start, count, bool(samples), sampling.pooling))
+            if slot in mirror.asking:
+                if sampling.prompt_logprobs >= 0:
+                    position = int(mirror.computed_lengths[slot])
+                    predicting = min(count, int(mirror.prompt_lengths[slot]) - 1 - position)
+                    if predicting > 0:
+                        prompt_rows.append(PromptRows(slot, start, position, predicting))
+                if sampling.pooling:
+                    pooled_rows.append(PooledRows(slot, start, count, bool(samples), sampling.pooling))
+            start += count
         return tuple(prompt_rows), tuple(pooled_rows)
+
+
+def _listed(numbers: Numbers) -> list[int]:
+    return numbers if isinstance(numbers, list) else numbers.tolist()
 
 
 def _put(target: IntArray, part: slice, values: Any) -> None:

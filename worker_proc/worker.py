@@ -12,6 +12,7 @@ process; `run_child` logs it and tells the supervisor.
 import logging
 import time
 
+import torch
 import zmq
 
 from common import busy_poll
@@ -78,7 +79,7 @@ class Worker:
         self._poller.register(link.wake_fd, zmq.POLLIN)
         limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
         self._busy = busy_poll.BusyPoll(limit_s)
-        if config.server.busy_poll_io:
+        if busy_poll.is_io_kept_awake(config.server.busy_poll_io, config.server.busy_poll_ms, config.model.device):
             self._busy.keep_awake(self._context)
 
     def run(self) -> int:
@@ -123,10 +124,11 @@ class Worker:
 
     def _serve(self, engine: Engine, reporter: Reporter) -> None:
         traces = self._traces = StepTraces(f"worker-{self._rank}", self._config.profiling, self._link, TorchTracer)
-        while (plan := self._next_plan(engine.runner, reporter)) is not None:
-            reporter.report(engine.runner.execute(plan))
-            self._link.progress += 1
-            traces.step()
+        with torch.inference_mode():  # entered once: that takes as long as a good part of a short step
+            while (plan := self._next_plan(engine.runner, reporter)) is not None:
+                reporter.report(engine.runner.execute(plan))
+                self._link.progress += 1
+                traces.step()
         reporter.check()
         traces.stop()
         reporter.close()

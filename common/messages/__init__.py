@@ -11,6 +11,7 @@ that a socket does not carry raises `WireError`. The messages between clients an
     2     AbortRequests    frontend -> scheduler    abort, stop string, disconnect
     3     FlushCache       frontend -> scheduler    operator's call
     4     AbortSamples     frontend -> scheduler    stop string in one of several samples
+    5     MoreFollows      frontend -> scheduler    part of a batch of requests
     10    EngineReady      scheduler -> frontend    start
     11    TokensOut        scheduler -> frontend    step that produced tokens or ended samples
     12    RequestFailed    scheduler -> frontend    request that ends without (further) tokens
@@ -41,26 +42,22 @@ from common.messages.requests import (
     EngineReady,
     EngineStats,
     FlushCache,
+    MoreFollows,
     QueueNews,
     RequestFailed,
     SampleFinish,
     TokensOut,
 )
-from common.messages.steps import (
-    NOT_A_TOKEN,
-    PROTOCOL_VERSION,
-    SlotInit,
-    SlotSampling,
-    StepPlan,
-    StepResult,
-    WorkerReady,
-)
+from common.messages.slots import HEAD, NO_SLOTS, NewSlots, SlotInit, SlotSampling
+from common.messages.steps import NOT_A_TOKEN, PROTOCOL_VERSION, StepPlan, StepResult, WorkerReady
 from common.wire import decode, kinds_of
 
 __all__ = [
     "EARLY_POOLINGS",
     "FINISH_REASONS",
+    "HEAD",
     "NOT_A_TOKEN",
+    "NO_SLOTS",
     "POOLINGS",
     "PROTOCOL_VERSION",
     "STEP_PARTS",
@@ -76,7 +73,9 @@ __all__ = [
     "ForFrontend",
     "ForScheduler",
     "Heartbeat",
+    "MoreFollows",
     "NewSession",
+    "NewSlots",
     "PeerFailed",
     "Profile",
     "QueueNews",
@@ -99,7 +98,7 @@ __all__ = [
     "decode_from_worker",
 ]
 
-ForScheduler = AddRequest | AbortRequests | AbortSamples | FlushCache
+ForScheduler = AddRequest | AbortRequests | AbortSamples | FlushCache | MoreFollows
 ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats | QueueNews
 FromWorker = WorkerReady | StepResult
 ForSupervisor = Heartbeat | Ready | Failed | Profile

@@ -176,6 +176,27 @@ class FlushCache:
             return cls()
 
 
+@dataclass(frozen=True)
+class MoreFollows:
+    """Further requests follow at once: those before this message are a part of what came together.
+
+    It holds until the next message. With `follows` False nothing follows after all.
+    """
+
+    CODE: ClassVar[int] = 5
+    follows: bool = True
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.follows])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "MoreFollows":
+        """Build from raw fields; raises WireError."""
+        with FieldReader("MoreFollows", fields) as read:
+            return cls(read.flag("follows"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineReady:
     """The engine can serve; its limits, known once the worker has sized the KV cache."""

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from common.errors import WireError
 from common.messages.fields import (
-    POOLINGS,
     WORKER_PARTS,
     TokenLogprobs,
     embedding_by_row,
@@ -16,170 +15,14 @@ from common.messages.fields import (
     empty_u16,
     logprobs_by_row,
     logprobs_to_lists,
-    token_id,
-    token_ids,
     token_mask,
 )
-from common.wire import UINT64_MAX, FieldReader, array_bytes, pack
+from common.messages.slots import NO_SLOTS, NewSlots
+from common.wire import FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 NOT_A_TOKEN = -1
 """Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotSampling:
-    """What the worker needs to sample for one slot.
-
-    Attributes:
-        seed: uint64; the noise at a position depends on seed, position and token id alone.
-        min_output_count: while the output is shorter, `end_token_ids` cannot be sampled.
-        logprobs, prompt_logprobs: how many likeliest tokens to report; -1 for none at all.
-        bias_token_ids, bias_values: int32 and float32, aligned.
-        allowed_token_ids: int32; empty allows all.
-        bad_token_ids: sequences whose last token cannot be sampled after the others.
-        masked: every step that samples for the slot brings a mask of the token ids that it allows.
-        pooling: one of POOLINGS: the embedding to report with the first sampled token. One of
-            EARLY_POOLINGS is of the tokens that were computed since the slot started: none may come from the cache.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    min_output_count: int = 0
-    logprobs: int = -1
-    prompt_logprobs: int = -1
-    end_token_ids: tuple[int, ...] = ()
-    bias_token_ids: "array[int]" = field(default_factory=empty_i32)
-    bias_values: "array[float]" = field(default_factory=lambda: array("f"))
-    allowed_token_ids: "array[int]" = field(default_factory=empty_i32)
-    bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    masked: bool = False
-    pooling: str = ""
-
-    def to_list(self) -> list[Any]:
-        """The nested array that stands in a SlotInit; what few requests ask for is an array of its own at its end."""
-        special = self._special()
-        return [
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.seed,
-            list(self.end_token_ids),
-            [] if special == _NOTHING_SPECIAL else special,
-        ]
-
-    def _special(self) -> list[Any]:
-        return [
-            self.presence_penalty,
-            self.frequency_penalty,
-            self.repetition_penalty,
-            self.min_output_count,
-            self.logprobs,
-            self.prompt_logprobs,
-            array_bytes(self.bias_token_ids),
-            array_bytes(self.bias_values),
-            array_bytes(self.allowed_token_ids),
-            [list(ids) for ids in self.bad_token_ids],
-            self.masked,
-            POOLINGS.index(self.pooling),
-        ]
-
-    @classmethod
-    def from_list(cls, fields: Any) -> "SlotSampling":
-        """Build from a nested array; raises WireError."""
-        with FieldReader("SlotSampling", fields) as read:
-            return cls(
-                temperature=read.number("temperature"),
-                top_k=read.integer("top_k"),
-                top_p=read.number("top_p"),
-                min_p=read.number("min_p"),
-                seed=read.integer("seed", 0, UINT64_MAX),
-                end_token_ids=read.entries("end_token_ids", token_id),
-                **read.nested("special", _special_values),
-            )
-
-
-def _special_values(fields: Any) -> dict[str, Any]:
-    """What few requests ask for, by name; nothing for an empty array."""
-    if fields == []:
-        return {}
-    with FieldReader("SlotSampling.special", fields) as read:
-        return {
-            "presence_penalty": read.number("presence_penalty"),
-            "frequency_penalty": read.number("frequency_penalty"),
-            "repetition_penalty": read.number("repetition_penalty"),
-            "min_output_count": read.integer("min_output_count"),
-            "logprobs": read.integer("logprobs", -1, 1024),
-            "prompt_logprobs": read.integer("prompt_logprobs", -1, 1024),
-            "bias_token_ids": read.numbers("bias_token_ids", "i"),
-            "bias_values": read.numbers("bias_values", "f"),
-            "allowed_token_ids": read.numbers("allowed_token_ids", "i"),
-            "bad_token_ids": read.entries("bad_token_ids", token_ids),
-            "masked": read.flag("masked"),
-            "pooling": POOLINGS[read.integer("pooling", 0, len(POOLINGS) - 1)],
-        }
-
-
-_NOTHING_SPECIAL: list[Any] = SlotSampling()._special()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotInit:
-    """A request (or a preempted one that resumes) gets a slot: the only message that carries its tokens.
-
-    Attributes:
-        slot: where the worker keeps its state; free before this plan.
-        token_ids: int32: the prompt, then whatever output it already has.
-        prompt_count: how many of them are the prompt's.
-        computed_count: how many already have their K/V in `block_ids` (prefix hit); less than len(token_ids).
-        block_ids: int32, in order; hold at least `computed_count` tokens. Blocks for the tokens that this plan
-            computes may be among them or be appended by the plan's `block_ids`.
-        sampling: how to sample.
-    """
-
-    slot: int
-    token_ids: "array[int]"
-    prompt_count: int
-    computed_count: int
-    block_ids: "array[int]"
-    sampling: SlotSampling
-
-    def to_list(self) -> list[Any]:
-        """The nested array that stands in a StepPlan."""
-        return [
-            self.slot,
-            array_bytes(self.token_ids),
-            self.prompt_count,
-            self.computed_count,
-            array_bytes(self.block_ids),
-            self.sampling.to_list(),
-        ]
-
-    @classmethod
-    def from_list(cls, fields: Any) -> "SlotInit":
-        """Build from a nested array; raises WireError."""
-        with FieldReader("SlotInit", fields) as read:
-            entry = cls(
-                slot=read.integer("slot", 0, 0xFFFF),
-                token_ids=read.numbers("token_ids", "i"),
-                prompt_count=read.integer("prompt_count", 1),
-                computed_count=read.integer("computed_count"),
-                block_ids=read.numbers("block_ids", "i"),
-                sampling=read.nested("sampling", SlotSampling.from_list),
-            )
-        if not entry.computed_count < len(entry.token_ids) or entry.prompt_count > len(entry.token_ids):
-            raise WireError(
-                f"SlotInit: {len(entry.token_ids)} tokens with prompt_count {entry.prompt_count} "
-                f"and computed_count {entry.computed_count}"
-            )
-        return entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +65,7 @@ class StepPlan:
     chunk_samples: "array[int]" = field(default_factory=empty_u8)
     chunk_block_counts: "array[int]" = field(default_factory=empty_i32)
     block_ids: "array[int]" = field(default_factory=empty_i32)
-    new_slots: tuple[SlotInit, ...] = ()
+    new_slots: NewSlots = NO_SLOTS
     cleared_slots: "array[int]" = field(default_factory=empty_u16)
     copy_block_ids: "array[int]" = field(default_factory=empty_i32)
     swap_out_block_ids: "array[int]" = field(default_factory=empty_i32)
@@ -254,7 +97,7 @@ class StepPlan:
                 array_bytes(self.chunk_samples),
                 array_bytes(self.chunk_block_counts),
                 array_bytes(self.block_ids),
-                [entry.to_list() for entry in self.new_slots],
+                self.new_slots.to_list(),
                 array_bytes(self.cleared_slots),
                 array_bytes(self.copy_block_ids),
                 array_bytes(self.swap_out_block_ids),
@@ -280,7 +123,7 @@ class StepPlan:
                 chunk_samples=read.numbers("chunk_samples", "B"),
                 chunk_block_counts=read.numbers("chunk_block_counts", "i"),
                 block_ids=read.numbers("block_ids", "i"),
-                new_slots=read.entries("new_slots", SlotInit.from_list),
+                new_slots=read.nested("new_slots", NewSlots.from_list),
                 cleared_slots=read.numbers("cleared_slots", "H"),
                 copy_block_ids=read.numbers("copy_block_ids", "i"),
                 swap_out_block_ids=read.numbers("swap_out_block_ids", "i"),

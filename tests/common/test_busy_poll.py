@@ -2,13 +2,25 @@
 
 import errno
 import os
+import sys
 import threading
 
 import pytest
 import zmq
 
 from common import busy_poll
-from common.busy_poll import AUTOMATIC, AUTOMATIC_MS, CONTESTED_S, LEAST_CPUS, PAUSE_S, BusyPoll, Errands, limit_s_for
+from common.busy_poll import (
+    AUTOMATIC,
+    AUTOMATIC_MS,
+    CONTESTED_S,
+    LEAST_CPUS,
+    LEAST_IO_CPUS,
+    PAUSE_S,
+    BusyPoll,
+    Errands,
+    is_io_kept_awake,
+    limit_s_for,
+)
 from common.sockets import new_context
 
 
@@ -134,6 +146,27 @@ def test_the_machine_decides_unless_the_option_does(monkeypatch, option_ms, devi
     monkeypatch.setattr(busy_poll, "has_gpu", lambda: gpu)
     monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert limit_s_for(option_ms, device) * 1000 == pytest.approx(wanted_ms)
+
+
+@pytest.mark.parametrize(
+    ("option", "option_ms", "device", "gpu", "cpus", "wanted"),
+    [
+        ("always", 5, "cpu", False, 1, True),
+        ("never", AUTOMATIC, "auto", True, 64, False),
+        ("auto", AUTOMATIC, "auto", True, LEAST_IO_CPUS, sys.platform == "linux"),
+        ("auto", AUTOMATIC, "auto", True, LEAST_IO_CPUS - 0.5, False),
+        ("auto", AUTOMATIC, "cpu", True, 64, False),
+        ("auto", AUTOMATIC, "auto", False, 64, False),
+        ("auto", 5, "auto", True, 64, False),
+        ("auto", 0, "auto", True, 64, False),
+    ],
+)
+def test_threads_of_sockets_stay_awake_where_there_are_processors_for_them(
+    monkeypatch, option, option_ms, device, gpu, cpus, wanted
+):
+    monkeypatch.setattr(busy_poll, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
+    assert is_io_kept_awake(option, option_ms, device) == wanted
 
 
 def test_a_process_without_file_descriptors_does_not_poll(monkeypatch):

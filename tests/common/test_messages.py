@@ -52,6 +52,8 @@ EXAMPLES = {
         m.AbortRequests(array("i", [1, 2])),
         m.AbortSamples(array("i", [1, 1]), array("B", [0, 3])),
         m.FlushCache(),
+        m.MoreFollows(),
+        m.MoreFollows(follows=False),
     ],
     m.decode_for_frontend: [
         m.EngineReady(max_model_len=64, max_num_seqs=4, block_size=16, block_count=8, vocab_size=100),
@@ -85,7 +87,7 @@ EXAMPLES = {
             chunk_samples=array("B", [1]),
             chunk_block_counts=array("i", [1]),
             block_ids=array("i", [8, 9]),
-            new_slots=(SLOT,),
+            new_slots=m.NewSlots.of(SLOT),
             cleared_slots=array("H", [2]),
             copy_block_ids=array("i", [1, 2]),
             mask_slots=array("H", [3]),
@@ -215,10 +217,66 @@ def test_hostile_bytes_raise_wire_errors(data):
     ids=min,
 )
 def test_a_single_special_wish_arrives_and_only_then_are_there_special_fields(values):
-    plain = m.SlotSampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, seed=9, end_token_ids=(1, 2))
-    assert plain.to_list()[-1] == [] and m.SlotSampling.from_list(plain.to_list()) == plain
+    plain = m.SlotSampling(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125, end_token_ids=(1, 2))
+    assert plain.is_plain and plain.to_list()[-1] == [] and m.SlotSampling.from_bytes(plain.packed) == plain
     special = replace(plain, **values)
-    assert len(special.to_list()[-1]) == 12 and m.SlotSampling.from_list(special.to_list()) == special
+    assert not special.is_plain and len(special.to_list()[-1]) == 12
+    assert m.SlotSampling.from_bytes(special.packed) == special
+
+
+def slot_init(slot: int, block_count: int, token_count: int, seed: int) -> m.SlotInit:
+    return m.SlotInit(
+        slot=slot, token_ids=array("i", range(token_count)), prompt_count=token_count, computed_count=token_count - 1,
+        block_ids=array("i", range(50, 50 + block_count)),
+        sampling=m.SlotSampling(temperature=0.5 + slot % 2, seed=seed),
+    )  # fmt: skip
+
+
+def test_new_slots_come_back_one_by_one_and_share_how_they_sample():
+    inits = [slot_init(0, 0, 1, 7), slot_init(3, 4, 9, 2**64 - 1), slot_init(6, 1, 2, 0)]
+    plan = m.decode_for_worker(m.StepPlan(step_id=1, new_slots=m.NewSlots.of(*inits)).to_wire())
+    assert [*plan.new_slots] == inits and len(plan.new_slots.samplings) == 2
+    assert plan.new_slots.slots == [0, 3, 6] and [*plan.new_slots.block_ids] == [50, 51, 52, 53, 50]
+
+
+def test_how_slots_sample_is_one_object_for_equal_bytes_unless_these_are_many():
+    few, many = m.SlotSampling(top_k=7), m.SlotSampling(allowed_token_ids=array("i", range(1000)))
+    assert m.SlotSampling.from_bytes(few.packed) is m.SlotSampling.from_bytes(few.packed)
+    assert m.SlotSampling.from_bytes(many.packed) is not m.SlotSampling.from_bytes(many.packed)
+
+
+GOOD_HEAD = (3, 1, 4, 2, 3, 0, 9)
+"""Slot 3: one block, four tokens of which two are computed and three the prompt's, the first sampling, seed 9."""
+
+
+@pytest.mark.parametrize(
+    ("head", "ids", "text"),
+    [
+        (GOOD_HEAD, 6, "6 ids, the slots' counts add up to 5"),
+        ((-1, *GOOD_HEAD[1:]), 5, "slot -1"),
+        ((65536, *GOOD_HEAD[1:]), 5, "slot 65536"),
+        ((3, -1, 6, *GOOD_HEAD[3:]), 5, "-1 blocks"),
+        ((3, 5, 0, *GOOD_HEAD[3:]), 5, "0 tokens with prompt_count 3 and computed_count 2"),
+        ((3, 1, 4, 4, 3, 0, 9), 5, "computed_count 4"),
+        ((3, 1, 4, -1, 3, 0, 9), 5, "computed_count -1"),
+        ((3, 1, 4, 2, 0, 0, 9), 5, "prompt_count 0"),
+        ((3, 1, 4, 2, 5, 0, 9), 5, "prompt_count 5"),
+        ((3, 1, 4, 2, 3, 1, 9), 5, "sampling 1"),
+        ((3, 1, 4, 2, 3, -1, 9), 5, "sampling -1"),
+    ],
+)
+def test_new_slots_that_cannot_be_are_refused(head, ids, text):
+    fields = [m.HEAD.pack(*head), bytes(4 * ids), [m.SlotSampling().packed]]
+    with pytest.raises(WireError, match=f"NewSlots: .*{text}"):
+        m.NewSlots.from_list(fields)
+    with pytest.raises(WireError, match="NewSlots: heads of 31 bytes, wanted 32"):
+        m.NewSlots.from_list([fields[0][:31], *fields[1:]])
+
+
+@pytest.mark.parametrize("sampling", [None, [], 7, b"", b"\xc1", b"\x90\x90", b"\x90", b"\x80"])
+def test_bytes_that_are_no_sampling_are_refused(sampling):
+    with pytest.raises(WireError):
+        m.SlotSampling.from_bytes(sampling)
 
 
 @pytest.mark.parametrize("special", [None, (), b"", {}, [0.0], [[]], 7])

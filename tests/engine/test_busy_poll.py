@@ -25,7 +25,7 @@ def for_ever(made: BusyPoll) -> BusyPoll:
     return busy
 
 
-@pytest.fixture(params=[False, True], ids=["", "with ZeroMQ's thread"])
+@pytest.fixture(params=["never", "always"], ids=["", "with ZeroMQ's thread"])
 def config(tmp_path, request) -> EngineConfig:
     return EngineConfig(server=ServerOptions(busy_poll_ms=7, busy_poll_io=request.param), run_dir=str(tmp_path))
 

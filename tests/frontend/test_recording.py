@@ -21,6 +21,7 @@ from common.wire import pack
 from frontend import recording
 from frontend.core import Core
 from frontend.engine import Engine
+from frontend.outbox import GROUP_SIZE
 from frontend.replay import main
 from frontend.tokenizer import Tokenizer
 from tests.support import tiny
@@ -92,6 +93,18 @@ def test_a_recording_goes_on_when_scheduler_and_worker_are_lost(config, capsys):
     running.close()
     summary = replayed(capsys, config.profiling.record)
     assert summary["different"] == 0 and summary["equal"] > 12
+
+
+def test_a_batch_that_went_ahead_in_parts_is_replayed(config, capsys):
+    """How many parts it had depended on when its requests came, which no recording tells."""
+    running = Recorded(config)
+    for _ in range(2 * GROUP_SIZE + 1):
+        running.core.gather()
+        running.submit()
+    running.core.send_gathered()
+    running.close()
+    summary = replayed(capsys, config.profiling.record)
+    assert (summary["different"], summary["equal"]) == (0, 2 * GROUP_SIZE + 1)
 
 
 def test_what_is_started_again_has_a_recording_of_its_own(config, capsys):

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
+from kernels import prefill_attention as kernel
 from kernels.prefill_attention import COUNTER_COUNT, flops, prefill_attention, prefill_attention_reference
 from kernels.prefill_plans import launch_plan, measured_tiles
 from tests.kernels.paged_batches import (
@@ -81,6 +83,56 @@ def check(batch: PagedBatch, *, plan_options: dict | None = None, scale: float =
 )
 def test_rows_of_any_length_match_the_reference(rows, place):
     check(make_batch(rows, *place, seed=len(rows)))
+
+
+EARLY_ROWS = [
+    [(33, 97), (1, 1), (2, 40), (64, 64)],
+    [(3, 3)] * 9,
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 20}, {"plan_options": {"one_loop": False}}], ids=str)
+@pytest.mark.parametrize("rows", EARLY_ROWS, ids=len)
+def test_rows_may_be_found_before_the_kernel_ahead_is_done(rows, options, place):
+    """To the bit as behind it, for tokens of no row as well."""
+    batch = make_batch(rows, *place, seed=len(rows), spare_tokens=5)
+    late, found = (
+        run(batch, **options | {"plan_options": SMALL_TILES | options.get("plan_options", {}) | {"early": early}})
+        for early in (0, 1)
+    )
+    assert torch.equal(late, found)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("rows", [*EARLY_ROWS, [(0, 0)]], ids=len)
+def test_every_program_waits_before_it_reads_what_the_kernel_ahead_writes(rows, early, monkeypatch):
+    """Until then there are no queries, keys and values, and it writes nothing. Those without work wait as well: who
+    waits for this kernel waits for those before it."""
+    skip_unless_here("cpu")
+    batch = make_batch(rows, "cpu", torch.float32, seed=3, spare_tokens=2)
+    want, late = run(batch), (batch.query, batch.key_cache, batch.value_cache)
+    written, output = [tensor.clone() for tensor in late], torch.full_like(batch.query, float("nan"))
+    before, waited = [], []
+
+    def begin(*index: int) -> None:
+        for tensor in late:
+            tensor.fill_(float("nan"))
+        before.append(output.clone())
+        set_index(*index)
+
+    def wait(_: object) -> None:
+        if len(waited) < len(before):
+            waited.append(torch.equal(output.nan_to_num(), before[-1].nan_to_num()))
+        for tensor, values in zip(late, written, strict=True):
+            tensor.copy_(values)
+
+    set_index = interpreter.interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter.interpreter_builder, "set_grid_idx", begin)
+    monkeypatch.setattr(kernel, "wait_for_inputs", wait)
+    plan = launch_plan(len(output), len(rows), 4, 2, 64, MULTIPROCESSORS, early=early, **SMALL_TILES)
+    counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32)
+    prefill_attention(output, *batch.prefill_inputs, counters, plan, scale=0.125)
+    assert torch.equal(output, want) and all(waited) and len(waited) == len(before) == plan.program_count
 
 
 def test_half_precision():

@@ -247,6 +247,19 @@ def test_equal_values_go_to_the_lowest_id():
     assert ids[:2] == [0, 17] and ids[2] >= 0
 
 
+@pytest.mark.parametrize("vocabulary", [64, 400])
+def test_both_zeros_are_kept_together(vocabulary):
+    """Few are compared as they are, many by their ordered bits, which differ between the two."""
+    settings = [{"top_p": 0.5}, {"top_k": vocabulary // 4}, {"top_k": vocabulary // 4, "top_p": 0.5}]
+    bench = Bench(8 * len(settings), vocabulary, vocabulary)
+    for row in range(bench.rows):
+        bench.set(row, seed=row, temperature=1.0, **settings[row % len(settings)])
+    logits = torch.zeros(bench.rows, vocabulary, device=DEVICE)
+    logits[:, 1::2] = -0.0
+    want = bench.want(logits)
+    assert bench.launch(logits) == want
+
+
 def test_rows_that_cannot_be_sampled_fail_alone():
     columns = CHUNK + 9
     logits = logits_of(6, columns)

@@ -21,7 +21,7 @@ class FrontendInMemory:
     def __init__(self, tokenizer: Tokenizer, log: LogOptions = LogOptions(), **server: object) -> None:  # noqa: B008
         self.sent: list = []
         config = EngineConfig(server=ServerOptions(**server), log=log)
-        self.engine = Engine(config, tokenizer, lambda data: self.sent.append(m.decode_for_scheduler(data)))
+        self.engine = Engine(config, tokenizer, lambda data, more=False: self.sent.append(m.decode_for_scheduler(data)))
         self.core = self.engine.core
         self.core.handle(LIMITS)
 

@@ -11,6 +11,7 @@ import transformers
 
 from common.config import StepLimits
 from common.messages import (
+    NewSlots,
     SlotInit,
     SlotSampling,
     StepPlan,
@@ -132,7 +133,7 @@ class PlanDriver:
             chunk_samples=array("B", [r.computed + count == len(r.tokens) for r, count in chunks]),
             chunk_block_counts=array("i", map(len, chunk_blocks)),
             block_ids=array("i", [block for blocks in decode_blocks + chunk_blocks for block in blocks]),
-            new_slots=tuple(self._init(request) for request, _ in chunks if not request.started),
+            new_slots=NewSlots.of(*(self._init(request) for request, _ in chunks if not request.started)),
             cleared_slots=array("H", cleared),
             mask_slots=array("H", [request.slot for request in masked]),
             masks=tuple(mask_of(masked_ids(len(request.tokens))) for request in masked),

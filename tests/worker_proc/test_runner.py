@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages import SlotInit, SlotSampling, StepPlan
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from worker_proc.cuda.attention import cuda_attention
 from worker_proc.cuda.plain_forward import PlainForward
 
@@ -228,7 +228,9 @@ def test_a_request_goes_on_from_moved_blocks(way, kernels, tiny_model, make_driv
         "chunk_slots": array("H", [request.slot]), "chunk_token_counts": array("i", [1]),
         "chunk_samples": array("B", [1]), "chunk_block_counts": array("i", [0]),
     }  # fmt: skip
-    resumed = StepPlan(step_id=110, new_slots=(init,), cleared_slots=array("H", [request.slot]), **pairs[-1], **chunk)
+    resumed = StepPlan(
+        step_id=110, new_slots=NewSlots.of(init), cleared_slots=array("H", [request.slot]), **pairs[-1], **chunk
+    )
     for plan in plans[:-1]:
         assert not driver._execute(plan).token_ids
     for cache in driver.cache.tensors():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages import SlotInit, SlotSampling, TokenLogprobs
+from common.messages import NewSlots, SlotInit, SlotSampling, TokenLogprobs
 from common.sampling_params import sample_seed
 from kernels.noise import noise_bits_reference
 from worker_proc.logit_rules import LogitRules
@@ -37,7 +37,7 @@ class Bench:
         )  # fmt: skip
         if self.mirror.sampling[slot] is not None:
             self.mirror.clear(slot)
-        self.mirror.start(init)
+        self.mirror.start(NewSlots.of(init))
         self.sampler.start(init)
         self.memory.token_ids[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.memory.known_lengths[slot] = len(tokens)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.messages import SlotInit, SlotSampling, StepPlan
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from kernels.step_inputs import step_inputs_reference
 from kernels.step_layout import PlanLayout, StepInputs
 from worker_proc.slots import SlotMemory, SlotMirror
@@ -86,13 +86,13 @@ def random_plan(rng: Random, step_id: int, slots: dict[int, NaiveSlot]) -> tuple
         chunk_samples=array("B", [slots[s].computed + n == len(slots[s].tokens) for s, n in rows[len(decodes) :]]),
         chunk_block_counts=array("i", block_counts[len(decodes) :]),
         block_ids=array("i", [block for blocks in appended for block in blocks]),
-        new_slots=tuple(
+        new_slots=NewSlots.of(*(
             SlotInit(
                 slot=slot, token_ids=array("i", slots[slot].tokens), prompt_count=length, computed_count=computed,
                 block_ids=array("i", blocks), sampling=SlotSampling(),
             )
             for slot, length, computed, blocks in new
-        ),
+        )),
         cleared_slots=array("H", cleared),
     )  # fmt: skip
     return plan, rows
@@ -168,21 +168,30 @@ def chunk(count: int, samples: int, blocks: int = 0, **fields) -> StepPlan:
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (chunk(6, 1, new_slots=(init(),)), "computes tokens up to 6 .* knows 5"),
-        (chunk(4, 1, new_slots=(init(),)), "samples: True"),
-        (chunk(5, 0, new_slots=(init(),)), "samples: False"),
-        (chunk(9, 1, new_slots=(init(count=9),)), "has blocks for 8"),
-        (chunk(0, 0, new_slots=(init(),)), "the chunk of slot 0 has 0 tokens"),
-        (chunk(5, 1, blocks=16, new_slots=(init(),), block_ids=array("i", range(16))), "gets 18 blocks, .* holds 17"),
-        (chunk(8, 1, new_slots=(init(count=68, computed=60, blocks=17),)), "samples beyond its last token place"),
-        (chunk(5, 1, new_slots=(init(), init())), "not free"),
+        (chunk(6, 1, new_slots=NewSlots.of(init())), "computes tokens up to 6 .* knows 5"),
+        (chunk(4, 1, new_slots=NewSlots.of(init())), "samples: True"),
+        (chunk(5, 0, new_slots=NewSlots.of(init())), "samples: False"),
+        (chunk(9, 1, new_slots=NewSlots.of(init(count=9))), "has blocks for 8"),
+        (chunk(0, 0, new_slots=NewSlots.of(init())), "the chunk of slot 0 has 0 tokens"),
+        (
+            chunk(5, 1, blocks=16, new_slots=NewSlots.of(init()), block_ids=array("i", range(16))),
+            "gets 18 blocks, .* holds 17",
+        ),
+        (
+            chunk(8, 1, new_slots=NewSlots.of(init(count=68, computed=60, blocks=17))),
+            "samples beyond its last token place",
+        ),
+        (chunk(5, 1, new_slots=NewSlots.of(init(), init())), "not free"),
         (chunk(5, 1), "slot 0 has a chunk, but it is free"),
         (StepPlan(step_id=1, decode_slots=array("H", [2])), "slot 2: computes tokens up to 1"),
-        (StepPlan(step_id=1, decode_slots=array("H", [0, 0]), new_slots=(init(count=1),)), "stands in two rows"),
+        (
+            StepPlan(step_id=1, decode_slots=array("H", [0, 0]), new_slots=NewSlots.of(init(count=1))),
+            "stands in two rows",
+        ),
         (StepPlan(step_id=1, cleared_slots=array("H", [2])), "slot 2 is cleared, but it is free"),
-        (StepPlan(step_id=1, new_slots=(init(slot=9),)), "slot 9 of 6"),
-        (chunk(5, 1, new_slots=(init(),), block_ids=array("i", range(65))), "step 1: 1 rows, 65 blocks"),
-        (chunk(65, 0, new_slots=(init(),)), "step 1 computes 65 tokens, more than 64"),
+        (StepPlan(step_id=1, new_slots=NewSlots.of(init(slot=9))), "slot 9 of 6"),
+        (chunk(5, 1, new_slots=NewSlots.of(init()), block_ids=array("i", range(65))), "step 1: 1 rows, 65 blocks"),
+        (chunk(65, 0, new_slots=NewSlots.of(init())), "step 1 computes 65 tokens, more than 64"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_slots_is_refused(plan, text):
@@ -190,9 +199,15 @@ def test_a_plan_that_does_not_fit_the_slots_is_refused(plan, text):
         Host(fill_on_cpu).run(plan, padding=0)
 
 
+@pytest.mark.parametrize(("count", "blocks", "text"), [(69, 2, "with 69 tokens"), (5, 18, "with 18 blocks")])
+def test_a_slot_that_starts_with_more_than_fits_is_refused(count, blocks, text):
+    with pytest.raises(AssertionError, match=text):
+        Host(fill_by_reference).run(StepPlan(step_id=1, new_slots=NewSlots.of(init(count=count, blocks=blocks))), 0)
+
+
 def test_a_step_without_blocks_appends_none_of_the_step_before():
     host = Host(fill_by_reference)
-    host.run(chunk(5, 1, blocks=1, new_slots=(init(blocks=1),), block_ids=array("i", [9])), padding=0)
+    host.run(chunk(5, 1, blocks=1, new_slots=NewSlots.of(init(blocks=1)), block_ids=array("i", [9])), padding=0)
     host.sampled(0, 7)
     host.run(StepPlan(step_id=2, decode_slots=array("H", [0])), padding=0)
     assert host.memory.block_tables[0, :4].tolist() == [0, 9, 0, 0]

@@ -151,10 +151,7 @@ class BlockSwap:
 
 def written_blocks(plan: StepPlan) -> set[int]:
     """The device blocks that a plan gives out: what its step writes for the first time is among them."""
-    given = {*plan.block_ids, *plan.copy_block_ids[1::2]}
-    for init in plan.new_slots:
-        given.update(init.block_ids)
-    return given
+    return {*plan.block_ids, *plan.copy_block_ids[1::2], *plan.new_slots.block_ids}
 
 
 def block_runs(blocks: Sequence[int]) -> list[tuple[int, int, int]]:

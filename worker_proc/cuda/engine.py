@@ -32,6 +32,9 @@ CAPTURE_SECONDS = 4.0
 """After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
 first used. A request that comes meanwhile waits up to 30 ms; a usual start-up is through after 2 s."""
 
+FIRST_CAPTURE_SECONDS = 0.5
+"""The same at a start that had to compile kernels, and has taken long enough."""
+
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
 
@@ -76,6 +79,7 @@ class CudaStart:
             )
             self._trial = Trial(self._forward, self._slots, limits, specs, vocabulary)
             self._needed = self._trial.needed_kernels()
+        self._compiler = compiler
         self._kernels = KernelsAhead(self._needed, compiler)
         self._kernels.begin()
 
@@ -103,7 +107,7 @@ class CudaStart:
         runner = CudaRunner(
             self._forward, cache, self._slots, limits, self._vocabulary, eager=config.worker.enforce_eager
         )
-        runner.warm_up(CAPTURE_SECONDS)
+        runner.warm_up(FIRST_CAPTURE_SECONDS if self._compiler.started else CAPTURE_SECONDS)
         torch.cuda.synchronize()
         logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
                     time.monotonic() - start)  # fmt: skip

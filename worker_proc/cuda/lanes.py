@@ -13,7 +13,7 @@ import torch
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.staging import StagedPlan, device_buffer
 from worker_proc.pending import Arrived
-from worker_proc.slots import IntArray
+from worker_proc.step_inputs import Numbers
 
 LANE_COUNT = 6
 LANE_TIMEOUT_S = 60.0
@@ -75,7 +75,7 @@ class Lanes:
         except queue.Empty:
             raise RuntimeError(f"no result was read for {LANE_TIMEOUT_S} s with {LANE_COUNT} steps in flight") from None
 
-    def read(self, lane: Lane, rows: IntArray, input_us: int) -> Arrived:
+    def read(self, lane: Lane, rows: Numbers, input_us: int) -> Arrived:
         """Wait for the lane's step, which sampled in `rows`, and give the lane back.
 
         `input_us` is what preparing it took on the host. Sampling is in the forward pass's graph, and so in its time.

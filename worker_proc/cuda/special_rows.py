@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.messages import SlotInit, SlotSampling
+from common.messages import NewSlots, SlotInit, SlotSampling
 from kernels.sampling_state import fill_counts
-from worker_proc.cuda.slots import DeviceSlots, KernelRules, has_rules, is_penalised
+from worker_proc.cuda.slot_records import KernelRules, has_rules, is_penalised
+from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.logprobs import LogprobTable, logprob_tensors
 from worker_proc.slots import known_ids
+from worker_proc.step_inputs import PackedStep
 from worker_proc.transfer import to_device, to_host
 
 
@@ -48,8 +50,13 @@ class SpecialRows:
         self._rules: dict[int, SlotRules] = {}
         self._special: set[int] = set()
 
-    def start(self, init: SlotInit) -> None:
-        """A slot gets a request, after its tokens have been written."""
+    def start(self, new: NewSlots) -> None:
+        """Slots get requests, after their tokens have been written."""
+        if self._special or not all(sampling.is_plain for sampling in new.samplings):
+            for init in new:
+                self._start(init)
+
+    def _start(self, init: SlotInit) -> None:
         slot, sampling = init.slot, init.sampling
         if is_penalised(sampling):
             tokens = self._slots.token_ids[slot, : len(init.token_ids)]
@@ -62,13 +69,13 @@ class SpecialRows:
         if rules is not None or sampling.logprobs >= 0:
             self._special.add(slot)
 
-    def any_of(self, slots: np.ndarray) -> bool:
-        """Whether one of these slots needs more than the kernel."""
-        return bool(self._special) and not self._special.isdisjoint(slots.tolist())
+    def any_of(self, packed: PackedStep) -> bool:
+        """Whether a row of this step needs more than the kernel."""
+        return bool(self._special) and any(slot in self._special for _, slot in packed.sampled_pairs())
 
-    def apply_rules(self, logits: torch.Tensor, rows: Sequence[int], slots: Sequence[int]) -> None:
-        """Change the logits [R, vocab] of the rows whose slots have rules, in place."""
-        for row, slot in zip(rows, slots, strict=True):
+    def apply_rules(self, logits: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """Change the logits [R, vocab] of these rows, whose slots may have rules, in place."""
+        for row, slot in pairs:
             rules = self._rules.get(slot)
             if rules is not None:
                 self._apply(rules, logits[row, : self._vocabulary], slot)

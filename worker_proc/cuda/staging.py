@@ -48,8 +48,7 @@ class StagedPlan:
         assert count <= WRITE_ROOM, f"{count} writes, there is room for {WRITE_ROOM}"
         self.words[WRITE_COUNT] = count
         if count:
-            both = self.words[plan_size : plan_size + 2 * count].reshape(2, count)
-            both[0], both[1] = writes.arrays()
+            writes.put(self.words[plan_size : plan_size + 2 * count])
         size = -(-(plan_size + 2 * count) // COPY_UNIT) * COPY_UNIT
         if size not in self._parts:
             self._parts[size] = self._target[:size], self._host[:size]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits
+from kernels.compile_process import CompileProcess
 from worker_proc.cuda import engine
 from worker_proc.cuda.buckets import start_buckets
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
@@ -51,8 +52,10 @@ def test_a_small_model_starts_and_every_bucket_runs(start):
     assert not runner.slots.known_lengths.any(), "warming up wrote to a slot"
 
 
-def test_what_start_up_leaves_is_prepared_one_by_one(start, monkeypatch):
-    monkeypatch.setattr(engine, "CAPTURE_SECONDS", 0.0)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_start_up_leaves_is_prepared_one_by_one(is_first, start, monkeypatch):
+    monkeypatch.setattr(engine, "FIRST_CAPTURE_SECONDS" if is_first else "CAPTURE_SECONDS", 0.0)
+    monkeypatch.setattr(CompileProcess, "started", is_first)
     runner, _ = start(cache=CacheOptions(num_kv_blocks=40))
     prepared = []
     monkeypatch.setattr(runner.program, "prepare", prepared.append)

@@ -1,19 +1,21 @@
 """What a plan changes in the slots' memory gets there: with the step, before it, or apart where it is too much."""
 
 from array import array
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import torch
 
-from common.messages import SlotInit, SlotSampling, StepPlan
-from kernels.sampling_state import SEED_HIGH, SEED_LOW
+from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
+from kernels.sampling_state import ALLOWED_ROW, BANNED_UNTIL, COUNT_ROW, SEED_HIGH, SEED_LOW
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import HEADER, PlanLayout
 from tests.kernels.closeness import DEVICE
 from worker_proc.cuda import runner as runner_module
-from worker_proc.cuda.slots import DeviceSlots, KernelRules, add_sampling
+from worker_proc.cuda.slot_records import KernelRules
+from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.cuda.staging import COPY_UNIT, StagedPlan, device_buffer, write_apart
 from worker_proc.slots import SlotMemory, StateWrites
 
@@ -77,11 +79,40 @@ def test_each_kind_of_rule_alone_goes_to_the_kernel(sampling, rules):
 @pytest.mark.parametrize("seed", [0, 7, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, 0x8000_0001_FFFF_FFFE])
 def test_a_seed_of_any_size_arrives_whole(seed):
     slots = DeviceSlots(2, 16, 4, 80, torch.device("cpu"))
-    writes = StateWrites(slots)
-    add_sampling(writes, plan_of(SlotSampling(seed=seed)).new_slots[0], 80)
+    writes = slots.writes_of(plan_of(SlotSampling(seed=seed)).new_slots)
     slots.apply(*map(torch.from_numpy, writes.arrays()))
     low, high = (int(slots.sampling.choices[1, column]) % 2**32 for column in (SEED_LOW, SEED_HIGH))
     assert low + (high << 32) == seed
+
+
+def test_a_least_length_of_output_that_no_output_can_have_counts_as_such():
+    slots = DeviceSlots(2, 16, 4, 80, torch.device("cpu"))
+    sampling = SlotSampling(min_output_count=2**31 - 1, end_token_ids=(3,))
+    slots.apply(*map(torch.from_numpy, slots.writes_of(plan_of(sampling).new_slots).arrays()))
+    assert int(slots.sampling.choices[1, BANNED_UNTIL]) > 10**9
+
+
+def test_each_of_several_new_slots_gets_what_it_gets_alone():
+    kinds = [
+        SlotSampling(seed=5, top_k=9), SlotSampling(seed=6, top_k=9), SlotSampling(masked=True, temperature=0.0),
+        SlotSampling(repetition_penalty=1.5, bias_token_ids=array("i", [5]), bias_values=array("f", [1.0])),
+        SlotSampling(end_token_ids=(2, 99), min_output_count=4, bad_token_ids=((5,), (6, 7))),
+        SlotSampling(allowed_token_ids=array("i", [3, 40]), presence_penalty=0.5, seed=2**64 - 1),
+    ]  # fmt: skip
+    inits = [
+        replace(next(iter(plan_of(kind).new_slots)), slot=slot, token_ids=array("i", range(4 + slot)))
+        for slot, kind in enumerate(kinds)
+    ]
+    together, alone = (DeviceSlots(6, 16, 4, 80, torch.device("cpu")) for _ in range(2))
+    together.apply(*map(torch.from_numpy, together.writes_of(NewSlots.of(*inits)).arrays()))
+    for init in inits:
+        alone.apply(*map(torch.from_numpy, alone.writes_of(NewSlots.of(init)).arrays()))
+    assert torch.equal(together.memory, alone.memory)
+    rows = together.sampling.choices
+    assert rows[:6, COUNT_ROW].tolist() == [-1, -1, -1, 3, -1, 5]
+    assert rows[:6, ALLOWED_ROW].tolist() == [-1, -1, 2, -1, -1, 5]
+    assert rows[:6, BANNED_UNTIL].tolist() == [4, 4, 4, 4, 8, 4]
+    assert together.known_lengths[:6].tolist() == [4, 5, 6, 7, 8, 9]
 
 
 def plan_of(sampling: SlotSampling, **rows) -> StepPlan:
@@ -90,7 +121,7 @@ def plan_of(sampling: SlotSampling, **rows) -> StepPlan:
         slot=1, token_ids=array("i", [5, 9, 77, 30]), prompt_count=4, computed_count=3, block_ids=array("i", [2]),
         sampling=sampling,
     )  # fmt: skip
-    return StepPlan(step_id=1, new_slots=(init,), **rows)
+    return StepPlan(step_id=1, new_slots=NewSlots.of(init), **rows)
 
 
 DECODE = {"decode_slots": array("H", [1])}
@@ -130,5 +161,5 @@ def test_a_new_slot_is_written_once_before_anything_reads_it(
     assert int(runner.slots.known_lengths[1]) == 5 and int(runner.slots.computed_lengths[1]) == 4
     if plan.masks:
         assert runner.slots.sampling.allowed[1].tolist() == [-1] * 5
-    if plan.new_slots[0].sampling is PENALISED:
+    if PENALISED in plan.new_slots.samplings:
         assert runner.slots.sampling.counts[1].count_nonzero() == 5, "of the prompt and the sampled token"

@@ -1,0 +1,141 @@
+"""Decides when the next step is planned: at once, or when more of the requests are here that are on their way.
+
+A batch of prompts takes longer to arrive than a short step takes to run. An idle worker gets its first step as soon as
+what has come makes a good one, and what follows is taken in while it computes. A batch that is smaller than that shares
+its first step. The rules:
+
+    worker      waits for more requests while                              but no longer than
+    idle        more of a batch follows, and the step would be small       FIRST_WAIT_S
+    has its     the step would not be full: prompts often come right       HOLD_S
+    first step  behind one another
+    has steps   more follows, and the step would not be full               LEAD_S before the worker has nothing to do
+
+No sockets; the clock is passed in. Called by the process's loop.
+"""
+
+from collections.abc import Callable
+
+from common.messages import ForScheduler, MoreFollows, StepPlan
+from scheduler_proc.core import SchedulerCore
+
+GOOD_STEP_TOKENS = 2048
+GOOD_STEP_REQUESTS = 64
+"""A step with so many prompt tokens, or of so many requests, is worth beginning with: a GPU computes it while
+as many again arrive."""
+FIRST_WAIT_S = 0.005
+"""From the last message on. The frontend says so when nothing follows after all, so this is for one that is stuck."""
+HOLD_S = 0.0005
+"""How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer in a
+poll that sleeps, which waits whole milliseconds). Prompts that arrive right behind the first one can then join the
+second step, instead of waiting until two decode steps of the first have run. The worker does not idle: a step with a
+prompt usually takes longer than this, and if it does not, its result ends the wait."""
+LEAD_S = 0.0015
+"""Before the worker has nothing to do, the next step has to be planned, sent and read."""
+REST_WAIT_S = 0.004
+"""What is known of steps is a mean of those so far: no step waits for longer after the one before it."""
+IDLE_INTAKE, BUSY_INTAKE = 256, 16
+"""Requests taken in before the loop looks after everything else: with an idle worker, and with one that computes."""
+
+
+class Pacing:
+    """When to plan.
+
+    Args:
+        core: whose steps.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, core: SchedulerCore, clock: Callable[[], float]) -> None:
+        self._core, self._state = core, core.state
+        self._clock = clock
+        self._is_promised = False  # the last message says that more follow
+        self._is_left = False  # the last intake was broken off
+        self._until_s = 0.0  # monotonic: until when the next step waits in any case; 0: it does not
+        self._wake_at_s = 0.0  # until when it waits now
+
+    # ---- what has happened
+
+    def note_message(self, message: ForScheduler) -> bool:
+        """A message has come from the frontend; whether it was meant for this object alone."""
+        is_hint = isinstance(message, MoreFollows)
+        self._is_promised = isinstance(message, MoreFollows) and message.follows
+        if not self._state.in_flight:
+            self._until_s = 0.0
+        return is_hint
+
+    def note_result(self) -> None:
+        """A step's result has come."""
+        self._until_s = 0.0
+
+    def note_plan(self, plan: StepPlan) -> None:
+        """A step has been planned and sent."""
+        is_first = len(self._state.in_flight) == 1
+        self._until_s = self._clock() + HOLD_S if is_first and plan.chunk_slots else 0.0
+
+    # ---- what to do
+
+    def intake_ends(self, count: int) -> bool:
+        """Whether to plan before any more is taken in than these `count` messages."""
+        if self._state.in_flight:
+            self._is_left = count >= BUSY_INTAKE
+        else:
+            self._is_left = count >= IDLE_INTAKE or self._is_good_step()
+        return self._is_left
+
+    def begin_intake(self) -> None:
+        """The frontend's messages are taken in next, as many as there are until `intake_ends`."""
+        self._is_left = False
+
+    def holds(self) -> bool:
+        """Whether the next step waits."""
+        self._wake_at_s = self._ends_s()
+        return self.is_holding
+
+    @property
+    def is_holding(self) -> bool:
+        """What `holds` said last."""
+        return self._wake_at_s > 0.0
+
+    def wait_s(self) -> float | None:
+        """Seconds until something is to be done here without another message; None if nothing is."""
+        if self._is_left:
+            return 0.0
+        return self._wake_at_s - self._clock() if self._wake_at_s else None
+
+    def _ends_s(self) -> float:
+        """Until when the next step waits; 0 if it does not."""
+        more_follows = self._is_promised or self._is_left
+        if not self._state.in_flight:
+            return self._first_ends_s(more_follows)
+        if self._fills(self._step_tokens()):
+            return 0.0
+        until_s = self._until_s
+        if more_follows and not self._state.prefilling:
+            until_s = max(until_s, self._last_moment_s())
+        return until_s if until_s and self._clock() < until_s else 0.0
+
+    def _first_ends_s(self, more_follows: bool) -> float:
+        """An idle worker waits for the rest of a batch; if that does not come in time, it goes without it."""
+        if not more_follows or self._is_good_step():
+            self._until_s = 0.0
+            return 0.0
+        now_s = self._clock()
+        self._until_s = self._until_s or now_s + FIRST_WAIT_S
+        if now_s >= self._until_s:
+            self._is_promised, self._until_s = False, 0.0
+        return self._until_s
+
+    def _last_moment_s(self) -> float:
+        """When the step after those in flight has to be planned."""
+        return min(self._core.busy_until_s() - LEAD_S, self._state.in_flight[-1].planned_at_s + REST_WAIT_S)
+
+    def _is_good_step(self) -> bool:
+        """Whether a step of what has come is worth beginning with."""
+        waiting = self._state.waiting
+        return waiting.request_count >= GOOD_STEP_REQUESTS or self._fills(min(GOOD_STEP_TOKENS, self._step_tokens()))
+
+    def _fills(self, token_count: int) -> bool:
+        return self._state.waiting.token_count >= token_count
+
+    def _step_tokens(self) -> int:
+        return self._state.step_time.chunk_budget(self._core.limits.max_num_batched_tokens, decodes=False)
