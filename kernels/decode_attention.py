@@ -116,9 +116,6 @@ class DecodePlan:
         max_registers: of a thread; None: as the compiler likes.
         workspace_floats, counter_count: elements of `partials` and `counters`.
         specialised: a Hopper kernel's.
-        queries_first, guess, one_exchange: of teams: queries and scales are loaded ahead of the first tiles; block ids
-            before lengths are known, as if all rows were as long; warps' sums are added up after one barrier.
-        stream: of teams: tiles are asked for without a gap between one (row, head) and the next.
     """
 
     program_count: int
@@ -134,10 +131,6 @@ class DecodePlan:
     workspace_floats: int
     counter_count: int
     specialised: bool = False
-    queries_first: bool = False
-    guess: bool = False
-    one_exchange: bool = False
-    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,17 +141,14 @@ class _Sizes:
     programs: int
     num_warps: int
     start_tiles: int = 1
-    num_stages: int = 3
-    ways: tuple[str, ...] = ()
-    """Of teams of so many warps: what `DecodePlan` names of queries_first, guess, one_exchange and stream."""
 
 
 _HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
 _HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
 _HOPPER_8_BITS_FEW = _Sizes(128, 2, 4, start_tiles=0)
 FEW_ROWS = 32
-"""Up to here teams of warps are faster over 8-bit caches: 32 x 1024 23.1 us instead of 25.6, 1 x 1024 7.7 instead of
-12.9; 64 x 1024 with 32 heads 42.8 instead of 42.6 (int8, NVIDIA H200, docs/log.md)."""
+"""Up to here teams of warps are taken over 8-bit caches: 32 x 1024 21.6 us instead of 25.6, 1 x 1024 7.7 instead of
+12.9 (int8, NVIDIA H200, docs/log.md)."""
 
 
 def _usual_sizes(max_rows: int, dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
@@ -204,8 +194,6 @@ def launch_plan(
     min_tiles: int = 1,
     start_tiles: int | None = None,
     num_warps: int | None = None,
-    num_stages: int | None = None,
-    **ways: bool,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
@@ -216,7 +204,6 @@ def launch_plan(
     wanted(query_heads // kv_heads <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", query_heads // kv_heads)
     dim_tile = triton.next_power_of_2(head_dim)
     sizes = _usual_sizes(max_rows, dim_tile, quantised, specialised)
-    usual_ways = dict.fromkeys(sizes.ways if num_warps in (None, sizes.num_warps) else (), True)
     program_count = multiprocessor_count * (programs_per_multiprocessor or sizes.programs)
     group_rows = SPECIALISED_GROUP if specialised else max(16, triton.next_power_of_2(query_heads // kv_heads))
     return DecodePlan(
@@ -228,12 +215,11 @@ def launch_plan(
         min_tiles=min_tiles,
         start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
         num_warps=num_warps or sizes.num_warps,
-        num_stages=num_stages or sizes.num_stages,
+        num_stages=3,
         max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,
-        **(usual_ways | ways),
     )
 
 
@@ -471,11 +457,6 @@ def decode_attention(
         from kernels import decode_attention_hopper, decode_attention_team
 
         kernel = decode_attention_hopper if plan.num_warps == 1 else decode_attention_team
-        if plan.stream:
-            from kernels import decode_attention_stream as kernel
-        elif plan.num_warps > 1:
-            guess = plan.guess and plan.queries_first and block_tables.shape[0] >= max_rows
-            options |= {"QUERIES_FIRST": plan.queries_first, "GUESS": guess, "ONE_EXCHANGE": plan.one_exchange}
         options |= {"STAGES": plan.num_stages, "HEADS": triton.next_power_of_2(shape.group)}
         kernel.launch(*tensors, *workspace, *numbers, plan=plan, **options)
         return
