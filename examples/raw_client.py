@@ -21,7 +21,7 @@ def main(endpoint: str, question: str) -> int:
         socket.set(zmq.LINGER, 0)
         socket.connect(endpoint)
 
-        socket.send(msgpack.packb([HELLO, 3, "raw client"]))
+        socket.send(msgpack.packb([HELLO, 4, "raw client"]))
         messages = [{"role": "user", "content": question}]
         params = {"max_tokens": 100, "temperature": 0.7}
         model_defaults, stream, priority, cache_salt, timeout_ms, add_special_tokens = True, True, 0, "", None, None

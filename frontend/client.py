@@ -100,7 +100,8 @@ class Client:
         self._is_io_kept_awake = busy_poll.is_io_kept_awake(busy_poll_io, busy_poll_ms)
         self._connect()
         self._give_up_at_s = 0.0
-        self._gathers = self._has_begun = self._closed = False
+        self._gathers = self._closed = False
+        self._sent_count = 0  # how often messages that gathered were sent, since they do
         self._gathered: list[Gathered] = []
         self._in_use = OneThread()
         try:
@@ -382,7 +383,7 @@ class Client:
     def _together(self) -> Iterator[None]:
         """A context in which messages are sent several at once, the last ones at its end."""
         with self._in_use:
-            self._gathers, self._has_begun = True, False
+            self._gathers, self._sent_count = True, 0
             try:
                 yield
                 self._send_gathered()
@@ -392,32 +393,33 @@ class Client:
                 self._gathered = []
 
     def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
-        data = client_requests.encoded(message)
-        if self._closed:
-            raise EngineDeadError("this client is closed")
         with self._in_use:
+            if client_requests.is_enough([data for data, _, _ in self._gathered], self._sent_count):
+                self._send_gathered(more_follows=True)
+            data = client_requests.encoded(message)
+            if self._closed:
+                raise EngineDeadError("this client is closed")
             self._gathered.append((data, message, inbox))
-            messages = [data for data, _, _ in self._gathered]
-            if not self._gathers or client_requests.is_enough(messages, is_first=not self._has_begun):
+            if not self._gathers:
                 self._send_gathered()
-                self._has_begun = True
 
-    def _send_gathered(self) -> None:
+    def _send_gathered(self, *, more_follows: bool = False) -> None:
         if not self._gathered:
             return
         gathered, self._gathered = self._gathered, []
+        self._sent_count += 1
         try:
             self._await_connection()
-            self._send_together(gathered)
+            self._send_together(gathered, more_follows=more_follows)
         except BaseException:
             self._forget_unsent(gathered)
             raise
 
-    def _send_together(self, gathered: Sequence[Gathered]) -> None:
+    def _send_together(self, gathered: Sequence[Gathered], *, more_follows: bool) -> None:
         """Send them as one message. There is no high-water mark: it never waits."""
-        *others, (last, _, _) = gathered
+        *others, last = [data for data, _, _ in gathered] + [wire.MORE_FOLLOWS] * more_follows
         try:
-            for data, _, _ in others:
+            for data in others:
                 self._socket.send(data, MORE)
             self._socket.send(last, NO_WAIT)
             self._busy.note()

@@ -18,6 +18,9 @@ BATCH_SAMPLES = 2048
 
 TOGETHER_BYTES = 1 << 14
 """Of messages that are sent at once: four thousand token ids keep an engine busy while more are being written."""
+GROWTH = 2
+"""A batch begins with a quarter of that and of FRAMES_LIMIT, then half: the engine has nothing to do until the
+first come, and while it reads them, twice as many can be written."""
 
 Params = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters: complete, or only some by name (the model's own defaults fill in the rest), or none."""
@@ -135,15 +138,15 @@ def encoded(message: wire.FromClient) -> bytes:
     return data
 
 
-def is_enough(messages: Sequence[bytes], *, is_first: bool) -> bool:
+def is_enough(messages: Sequence[bytes], sent_count: int) -> bool:
     """Whether these messages should not wait for more that could be sent with them.
 
     Args:
-        messages: what has gathered since anything was sent.
-        is_first: nothing of the batch has been sent yet; the engine has nothing to do until then, so half is enough.
+        messages: what has gathered.
+        sent_count: how often messages of the same batch were sent before.
     """
-    share = 2 if is_first else 1
-    return len(messages) >= wire.FRAMES_LIMIT // share or sum(map(len, messages)) >= TOGETHER_BYTES // share
+    shift = max(0, GROWTH - sent_count)
+    return len(messages) >= wire.FRAMES_LIMIT >> shift or sum(map(len, messages)) >= TOGETHER_BYTES >> shift
 
 
 # -- calls: one message, one reply -------------------------------------------------------------------------------------

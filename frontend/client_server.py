@@ -67,7 +67,7 @@ class ClientServer:
         self.touched: dict[bytes, ClientRecord] = {}
         self._engine = engine
         self._is_known = asyncio.Event()
-        self._is_silent = False
+        self._is_silent = self._more_follows = False
         self._taking_up = asyncio.Lock()
         self._socket = socket
         self._clients: dict[bytes, ClientRecord] = {}
@@ -87,7 +87,7 @@ class ClientServer:
         """Send what has gathered since the last flush, to the scheduler and to clients. Never blocks."""
         if not self._is_known.is_set() and self._engine.limits is not None:
             self._is_known.set()
-        self._engine.core.send_gathered()
+        self._engine.core.send_gathered(more_follows=self._more_follows)
         while self.touched:
             _, client = self.touched.popitem()
             for message in client.messages():
@@ -166,7 +166,7 @@ class ClientServer:
         key = key_of(frames[-1])
         if key and self._access is not None:
             if not self._access.allows(key):
-                for data in parts[: wire.FRAMES_LIMIT]:
+                for data in filter(None, parts[: wire.FRAMES_LIMIT]):
                     self._refuse(self._record_of(identity), wire.request_id_of(data), _revoked())
                 return
             self._record_of(identity).public_key = key
@@ -203,8 +203,11 @@ class ClientServer:
         return client
 
     def on_frames(self, frames: list[bytes]) -> None:
-        """Handle what came at once: its sender's identity, then one message in each frame."""
+        """Handle what came at once: its sender's identity, then one message in each frame, and maybe MORE_FOLLOWS."""
         identity, *parts = frames
+        if more_follows := len(parts) > 1 and parts[-1] == wire.MORE_FOLLOWS:
+            parts.pop()
+        self._more_follows = more_follows
         client = self._record_of(identity)
         client.touch()
         if 0 < len(parts) <= wire.FRAMES_LIMIT:

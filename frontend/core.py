@@ -202,8 +202,9 @@ class Core:
         next message from the scheduler; what has gathered before may go ahead."""
         self._outbox.gather()
 
-    def send_gathered(self) -> None:
-        """Send the requests that have gathered."""
+    def send_gathered(self, *, more_follows: bool = False) -> None:
+        """Send the requests that have gathered; `more_follows` says that others are on their way."""
+        self._outbox.more_follows = more_follows
         self._outbox.flush()
 
     def abort(self, request_id: int) -> None:

@@ -25,10 +25,11 @@ class Outbox:
 
     Attributes:
         suspended: there is no scheduler; nothing is sent.
+        more_follows: what gathers is not all of what its senders send.
     """
 
     def __init__(self, send: Callable[..., object], clock: Callable[[], float]) -> None:
-        self.suspended = False
+        self.suspended = self.more_follows = False
         self._gathers = self._has_promised = False
         self._send = send
         self._clock = clock
@@ -92,10 +93,12 @@ class Outbox:
     def flush(self) -> None:
         """Send the gathered requests, then the collected aborts, which may be theirs."""
         if self._gathered:
-            self._send_together(self._gathered)
-        elif self._has_promised:
+            self._send_together(self._gathered + [MORE_FOLLOWS] * self.more_follows)
+            self._has_promised = self.more_follows
+        elif self._has_promised and not self.more_follows:
             self._send(NONE_FOLLOWS)
-        self._gathers = self._has_promised = False
+            self._has_promised = False
+        self._gathers = False
         ids, samples = self._abort_ids, self._abort_samples
         if not (ids or samples):
             return

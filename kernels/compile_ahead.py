@@ -12,7 +12,7 @@ start.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,34 +78,44 @@ class KernelsAhead:
             there one after the other, and it is started for the rest once one is missing.
     """
 
-    def __init__(self, needed: list[NeededKernel], compiler: CompileProcess) -> None:
-        self._left = largest_first(needed)
+    def __init__(self, compiler: CompileProcess) -> None:
         self._compiler = compiler
+        self._ordered: list[NeededKernel] = []
+        self._signatures: set[str] = set()
 
-    def begin(self) -> None:
-        """Load what is on disk, or order all that may be missing: the largest first, since they take longest."""
-        while self._left and not self._compiler.started:
-            if not self._left.pop().load() and self._left:
+    def begin_early(self, needed: Callable[[], list[NeededKernel]]) -> None:
+        """Before it is known what `begin` will be given: order some of it, if none is expected on disk."""
+        if self._compiler.started:
+            self._order(largest_first(needed()))
+
+    def begin(self, needed: list[NeededKernel]) -> None:
+        """Load what is on disk, or order all that may be missing: the largest first, since they take longest. Once."""
+        left = largest_first([kernel for kernel in needed if kernel not in self._ordered])
+        while left and not self._compiler.started:
+            if not left.pop().load() and left:
                 self._compiler.start()
-        if self._left:
-            self._compiler.order(_jobs(self._left))
+        self._order(left)
 
     def finish(self) -> None:
         """Load each ordered kernel once it is compiled; one that never was is compiled here, which says why."""
-        left = dict(enumerate(self._left))
-        for number in self._compiler.finished(len(left)):
+        left = dict(enumerate(self._ordered))
+        for number in self._compiler.finished():
             left.pop(number).load()
         for kernel in left.values():
             kernel.load()
-        self._left = []
+
+    def _order(self, kernels: list[NeededKernel]) -> None:
+        if kernels:
+            self._ordered += kernels
+            self._compiler.order(_jobs(kernels, self._signatures))
 
 
 def compile_all(needed: list[NeededKernel], processes: int) -> None:
     """Make what was noted ready, so many at a time where they are not on disk."""
     compiler = CompileProcess(processes)
     try:
-        ahead = KernelsAhead(needed, compiler)
-        ahead.begin()
+        ahead = KernelsAhead(compiler)
+        ahead.begin(needed)
         ahead.finish()
     finally:
         compiler.close()
@@ -152,9 +162,10 @@ def code_size(function: Any) -> int:
     return sum(len(part.fn.__code__.co_code) for part in parts_of(function))
 
 
-def _jobs(needed: list[NeededKernel]) -> list[Job]:
-    """Kernels that take the same types of arguments share the C function that passes them on: one job builds it."""
-    found, signatures, jobs = driver.active.get_current_target(), set(), []
+def _jobs(needed: list[NeededKernel], signatures: set[str]) -> list[Job]:
+    """Kernels that take the same types of arguments share the C function that passes them on: one job builds it, if it
+    is not among those ordered before, to which these are added."""
+    found, jobs = driver.active.get_current_target(), []
     target = (found.backend, found.arch, found.warp_size)
     for kernel in needed:
         function, signature = kernel.function.fn, json.dumps(json.loads(kernel.specialization).get("signature"))

@@ -3,11 +3,12 @@
 Half of Triton's compiler is Python, so threads would wait for the interpreter's lock, and a process for each core would
 import torch again each time, which takes as long as the longest compilation. So one process, started as
 `python -m kernels.compile_process WIDTH`, imports once what kernels need and forks for each kernel, WIDTH of them at a
-time. The compiled kernels are left in Triton's folder on disk.
+time for each order. The compiled kernels are left in Triton's folder on disk.
 
     parent                                        process
-    [job, job, ...] as a line of JSON      ->     compiles in this order
-                                           <-     a line for each job that has ended: its number in the list
+    [job, job, ...] as a line of JSON      ->     compiles in this order, beside earlier orders
+                                           <-     a line for each job that has ended: its number, counted from the
+                                                  first order's first job
 
 Importing this module takes neither torch nor Triton: a worker starts the process before it imports them itself. The
 process ends when its input does; on Linux also at once when its parent dies, and with it what it has forked. Called by
@@ -70,6 +71,7 @@ class CompileProcess:
         self._width = width
         self._process: subprocess.Popen[str] | None = None
         self._writer: threading.Thread | None = None
+        self._ordered = 0
 
     @property
     def started(self) -> bool:
@@ -94,16 +96,19 @@ class CompileProcess:
         """Have these compiled, the first ones first; returns at once."""
         self.start()
         if self._process is not None:
-            arguments = (self._process.stdin, json.dumps([asdict(job) for job in jobs]) + "\n")
+            numbered = list(enumerate(map(asdict, jobs), self._ordered))
+            self._ordered += len(numbered)
+            arguments = (self._process.stdin, json.dumps(numbered) + "\n", self._writer)
             self._writer = threading.Thread(target=_write, args=arguments, name="compile-order", daemon=True)
             self._writer.start()
 
-    def finished(self, count: int) -> Iterator[int]:
-        """The numbers of the jobs of the last order, of which there were `count`, as they end; waits for them."""
-        for ended in range(count if self._process is not None else 0):
+    def finished(self) -> Iterator[int]:
+        """The numbers of all jobs as they end, counted from the first order's first; waits for them. Once."""
+        for ended in range(self._ordered if self._process is not None else 0):
             line = self._process.stdout.readline()
             if not line:
-                logger.warning("the process that compiles kernels ahead was lost, with %d kernels left", count - ended)
+                left = self._ordered - ended
+                logger.warning("the process that compiles kernels ahead was lost, with %d kernels left", left)
                 return
             yield int(line)
 
@@ -121,8 +126,11 @@ class CompileProcess:
         self._process = None
 
 
-def _write(pipe: IO[str], line: str) -> None:
-    """In a thread, since a process that still imports does not read, and a pipe holds less than a usual order."""
+def _write(pipe: IO[str], line: str, before: threading.Thread | None) -> None:
+    """In a thread, since a process that still imports does not read, and a pipe holds less than a usual order; behind
+    the thread that writes the order before."""
+    if before is not None:
+        before.join()
     try:
         pipe.write(line)
         pipe.flush()
@@ -140,8 +148,24 @@ def main() -> None:
     _import_kernels()
     os.waitpid(utilities, 0)
     for line in sys.stdin:
-        for number in _compile_all([Job(**job) for job in json.loads(line)], width, parent):
-            print(number, file=answers)
+        _carry_out({number: Job(**job) for number, job in json.loads(line)}, width, answers)
+    with contextlib.suppress(ChildProcessError):
+        while os.wait():
+            pass
+
+
+def _carry_out(order: dict[int, Job], width: int, answers: IO[str]) -> None:
+    """Fork for an order, so that the next one need not wait for its end."""
+    forking = os.getpid()
+    if os.fork():
+        return
+    try:
+        _end_with(forking)
+        numbers = list(order)
+        for index in _compile_all(list(order.values()), width, forking):
+            print(numbers[index], file=answers)
+    finally:
+        os._exit(0)
 
 
 def _fork_utilities() -> int:

@@ -85,14 +85,10 @@ def _prefill_kernel(
     QUANTISED: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_DECODE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
-    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, ONE_LOOP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROWS_TILE: tl.constexpr, TOKEN_TILE: tl.constexpr, ONE_LOOP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    if EARLY == 0:
-        wait_for_inputs(PDL)
-    if EARLY != 1:
-        let_next_start(PDL)
 
     # 1. Count the tiles of every row.
     rows = tl.arange(0, ROWS_TILE)
@@ -105,10 +101,8 @@ def _prefill_kernel(
     query_counts = tl.load(starts_ptr + rows + 1, mask=is_row, other=0)
     query_counts -= tl.load(starts_ptr + rows, mask=is_row, other=0)
     is_owned = (slots >= 0) & (lengths > 0)
-    has_unowned = True
-    if EARLY > 0:
-        unowned = tl.max(tl.where(is_owned, 0, query_counts))
-        has_unowned = (unowned > 0) | (tl.load(starts_ptr + max_rows) < token_count)
+    unowned = tl.max(tl.where(is_owned, 0, query_counts))
+    has_unowned = (unowned > 0) | (tl.load(starts_ptr + max_rows) < token_count)
     query_counts = tl.where(is_owned, query_counts, 0)  # edge: padding rows have no tiles
     ends = tl.cumsum(tl.cdiv(query_counts, QUERY_TILE), axis=0)
     total = tl.max(ends) * KV_HEADS
@@ -151,11 +145,10 @@ def _prefill_kernel(
         elif ONE_LOOP:
             full_end = 0
         first_blocks = None
-        if EARLY > 0:
+        if ONE_LOOP:
             first_blocks = _blocks_of(table_ptr, full_end, key_end, KEY_TILE, BLOCK_SIZE)
-            wait_for_inputs(PDL)
-            if EARLY == 1:
-                let_next_start(PDL)
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
 
         query = tl.load(query_places, mask=is_query[:, None] & is_dim[None, :], other=0.0)
         positions = first_position + token_in_tile
@@ -195,8 +188,8 @@ def _prefill_kernel(
             work = programs + tl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
 
     # 6. The last program to finish puts the counters back to zero.
-    if EARLY > 0:
-        wait_for_inputs(PDL)  # programs without a tile
+    wait_for_inputs(PDL)  # also a program without a tile: who waits for this kernel waits for those before it
+    let_next_start(PDL)
     if total > programs:
         finished = tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
         if finished == programs - 1:
@@ -380,7 +373,6 @@ def prefill_attention(
         BLOCK_SIZE=shape.block_size, WINDOW=sliding_window, HAS_SOFT_CAP=soft_cap > 0,
         HAS_DECODE_ROWS=decode_row_count is not None, TILE_ROWS=plan.tile_rows, QUERY_TILE=plan.query_tile,
         KEY_TILE=plan.key_tile, DIM_TILE=plan.dim_tile, ROWS_TILE=plan.rows_tile,
-        TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim), ONE_LOOP=plan.one_loop, EARLY=plan.early,
-        PDL=early,
+        TOKEN_TILE=triton.next_power_of_2(shape.query_heads * shape.head_dim), ONE_LOOP=plan.one_loop, PDL=early,
         num_warps=plan.num_warps, num_stages=plan.num_stages, **compile_options(plan.max_registers, early),
     )  # fmt: skip

@@ -21,6 +21,10 @@ SPECIALISED_ROW_TOKENS = 64
 """Query tokens of a bucket from which on the Hopper kernel is faster, twice as many where a row has no more than these:
 `is_specialised_size`."""
 
+SHORT_TOKENS, SHORT_ROWS = 128, 64
+"""Query tokens and rows of a bucket up to which the plain kernel has more, smaller tiles of queries that see all keys
+of such a prompt at once."""
+
 LARGE_TOKENS = 4096
 """Query tokens of a bucket from which on the plain kernel takes its larger tiles: `measured_tiles`."""
 
@@ -70,8 +74,6 @@ class PrefillPlan:
         key_tile: keys of a tile.
         dim_tile, rows_tile: powers of two that hold head_dim and the bucket's rows.
         num_warps, num_stages, max_registers, one_loop: as `Tiles`.
-        early: of the plain kernel under early launch: 0: it waits for the kernel ahead before all else; 1: it finds its
-            rows and the blocks of its first tile before; 2: and lets the next kernel start before.
     """
 
     program_count: int
@@ -88,7 +90,6 @@ class PrefillPlan:
     one_loop: bool
     overlap: bool
     fresh: bool
-    early: int
 
 
 def can_specialise(
@@ -129,7 +130,6 @@ def launch_plan(
     one_loop: bool | None = None,
     overlap: bool | None = None,
     fresh: bool | None = None,
-    early: int = 0,
 ) -> PrefillPlan:
     """The launch for a bucket of `token_count` query tokens in `max_rows` rows.
 
@@ -141,15 +141,15 @@ def launch_plan(
     kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit caches, which
     take 8 to 18 % longer without; over a plain one it makes less than 2 % either way (attention_plans.jsonl, commit
     a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values, which it need not convert;
-    over 8-bit caches it is. `early` as in `PrefillPlan`.
+    over 8-bit caches it is.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
     dim_tile = triton.next_power_of_2(head_dim)
-    chosen = HOPPER_TILES if specialised else measured_tiles(token_count, dim_tile)
+    chosen = HOPPER_TILES if specialised else measured_tiles(token_count, max_rows, dim_tile)
     if not specialised and chosen.shared_bytes(dim_tile, element_bytes) > shared_bytes:
-        chosen = measured_tiles(1, dim_tile)
+        chosen = measured_tiles(SHORT_TOKENS + 1, max_rows, dim_tile)
     if quantised:  # not yet measured; a limit that costs bf16 little makes these spill 700 bytes a thread
         chosen = replace(chosen, max_registers=None)
     tile_rows = max(tile_rows or chosen.tile_rows, triton.next_power_of_2(group))
@@ -171,12 +171,13 @@ def launch_plan(
         one_loop=chosen.one_loop if one_loop is None else one_loop,
         overlap=quantised if overlap is None else overlap,
         fresh=specialised and quantised if fresh is None else fresh,
-        early=early,
     )
 
 
-def measured_tiles(token_count: int, dim_tile: int) -> Tiles:
-    """The plain kernel's tiles: the best of a sweep on an NVIDIA H200 at 8x32 to 1x16384 tokens, group 2, bf16."""
+def measured_tiles(token_count: int, max_rows: int, dim_tile: int) -> Tiles:
+    """The plain kernel's tiles: the best of a sweep on an NVIDIA H200 at 1x128 to 1x16384 tokens, group 2, bf16."""
+    if token_count <= SHORT_TOKENS and max_rows <= SHORT_ROWS and dim_tile == 128:
+        return Tiles(tile_rows=32, key_tile=128, num_warps=4, num_stages=2, one_loop=True)
     if token_count < LARGE_TOKENS:
         return Tiles(tile_rows=64, key_tile=64 if dim_tile <= 128 else 32, num_warps=4, num_stages=2, one_loop=True)
     if dim_tile == 64:

@@ -29,6 +29,21 @@ _NUMBER_COUNT, _CHOICE_COUNT = tl.constexpr(columns.NUMBER_COUNT), tl.constexpr(
 _WORD_STRIDE = tl.constexpr(columns.BAD_WORD_TOKENS + 1)
 NO_ID = tl.constexpr(0x7FFFFFFF)
 """Beside values that are no candidate's: above every id, so that the lowest id among equals is never this."""
+LOWEST = tl.constexpr(-0x7F800001)
+"""`order_bits` of -inf."""
+
+
+@triton.jit
+def order_bits(x):
+    """An int32 that orders as the float32 does; both zeros have one. A warp finds the largest in one instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def from_order_bits(bits):
+    """The float32 whose order bits these are."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -180,36 +195,47 @@ def noisy_scores(x, token_id, slot, known, settings):
 @triton.jit
 def logits_at(token_id, inside, here):
     """What is sampled from, at some ids of the row; -inf where not `inside`."""
-    row, slot, known, logits, logits_stride, settings, _ = here
-    x = tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    return _from_raw(_raw_at(token_id, inside, here), token_id, inside, here)
+
+
+@triton.jit
+def _raw_at(token_id, inside, here):
+    row, _, _, logits, logits_stride, _, _ = here
+    return tl.load(logits + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _from_raw(x, token_id, inside, here):
+    _, slot, known, _, _, settings, _ = here
     if has_adjustments(slot, settings):
         x = adjusted(x, token_id, inside, slot, known, settings)
     return at_temperature(x, temperature_factor(slot, settings))
 
 
 @triton.jit
-def best_by_bounds(bounds, here, VOCABULARY, PIECE: tl.constexpr, PIECE_TILE: tl.constexpr):
+def best_by_bounds(bounds, bound, here, VOCABULARY, PIECE: tl.constexpr, PIECE_TILE: tl.constexpr):
     """The id with the best score of a row that keeps the whole vocabulary, the lowest among equals.
 
-    bounds: [PIECE_TILE], what no score of each piece exceeds. Pieces are looked at in the order of their bounds until
-    none that is left can win, which is nearly always so after the first.
+    bounds: [PIECE_TILE], order bits of what no score of each piece exceeds; `bound` is their maximum. Pieces are looked
+    at in the order of their bounds until none that is left can win, which is nearly always so after the first.
     """
     _, slot, known, _, _, settings, _ = here
     piece = tl.arange(0, PIECE_TILE)
     best_id = NO_ID
-    best = float("-inf")
-    bound = tl.max(bounds, axis=0)
-    while (bound >= best) & (bound > float("-inf")):
+    best = LOWEST
+    while (bound >= best) & (bound > LOWEST):
         place = tl.min(tl.where(bounds == bound, piece, PIECE_TILE), axis=0)
         token_id = place * PIECE + tl.arange(0, PIECE)
-        x = logits_at(token_id, token_id < VOCABULARY, here)
-        x = noisy_scores(x, token_id, slot, known, settings)
-        score = tl.max(x, axis=0)
-        score_id = tl.min(tl.where(x == score, token_id, NO_ID), axis=0)
+        inside = token_id < VOCABULARY
+        x = _raw_at(token_id, inside, here)
+        bounds = tl.where(piece == place, LOWEST, bounds)
+        next_bound = tl.max(bounds, axis=0)  # while the logits are on their way
+        scores = order_bits(noisy_scores(_from_raw(x, token_id, inside, here), token_id, slot, known, settings))
+        score = tl.max(scores, axis=0)
+        score_id = tl.min(tl.where(scores == score, token_id, NO_ID), axis=0)
         better = (score > best) | ((score == best) & (score_id < best_id))
         best_id = tl.where(better, score_id, best_id)
         best = tl.maximum(best, score)
-        bounds = tl.where(piece == place, float("-inf"), bounds)
         # A score that reaches its bound can only be equalled, and by higher ids.
-        bound = tl.where(score == bound, float("-inf"), tl.max(bounds, axis=0))
+        bound = tl.where(score == bound, LOWEST, next_bound)
     return best_id

@@ -73,10 +73,12 @@ from kernels.row_scores import (
     at_temperature,
     best_by_bounds,
     count_place,
+    from_order_bits,
     has_adjustments,
     is_sampled,
     is_truncated,
     logprob_count,
+    order_bits,
     row_keys,
     temperature_factor,
 )
@@ -339,22 +341,25 @@ def _choose_kernel(
     PIECES: tl.constexpr = CHUNK // PIECE
     wait_for_inputs(PDL)
     slot = tl.load(row_slots + row).to(tl.int64)
+    piece = tl.arange(0, PIECE_TILE)
+    in_row = piece < CHUNKS * PIECES
+    maxima = tl.load(work[PIECE_MAXIMA] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
     if (slot < 0) | (tl.load(sample_rows + row) < 0):
         if gatherer == 0:
             tl.store(out_ids + row, _NO_SAMPLE)
     else:
         known = tl.load(known_lengths + slot)
-        piece = tl.arange(0, PIECE_TILE)
-        in_row = piece < CHUNKS * PIECES
-        maxima = tl.load(work[PIECE_MAXIMA] + row * CHUNKS * PIECES + piece, mask=in_row, other=float("-inf"))
-        top = tl.max(maxima, axis=0)
+        truncated = is_truncated(slot, settings, VOCABULARY)  # read before the threads wait for one another
+        bounds = order_bits(maxima)
+        top_bits = tl.max(bounds, axis=0)
+        top = from_order_bits(top_bits)
         valid = (top > float("-inf")) & (top < float("inf"))
         mine = gatherer == 0
         chosen = 0
         here = (row, slot, known, logits, logits_stride, settings, work)
         # 2. Without truncation: look where the best can be. Otherwise gather; the last program to finish chooses.
         if valid:
-            if is_truncated(slot, settings, VOCABULARY):
+            if truncated:
                 chunk = tl.arange(0, CHUNK_TILE)
                 chunk_maxima = tl.max(tl.reshape(maxima, (CHUNK_TILE, PIECES)), axis=1)
                 sums = tl.load(work[CHUNK_SUMS] + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
@@ -375,7 +380,7 @@ def _choose_kernel(
                     tl.store(work[TICKETS] + row * 2, 0)
                     tl.store(work[TICKETS] + row * 2 + 1, 0)
             elif mine:
-                chosen = best_by_bounds(maxima, here, VOCABULARY, PIECE, PIECE_TILE)
+                chosen = best_by_bounds(bounds, top_bits, here, VOCABULARY, PIECE, PIECE_TILE)
         # 3. Report, and feed the next step.
         if mine:
             tl.store(out_ids + row, tl.where(valid, chosen, _FAILED))

@@ -53,6 +53,15 @@ class PlanLayout:
         return slice(self.append_starts.stop, self.append_starts.stop + self.blocks)
 
     @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where these parts start, in this order."""
+        parts = (
+            self.row_slots, self.token_counts, self.query_starts, self.first_blocks, self.append_starts,
+            self.appended_ids,
+        )  # fmt: skip
+        return tuple(part.start for part in parts)
+
+    @cached_property
     def size(self) -> int:
         """Elements of the whole buffer."""
         return self.appended_ids.stop

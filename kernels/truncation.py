@@ -16,7 +16,16 @@ Sources: 1. M. Herf, "Radix Tricks", 2001 (floats as integers of the same order)
 import triton
 import triton.language as tl
 
-from kernels.row_scores import NO_ID, logits_at, min_p_of, noisy_scores, top_k_of, top_p_of
+from kernels.row_scores import (
+    NO_ID,
+    from_order_bits,
+    logits_at,
+    min_p_of,
+    noisy_scores,
+    order_bits,
+    top_k_of,
+    top_p_of,
+)
 from kernels.sampling_state import BIN_MASSES, CANDIDATE_IDS, CANDIDATE_VALUES, INTERVAL_VALUES, PIECE_MAXIMA, TICKETS
 
 PARTS = tl.constexpr(5)
@@ -25,9 +34,8 @@ PARTS = tl.constexpr(5)
 
 @triton.jit
 def _order_key(x):
-    """An int64 that orders as the float32 does; both zeros have one."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    """`order_bits` as an int64, in which differences of two have room."""
+    return order_bits(x).to(tl.int64)
 
 
 @triton.jit
@@ -47,13 +55,6 @@ def _kth_largest_key(x, k, low, high):
         count = tl.sum((key[None, :] >= threshold[:, None]).to(tl.int32), axis=1)
         low, high = _narrow(low, high, tl.sum((count >= k).to(tl.int64), axis=0), 17)
     return low
-
-
-@triton.jit
-def _from_key(key):
-    """The float32 whose order key this is."""
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -302,7 +303,7 @@ def pivot_of(maxima, top, row_mass, slot, settings, VOCABULARY):
         finite = maxima > float("-inf")
         if tl.sum(finite.to(tl.int32), axis=0) >= top_k:
             low = _order_key(tl.min(tl.where(finite, maxima, top), axis=0))
-            pivot = _from_key(_kth_largest_key(maxima, top_k, low, _order_key(top) + 1))
+            pivot = from_order_bits(_kth_largest_key(maxima, top_k, low, _order_key(top) + 1).to(tl.int32))
     elif min_p <= 0:
         left_out = tl.maximum((1.0 - top_p) * row_mass, 1e-30)
         pivot = top + tl.log(left_out / VOCABULARY) - 0.001  # a margin for the rounding of the mass

@@ -86,16 +86,22 @@ class BlockPool:
 
     def allocate(self) -> int:
         """A block with one reference and undefined content; the caller has checked `available_count`."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = self._next[self.block_count]
-            assert block != self.block_count, "no block is available"
-            self._unlink(block)
-            self._marked[block] = 0
-            self.evictions += 1
-            self.on_evict(block)
+        block = self._free.pop() if self._free else self._evict()
         self._refs[block] = 1
+        return block
+
+    def _evict(self) -> int:
+        """The oldest cached block, which nothing can find any more."""
+        following, end = self._next, self.block_count
+        block = following[end]
+        assert block != end, "no block is available"
+        after = following[block]
+        following[end] = after
+        self._previous[after] = end
+        self._cached_count -= 1
+        self._marked[block] = 0
+        self.evictions += 1
+        self.on_evict(block)
         return block
 
     def allocate_many(self, count: int) -> list[int]:
@@ -110,7 +116,9 @@ class BlockPool:
         for block in blocks:
             refs[block] = 1
         while len(blocks) < count:
-            blocks.append(self.allocate())
+            block = free.pop() if free else self._evict()  # forgetting one block can free others
+            refs[block] = 1
+            blocks.append(block)
         return blocks
 
     def share(self, block: int) -> None:

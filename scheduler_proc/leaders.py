@@ -26,35 +26,34 @@ class Leaders:
     def __init__(self, draft: Draft, prefilling: Iterable[Sequence], block_size: int) -> None:
         self._draft, self._block_size = draft, block_size
         self._skipped = [sequence for sequence in prefilling if sequence.last_step != draft.step_id]
-        self._tables: dict[int, tuple[_Table, list[int]]] = {}
+        self._tables: dict[int, tuple[_Table, int]] = {}
 
     def find(self, sequence: Sequence, matched: int) -> Leader | None:
         """The first prompt that computes the block after the sequence's `matched` tokens in this step or later."""
         start = matched - matched % self._block_size
         end = start + self._block_size
         tokens, root = sequence.tokens, sequence.chain.root
-        placed = self._placed(start, end).get((root, tokens[start:end].tobytes()), [])
-        skipped = [
-            other
-            for other in self._skipped
-            if other.computed_count < end <= len(other.tokens) and other.chain.root == root
-        ]
-        for other in placed + skipped:
+        for other in self._placed(start, end).get((root, tokens[start:end].tobytes()), ()):
             shared = _common_length(other.tokens, tokens, start, end)
             if shared >= end:
                 return Leader(other, shared)
+        for other in self._skipped:
+            if other.computed_count < end <= len(other.tokens) and other.chain.root == root:
+                shared = _common_length(other.tokens, tokens, start, end)
+                if shared >= end:
+                    return Leader(other, shared)
         return None
 
     def _placed(self, start: int, end: int) -> _Table:
         """The prompts of the step that compute the tokens from `start` to `end`, by their namespace and these."""
         chunks = self._draft.chunks
-        table, seen = self._tables.setdefault(start, ({}, [0]))
-        for row in chunks[seen[0] :]:
-            tokens = row.sequence.tokens
-            if row.first < end <= len(tokens):
-                key = row.sequence.chain.root, tokens[start:end].tobytes()
-                table.setdefault(key, []).append(row.sequence)
-        seen[0] = len(chunks)
+        table, seen_count = self._tables.get(start) or ({}, 0)
+        for row in chunks[seen_count:]:
+            sequence = row.sequence
+            if row.first < end <= len(sequence.tokens):
+                key = sequence.chain.root, sequence.tokens[start:end].tobytes()
+                table.setdefault(key, []).append(sequence)
+        self._tables[start] = table, len(chunks)
         return table
 
 

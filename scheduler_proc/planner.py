@@ -163,8 +163,8 @@ class Planner:
     def _top_up(self, draft: Draft) -> None:
         """Give the budget that nobody else could use to the unfinished chunks."""
         for row in draft.chunks:
-            extra = min(row.sequence.unplanned_count, draft.budget, self._room(row.sequence))
-            if extra > 0:
+            wanted = min(row.sequence.unplanned_count, draft.budget)
+            if wanted and (extra := min(wanted, self._room(row.sequence))) > 0:
                 draft.extend(row, extra, self._pool)
 
     # ---- the plan

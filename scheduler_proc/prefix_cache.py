@@ -186,9 +186,11 @@ class HashPrefixCache:
             blocks.append(block)
             parent = entries[block]
             start += width
+        chain.rewind()
+        if not blocks:
+            return NO_MATCH
         token_count = min(len(blocks) * self._block_size, limit)
         del blocks[-(-token_count // self._block_size) :]
-        chain.rewind()
         chain.indexed_count = token_count // self._block_size
         if chain.indexed_count:
             chain.parent = entries[blocks[chain.indexed_count - 1]]

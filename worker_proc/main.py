@@ -1,11 +1,15 @@
 """The worker's entry: kept light, so that process title, death watch and heartbeat are up before torch is imported."""
 
+import ctypes
 import logging
 import os
+import threading
 import time
+from contextlib import suppress
 
 from common.child import SupervisorLink
 from common.config import EngineConfig
+from common.processors import has_gpu
 from worker_proc.kernels_on_disk import compile_process
 
 SPIN_COUNT = "1000"
@@ -27,6 +31,9 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNEL_CACHE_CAPACITY)  # read when torch is imported
     start = time.monotonic()
     compiler = compile_process(config)  # before the imports below: its own take as long
+    if config.model.device != "cpu" and has_gpu():
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, for what reads it first now
+        threading.Thread(target=wake_gpu, name="wake-gpu", daemon=True).start()
     from worker_proc.worker import Worker
 
     logger.info("imported torch in %.1f s", time.monotonic() - start)
@@ -42,3 +49,15 @@ def limit_spinning() -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+
+
+def wake_gpu() -> None:
+    """Have the driver set up the first GPU for this process, which takes it part of a second, before torch asks for it.
+
+    Without a usable driver nothing happens: torch will say why.
+    """
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -10,13 +10,15 @@ from common.errors import RequestError, WireError, shown
 from common.sampling_params import SAMPLE_LIMIT
 from common.wire import INT32_MAX, FieldReader, array_bytes, pack
 
-CLIENT_PROTOCOL_VERSION = 3
-"""The version that we speak. Earlier ones are still understood: version 2 has no more than one message in what is sent
-at once, version 1 lacks `Welcome.engine` too."""
+CLIENT_PROTOCOL_VERSION = 4
+"""The version that we speak. Earlier ones are still understood: version 3 has no MORE_FOLLOWS, version 2 no more than
+one message in what is sent at once, version 1 lacks `Welcome.engine` too."""
 OLDEST_CLIENT_PROTOCOL_VERSION = 1
 FRAMES_LIMIT = 16
 """Messages that a client may send at once, as frames of one ZeroMQ message: they arrive together, so that requests
 share a step from the first one on. More would keep the first ones waiting for the last to be written."""
+MORE_FOLLOWS = b""
+"""As the last frame behind messages that are sent at once: others follow, so that a step may wait for them."""
 ID_LIMIT = 256
 CHAT_MESSAGE_LIMIT = 4096
 """Chat messages in one prompt, at most."""

@@ -20,7 +20,7 @@ from common.messages.fields import (
 from common.messages.slots import NO_SLOTS, NewSlots
 from common.wire import FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NOT_A_TOKEN = -1
 """Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 

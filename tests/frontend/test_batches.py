@@ -7,14 +7,15 @@ import pytest
 import zmq
 
 from common import client_messages as wire
-from common.client_messages import FRAMES_LIMIT
+from common.client_messages import FRAMES_LIMIT, MORE_FOLLOWS
 from common.errors import EngineDeadError, RequestError
 from common.sampling_params import SamplingParams
 from frontend import Client
 from frontend.client_server import ClientServer
 
-SENT_COUNT = FRAMES_LIMIT // 2 + FRAMES_LIMIT
-"""Requests of a batch that are sent as its first two messages."""
+FIRST, SECOND = FRAMES_LIMIT // 4, FRAMES_LIMIT // 2
+"""How many requests of a batch are sent first, and after them."""
+SENT_COUNT = FIRST + SECOND + FRAMES_LIMIT
 
 
 def test_batch_keeps_the_order(frontend):
@@ -43,12 +44,13 @@ def test_a_batch_that_cannot_be_submitted_whole_leaves_nothing_running(frontend,
 
 @pytest.fixture
 def message_counts(monkeypatch) -> list[int]:
-    """How many messages have come at once, each time."""
+    """How many messages have come at once, each time; below 0 if it was said that more follow."""
     counts: list[int] = []
     handle = ClientServer.on_frames
 
     def counted(server: ClientServer, frames: list[bytes]) -> None:
-        counts.append(len(frames) - 1)
+        count = len(frames) - 1
+        counts.append(1 - count if frames[-1] == MORE_FOLLOWS else count)
         handle(server, frames)
 
     monkeypatch.setattr(ClientServer, "on_frames", counted)
@@ -56,14 +58,14 @@ def message_counts(monkeypatch) -> list[int]:
 
 
 def test_a_batch_is_sent_several_requests_at_once_and_in_order(message_counts, frontend):
-    """So that they share the engine's first step; one after the other they came in two. Half as many go first: until
-    then the engine has nothing to do."""
+    """So that they share the engine's first step; one after the other they came in two. Fewer go first: until then the
+    engine has nothing to do."""
     with Client(frontend.endpoint) as client:
         message_counts.clear()
         for count in (8, 2 * FRAMES_LIMIT + 3, 1):
             client.generate_batch([[number] for number in range(count)], SamplingParams(max_tokens=1))
         client.embed_batch([[1], [2]])
-        assert message_counts == [8, 8, FRAMES_LIMIT, 11, 1, 2]
+        assert message_counts == [-FIRST, 8 - FIRST, -FIRST, -SECOND, -FRAMES_LIMIT, 7, 1, 2]
     sent = [request.prompt_token_ids[0] for request in frontend.scheduler.added]
     assert sent == [*range(8), *range(2 * FRAMES_LIMIT + 3), 0, 1, 2]
 
@@ -73,12 +75,12 @@ def test_long_prompts_do_not_wait_for_one_another(message_counts, frontend):
     with Client(frontend.endpoint) as client:
         message_counts.clear()
         client.generate_batch([[number] * 2000 for number in range(8)], SamplingParams(max_tokens=1))
-    assert message_counts == [2, 3, 3]
+    assert message_counts == [-1, -2, -3, 2]
 
 
-@pytest.mark.parametrize("size", [1, FRAMES_LIMIT // 2])
+@pytest.mark.parametrize("size", [1, FIRST])
 @pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("at", [4, -1], ids=["a frame in the middle", "the last frame"])
+@pytest.mark.parametrize("at", [2, -1], ids=["a frame in the middle", "the last frame"])
 def test_a_batch_that_is_interrupted_while_it_is_sent_leaves_nothing_running(frontend, monkeypatch, at, is_after, size):
     """The next message was taken for more frames of the same one, and refused with all of them; what was sent whole
     ran on for nobody."""
@@ -133,7 +135,9 @@ def test_messages_that_come_at_once_are_answered_one_by_one(frontend):
         for frames, wanted in (
             ([good[0], b"\xc1", good[1]], ["0", "", "1"]),
             (good, [str(number) for number in range(FRAMES_LIMIT)]),
+            ([*good, MORE_FOLLOWS], [str(number) for number in range(FRAMES_LIMIT)]),
             ([*good, good[0]], [""]),
+            ([MORE_FOLLOWS], [""]),
         ):
             socket.send_multipart(frames)
             replies = []

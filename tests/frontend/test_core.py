@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.fake_scheduler import LIMITS
 from common import messages as m
 from common.errors import RequestError
-from common.messages import MoreFollows
 from common.sampling_params import SamplingParams
 from frontend.events import Final
-from frontend.outbox import GROUP_SIZE
 from tests.support.frontend_in_memory import Events, FrontendInMemory
 
 ALPHABET = "Here is the English alphabet: ABC"
@@ -305,45 +303,6 @@ def test_observers_see_each_end_once(memory_engine, submit):
     submit()
     memory_engine.core.fail_all("gone")
     assert seen == [(0, "length"), (1, "abort"), (2, "engine_dead")]
-
-
-def test_a_gathered_request_is_sent_before_its_abort(memory_engine, submit):
-    memory_engine.core.gather()
-    submit()
-    assert not memory_engine.sent
-    memory_engine.core.abort(0)
-    assert [type(message).__name__ for message in memory_engine.sent] == ["AddRequest", "AbortRequests"]
-    submit()
-    assert memory_engine.sent[2].request_id == 1
-
-
-def gathered(memory_engine, submit, *kinds):
-    """What is sent when these have come together: requests, and what turns out to be none."""
-    for kind in kinds:
-        memory_engine.core.gather()
-        if kind == "request":
-            submit()
-    memory_engine.core.send_gathered()
-    return [m.follows if isinstance(m, MoreFollows) else m.request_id for m in memory_engine.sent]
-
-
-def test_the_first_of_many_requests_do_not_wait_for_the_last(memory_engine, submit):
-    """The scheduler had nothing to do until all had been read; now it has some, and knows that they are not all."""
-    sent = gathered(memory_engine, submit, *["request"] * (2 * GROUP_SIZE + 1))
-    ids = list(range(2 * GROUP_SIZE + 1))
-    assert sent == [*ids[:GROUP_SIZE], True, *ids[GROUP_SIZE : 2 * GROUP_SIZE], True, ids[-1]]
-
-
-@pytest.mark.parametrize("count", [1, GROUP_SIZE - 1, GROUP_SIZE])
-def test_few_requests_go_together_and_nothing_else_is_said(memory_engine, submit, count):
-    assert gathered(memory_engine, submit, *["request"] * count) == list(range(count))
-
-
-def test_what_was_to_follow_and_is_no_request_is_taken_back(memory_engine, submit):
-    """The scheduler waited for it."""
-    sent = gathered(memory_engine, submit, *["request"] * GROUP_SIZE, "ping")
-    assert sent == [*range(GROUP_SIZE), True, False]
-    assert gathered(memory_engine, submit, "request")[len(sent) :] == [GROUP_SIZE]
 
 
 def test_a_timeout_becomes_a_deadline(memory_engine, submit):

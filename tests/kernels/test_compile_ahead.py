@@ -40,8 +40,9 @@ def make_ready(width, *, starts_early):
     compiler = CompileProcess(width)
     if starts_early:
         compiler.start()
-    ahead = compile_ahead.KernelsAhead(needed, compiler)
-    ahead.begin()
+    ahead = compile_ahead.KernelsAhead(compiler)
+    ahead.begin_early(lambda: needed[1:])
+    ahead.begin(needed)
     started = compiler.started
     ahead.finish()
     compiler.close()
@@ -86,7 +87,7 @@ def test_what_launches_need_is_compiled_by_the_process_once(run_script):
     """Started early it compiles all, started when the first kernel is missing the others, and not if none is; the
     largest first, and of the C functions that launch kernels each once."""
     end = """
-jobs = compile_ahead._jobs(compile_ahead.largest_first(needed))
+jobs = compile_ahead._jobs(compile_ahead.largest_first(needed), set())
 ways = [make_ready(2, starts_early=early) for early in (False, False, True)]
 print(json.dumps([*ways, [(job.name, job.with_launcher) for job in jobs]]))
 """
@@ -104,8 +105,8 @@ def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script)
 
 
 def test_the_process_answers_for_what_it_cannot_compile(run_script):
-    jobs = [compile_process.asdict(job()), compile_process.asdict(job("no_such_kernel"))]
-    line = run_script(["-m", "kernels.compile_process", "1"], json.dumps(jobs) + "\n")
+    orders = [[(0, compile_process.asdict(job())), (1, compile_process.asdict(job("no_such_kernel")))]]
+    line = run_script(["-m", "kernels.compile_process", "1"], "".join(json.dumps(order) + "\n" for order in orders))
     assert line == "1", "of the last job"
 
 
@@ -141,7 +142,7 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     monkeypatch.setattr(compile_process, "sys", SimpleNamespace(executable=str(stand_in)))
     compiler = CompileProcess(1)
     compiler.order([job(specialization="x" * 100_000)] * 2)
-    assert list(compiler.finished(2)) == answered
+    assert list(compiler.finished()) == answered
     assert compiler.started == (program is not None)
     compiler.close()
     assert not compiler.started

@@ -74,6 +74,8 @@ class Attacker:
                 break
             replies.append(reply)
         errors = [reply for reply in replies if reply[0] == wire.ErrorReply.CODE and reply[2] == "bad_message"]
+        if frames[1:] and frames[-1] == wire.MORE_FOLLOWS:
+            frames.pop()
         bad_count = 1 if len(frames) > wire.FRAMES_LIMIT else sum(not _readable(frame) for frame in frames)
         assert len(errors) == bad_count, f"hostile message {seed}: wanted {bad_count} bad_message, got {replies!r:.500}"
         assert all(error[3] for error in errors), f"hostile message {seed}: the error says nothing"

@@ -46,6 +46,31 @@ def test_few_compiled_products_are_kept_unless_told_otherwise(users_choice, expe
     assert os.environ[name] == expected
 
 
+@pytest.mark.parametrize(
+    ("failing", "called"),
+    [
+        ("", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]),
+        ("cuInit", ["cuInit"]),
+        ("cuDeviceGet", ["cuInit", "cuDeviceGet"]),
+        ("libcuda.so.1", []),
+    ],
+)
+def test_the_gpu_is_woken_as_far_as_there_is_one(failing, called, monkeypatch):
+    calls = []
+
+    class Driver:
+        def __init__(self, name):
+            if name == failing:
+                raise OSError(f"{name}: cannot open shared object file")
+
+        def __getattr__(self, name):
+            return lambda *_: calls.append(name) or int(name == failing)
+
+    monkeypatch.setattr(main.ctypes, "CDLL", Driver)
+    main.wake_gpu()
+    assert calls == called
+
+
 @pytest.mark.parametrize("use", ["", "; kernels_on_disk.note_kernels(EngineConfig())"])
 def test_torch_is_not_imported_before_that(use, tmp_path):
     """Nor by the look for a note in Triton's folder."""

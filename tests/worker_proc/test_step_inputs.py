@@ -11,6 +11,8 @@ import torch
 from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from kernels.step_inputs import step_inputs_reference
 from kernels.step_layout import PlanLayout, StepInputs
+from worker_proc import slots as slots_module
+from worker_proc import step_inputs
 from worker_proc.slots import SlotMemory, SlotMirror
 from worker_proc.step_inputs import StepStager, fill_inputs
 
@@ -132,6 +134,15 @@ def fill_by_reference(plan, layout, state, inputs) -> None:
     step_inputs_reference(torch.from_numpy(plan), layout, state, inputs, BLOCK)
 
 
+@pytest.fixture(params=["one by one", "all at once"])
+def way(request, monkeypatch):
+    """Both ways in which rows and new slots are packed, for any number of them."""
+    few = 1000 if request.param == "one by one" else 0
+    monkeypatch.setattr(step_inputs, "FEW_ROWS", few)
+    monkeypatch.setattr(slots_module, "FEW_SLOTS", few)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("fill", [fill_on_cpu, fill_by_reference], ids=["cpu", "kernel reference"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_plans_give_the_inputs_of_a_naive_model(seed, fill):
@@ -194,6 +205,7 @@ def chunk(count: int, samples: int, blocks: int = 0, **fields) -> StepPlan:
         (chunk(65, 0, new_slots=NewSlots.of(init())), "step 1 computes 65 tokens, more than 64"),
     ],
 )
+@pytest.mark.usefixtures("way")
 def test_a_plan_that_does_not_fit_the_slots_is_refused(plan, text):
     with pytest.raises(AssertionError, match=text):
         Host(fill_on_cpu).run(plan, padding=0)
@@ -205,6 +217,7 @@ def test_a_slot_that_starts_with_more_than_fits_is_refused(count, blocks, text):
         Host(fill_by_reference).run(StepPlan(step_id=1, new_slots=NewSlots.of(init(count=count, blocks=blocks))), 0)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_step_without_blocks_appends_none_of_the_step_before():
     host = Host(fill_by_reference)
     host.run(chunk(5, 1, blocks=1, new_slots=NewSlots.of(init(blocks=1)), block_ids=array("i", [9])), padding=0)

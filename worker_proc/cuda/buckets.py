@@ -120,6 +120,12 @@ def compiled_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     return list(dict.fromkeys([*start_buckets(max_rows, max_tokens), *wide]))
 
 
+def slowest_to_compile(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """A few of `compiled_buckets`, with the kernels that take longest."""
+    one_row = [bucket for bucket in chunk_buckets(max_rows, max_tokens) if bucket.rows == 1]
+    return [*decode_buckets(max_rows)[:2], *one_row[-1:], *largest_buckets(max_rows, max_tokens)]
+
+
 def largest_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """What takes the most memory."""
     return [Bucket(kind, max_rows, max_tokens) for kind in (CHUNK, MIXED)]

@@ -6,6 +6,7 @@ In two parts, since kernels can be compiled while weights are loaded. Called by 
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +15,7 @@ from common.errors import ConfigError
 from kernels.compile_ahead import KernelsAhead, NeededKernel, launches_left_out, name_alike
 from kernels.compile_process import CompileProcess
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets
+from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets, slowest_to_compile
 from worker_proc.cuda.fixed_order_forward import FixedOrderForward
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
@@ -78,10 +79,11 @@ class CudaStart:
                 limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device
             )
             self._trial = Trial(self._forward, self._slots, limits, specs, vocabulary)
-            self._needed = self._trial.needed_kernels()
-        self._compiler = compiler
-        self._kernels = KernelsAhead(self._needed, compiler)
-        self._kernels.begin()
+            self._compiler = compiler
+            self._kernels = KernelsAhead(compiler)
+            self._kernels.begin_early(lambda: self._trial.needed_kernels(slowest_to_compile))
+            self._needed = self._trial.needed_kernels(compiled_buckets)
+        self._kernels.begin(self._needed)
 
     def finish(self) -> tuple[CudaRunner, CacheSize]:
         """A runner that is ready for the first requests, and the size of its cache; once, and with the weights there.
@@ -130,10 +132,10 @@ class Trial:
         self._options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
         self._eager = self._program(eager=True)
 
-    def needed_kernels(self) -> list[NeededKernel]:
-        """Those of the steps that may come which are not in this process yet."""
+    def needed_kernels(self, buckets: Callable[[int, int], list[Bucket]]) -> list[NeededKernel]:
+        """Those of such buckets, of the largest number of rows and of tokens, that are not in this process yet."""
         with launches_left_out() as needed:
-            for bucket in compiled_buckets(*self._sizes):
+            for bucket in buckets(*self._sizes):
                 self._eager.rehearse(bucket)
         return needed
 

@@ -19,11 +19,11 @@ from common.messages import StepPlan
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.block_swap import BlockSwap
 from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
-from worker_proc.cuda.lanes import Lanes
+from worker_proc.cuda.lanes import Lane, Lanes
 from worker_proc.cuda.slot_records import is_penalised
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.cuda.special_rows import SpecialRows
-from worker_proc.cuda.staging import WRITE_ROOM, StagedPlan, write_apart
+from worker_proc.cuda.staging import WRITE_ROOM, write_apart
 from worker_proc.cuda.step_program import Forward, StepProgram
 from worker_proc.kv_cache import KVCache
 from worker_proc.pending import PendingStep, PromptPiece, prompt_parts
@@ -79,9 +79,8 @@ class CudaRunner:
     def _execute(self, plan: StepPlan) -> PendingStep:
         start = time.perf_counter_ns()
         lane = self._lanes.take()
-        lane.begin()
         with span("input"):
-            packed = self._prepare(plan, lane.plan)
+            packed = self._prepare(plan, lane)
         input_us = (time.perf_counter_ns() - start) // 1000
         step = PendingStep(plan.step_id, partial(self._lanes.read, lane, packed.sampled_rows, input_us))
         if packed.token_count:
@@ -134,15 +133,19 @@ class CudaRunner:
         limits = self._limits
         return bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
 
-    def _prepare(self, plan: StepPlan, staged: StagedPlan) -> PackedStep:
-        """Everything that changes before the rows run, and the copy of the plan."""
+    def _prepare(self, plan: StepPlan, lane: Lane) -> PackedStep:
+        """Everything that changes before the rows run, and the copy of the plan.
+
+        The step begins behind what the host does alone: an idle device does not wait for that in the step's time.
+        """
         writes = self._stager.change_slots(plan)
+        packed = self._stager.pack(plan, lane.plan.words)
+        lane.begin()
         self.swap.move(plan)
         if writes.count > WRITE_ROOM:
             write_apart(self.slots.memory, writes)
             writes = StateWrites(self.slots)
-        packed = self._stager.pack(plan, staged.words)
-        staged.send(packed.size, writes)
+        lane.plan.send(packed.size, writes)
         if writes.count and self._reads_slots_first(plan):
             self.program.write_slots()
         if plan.masks:

@@ -10,8 +10,10 @@ from worker_proc.cuda.buckets import (
     MIXED,
     bucket_of,
     chunk_buckets,
+    compiled_buckets,
     decode_buckets,
     exact_bucket,
+    slowest_to_compile,
 )
 
 
@@ -50,6 +52,12 @@ def test_one_prompt_and_small_batches_are_prepared():
     for rows, tokens in ((1, 7), (1, 128), (1, 4000), (8, 1024), (5, 600)):
         bucket = bucket_of(0, rows, tokens, max_rows=256, max_tokens=8192)
         assert bucket in prepared, f"{rows} prompts of {tokens} tokens need {bucket}"
+
+
+@pytest.mark.parametrize("limits", [(1, 1), (1, 16), (48, 64), (256, 8192), (1024, 2048)])
+def test_what_is_compiled_first_is_among_what_is_compiled(limits):
+    first, all_of_them = slowest_to_compile(*limits), compiled_buckets(*limits)
+    assert set(first) <= set(all_of_them) and len(first) <= 5
 
 
 def test_exact_buckets_are_the_step():

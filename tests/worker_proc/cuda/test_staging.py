@@ -13,6 +13,7 @@ from kernels.sampling_state import ALLOWED_ROW, BANNED_UNTIL, COUNT_ROW, SEED_HI
 from kernels.scatter_words import scatter_words
 from kernels.step_layout import HEADER, PlanLayout
 from tests.kernels.closeness import DEVICE
+from worker_proc import slots as slots_module
 from worker_proc.cuda import runner as runner_module
 from worker_proc.cuda.slot_records import KernelRules
 from worker_proc.cuda.slots import DeviceSlots
@@ -92,7 +93,9 @@ def test_a_least_length_of_output_that_no_output_can_have_counts_as_such():
     assert int(slots.sampling.choices[1, BANNED_UNTIL]) > 10**9
 
 
-def test_each_of_several_new_slots_gets_what_it_gets_alone():
+@pytest.mark.parametrize("limits", [{}, {"FEW_SLOTS": 0}, {"KNOWN_TOKENS": 3}], ids=str)
+def test_each_of_several_new_slots_gets_what_it_gets_alone(limits, monkeypatch):
+    """However the addresses are found."""
     kinds = [
         SlotSampling(seed=5, top_k=9), SlotSampling(seed=6, top_k=9), SlotSampling(masked=True, temperature=0.0),
         SlotSampling(repetition_penalty=1.5, bias_token_ids=array("i", [5]), bias_values=array("f", [1.0])),
@@ -103,8 +106,12 @@ def test_each_of_several_new_slots_gets_what_it_gets_alone():
         replace(next(iter(plan_of(kind).new_slots)), slot=slot, token_ids=array("i", range(4 + slot)))
         for slot, kind in enumerate(kinds)
     ]
-    together, alone = (DeviceSlots(6, 16, 4, 80, torch.device("cpu")) for _ in range(2))
+    alone = DeviceSlots(6, 16, 4, 80, torch.device("cpu"))
+    for name, value in limits.items():
+        monkeypatch.setattr(slots_module, name, value)
+    together = DeviceSlots(6, 16, 4, 80, torch.device("cpu"))
     together.apply(*map(torch.from_numpy, together.writes_of(NewSlots.of(*inits)).arrays()))
+    monkeypatch.undo()
     for init in inits:
         alone.apply(*map(torch.from_numpy, alone.writes_of(NewSlots.of(init)).arrays()))
     assert torch.equal(together.memory, alone.memory)
@@ -113,6 +120,7 @@ def test_each_of_several_new_slots_gets_what_it_gets_alone():
     assert rows[:6, ALLOWED_ROW].tolist() == [-1, -1, 2, -1, -1, 5]
     assert rows[:6, BANNED_UNTIL].tolist() == [4, 4, 4, 4, 8, 4]
     assert together.known_lengths[:6].tolist() == [4, 5, 6, 7, 8, 9]
+    assert together.token_ids[5, :9].tolist() == [*range(9)] and together.block_tables[:6, 0].tolist() == [2] * 6
 
 
 def plan_of(sampling: SlotSampling, **rows) -> StepPlan:

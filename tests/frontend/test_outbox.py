@@ -1,0 +1,59 @@
+"""What the scheduler is sent at once, and what it is told of what follows."""
+
+import pytest
+
+from common.messages import AddRequest, MoreFollows
+from frontend.outbox import GROUP_SIZE
+
+
+def test_a_gathered_request_is_sent_before_its_abort(memory_engine, submit):
+    memory_engine.core.gather()
+    submit()
+    assert not memory_engine.sent
+    memory_engine.core.abort(0)
+    assert [type(message).__name__ for message in memory_engine.sent] == ["AddRequest", "AbortRequests"]
+    submit()
+    assert memory_engine.sent[2].request_id == 1
+
+
+def gathered(memory_engine, submit, *kinds):
+    """What is sent when these have come together: requests, and what turns out to be none."""
+    for kind in kinds:
+        memory_engine.core.gather()
+        if kind == "request":
+            submit()
+    memory_engine.core.send_gathered()
+    return [m.follows if isinstance(m, MoreFollows) else m.request_id for m in memory_engine.sent]
+
+
+def test_the_first_of_many_requests_do_not_wait_for_the_last(memory_engine, submit):
+    """The scheduler had nothing to do until all had been read; now it has some, and knows that they are not all."""
+    sent = gathered(memory_engine, submit, *["request"] * (2 * GROUP_SIZE + 1))
+    ids = list(range(2 * GROUP_SIZE + 1))
+    assert sent == [*ids[:GROUP_SIZE], True, *ids[GROUP_SIZE : 2 * GROUP_SIZE], True, ids[-1]]
+
+
+@pytest.mark.parametrize("count", [1, GROUP_SIZE - 1, GROUP_SIZE])
+def test_few_requests_go_together_and_nothing_else_is_said(memory_engine, submit, count):
+    assert gathered(memory_engine, submit, *["request"] * count) == list(range(count))
+
+
+def test_what_a_client_says_of_more_is_passed_on_until_it_says_no_more(memory_engine, submit):
+    """The next may come when the first has been handled; the first ones were planned alone."""
+    core, sent = memory_engine.core, memory_engine.sent
+    for _ in range(2):  # and once more without a message: the scheduler's messages are handled in between
+        core.gather()
+        submit()
+        core.send_gathered(more_follows=True)
+        core.send_gathered(more_follows=True)
+    assert [type(message) for message in sent] == [AddRequest, MoreFollows] * 2
+    core.send_gathered()
+    core.send_gathered()
+    assert sent[4:] == [MoreFollows(follows=False)]
+
+
+def test_what_was_to_follow_and_is_no_request_is_taken_back(memory_engine, submit):
+    """The scheduler waited for it."""
+    sent = gathered(memory_engine, submit, *["request"] * GROUP_SIZE, "ping")
+    assert sent == [*range(GROUP_SIZE), True, False]
+    assert gathered(memory_engine, submit, "request")[len(sent) :] == [GROUP_SIZE]
