@@ -10,8 +10,13 @@ A program's tiles, of all its rows and heads, are one list, of which STAGES - 1 
 asked for next has a place of its own in that list, ahead of what is computed, and no gap lies between one (row, head)
 and the next. So one program has a longer piece of the work than one of a single warp
 (kernels/decode_attention_hopper.py): few pairs of row and head are cut, and fewer parts of them go through the
-workspace, to be merged. The products and the 8-bit conversions are that kernel's. Tiles come by asynchronous copies of
-16 bytes a thread, since those of the tensor copy engine, a box for each block, would put a barrier between each two.
+workspace, to be merged. Tiles come by asynchronous copies of 16 bytes a thread, since those of the tensor copy engine,
+a box for each block, would put a barrier between each two.
+
+8-bit elements are made float16, by fewer instructions than bfloat16 takes (kernels/decode_tile.py); int8 keys go to the
+tensor cores as they are, times queries of 15-bit levels in two bytes. What goes with float16 must be within its range:
+queries over fp8 are divided by a power of two; and the maximum that is kept is of a weight times its value's scale, so
+that this product is 1 at most, a weight itself 2^24 at most, and the normaliser counts in the same unit.
 
 Work is shared out, cut and merged as in kernels/decode_attention.py, the only caller, which also has the layouts. The
 workspace is `launch_plan(..., specialised=True, num_warps=...)`'s. Limits: those of kernels/decode_attention_hopper.py.
@@ -33,8 +38,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2
 
 from kernels.decode_attention_hopper import LEVELS, segment, share_of_work
-from kernels.decode_tile import FP8_SHIFT, FP8_UNSHIFT
-from kernels.decode_warp import QUERIES, block_barrier, key_products, left_operands, store_piece, zero_empty_rows
+from kernels.decode_tile import FP8_NEIGHBOURS, FP8_PARTS, INT8_PARTS
+from kernels.decode_warp import QUERIES, block_barrier, key_products, store_piece, zero_empty_rows
 from kernels.kv_quant import FP8, INT8
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
@@ -47,15 +52,23 @@ LOWEST = gl.constexpr(-3.0e38)
 ROUND = gl.constexpr(1.5 * 2.0**23)
 """Added to a float32 below 2^22 it rounds it to an integer, which the lowest bits of the sum are: no conversions."""
 
+EXPONENT = gl.constexpr(0x7F800000)
+"""Where a float32 has its exponent."""
+
+LEAST_SCALE = gl.constexpr(2.0**-24)
+"""The smallest scale above 0 that is stored, in float16."""
+
 
 @gluon.jit
-def _load_query(query_ptr, first_dim: gl.constexpr, step: gl.constexpr, dims: gl.constexpr, layout: gl.constexpr,
-                WARPS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
-    """Queries of a group as the columns [WARPS, dims, 8] of a product's right operand, the same for each warp; every
-    `step`-th dim."""
+def _load_query(query_ptr, first_dim: gl.constexpr, dims: gl.constexpr, layout: gl.constexpr, WARPS: gl.constexpr,
+                GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """Queries of a group as the columns [WARPS, dims, 8] of a product's right operand, the same for each warp: all
+    dims, or of each four the two from `first_dim` on."""
     rows_layout: gl.constexpr = gl.SliceLayout(2, layout)
     warps = gl.arange(0, WARPS, layout=gl.SliceLayout(1, rows_layout))
-    rows = first_dim + step * gl.arange(0, dims, layout=gl.SliceLayout(0, rows_layout))
+    rows = gl.arange(0, dims, layout=gl.SliceLayout(0, rows_layout))
+    if dims < HEAD_DIM:
+        rows = rows // 2 * 4 + rows % 2 + first_dim
     queries = gl.arange(0, QUERIES, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     rows = (warps * 0)[:, None] + rows[None, :]
     queries = gl.expand_dims(queries[None, :], 1)
@@ -66,14 +79,14 @@ def _load_query(query_ptr, first_dim: gl.constexpr, step: gl.constexpr, dims: gl
 @gluon.jit
 def _load_queries(query_ptr, mma: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr, GROUP: gl.constexpr,
                   HEAD_DIM: gl.constexpr):  # fmt: skip
-    """The queries as `_query_operands` takes them: over fp8 even and odd dims, else twice the same."""
+    """The queries as `_query_operands` takes them: over fp8 two dims of each four and the other two, else twice all."""
     if FORMAT == FP8:
         layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-        first = _load_query(query_ptr, 0, 2, HEAD_DIM // 2, layout, WARPS, GROUP, HEAD_DIM)
-        second = _load_query(query_ptr, 1, 2, HEAD_DIM // 2, layout, WARPS, GROUP, HEAD_DIM)
+        first = _load_query(query_ptr, 0, HEAD_DIM // 2, layout, WARPS, GROUP, HEAD_DIM)
+        second = _load_query(query_ptr, 2, HEAD_DIM // 2, layout, WARPS, GROUP, HEAD_DIM)
     else:
         whole: gl.constexpr = gl.DotOperandLayout(1, mma, 4 if FORMAT == INT8 else 2)
-        first = _load_query(query_ptr, 0, 1, HEAD_DIM, whole, WARPS, GROUP, HEAD_DIM)
+        first = _load_query(query_ptr, 0, HEAD_DIM, whole, WARPS, GROUP, HEAD_DIM)
         second = first
     return first, second
 
@@ -93,9 +106,29 @@ def _query_operands(first, second, mma: gl.constexpr, FORMAT: gl.constexpr, WARP
         second = (level - (multiple - ROUND) * 128.0 + ROUND).to(gl.int32, bitcast=True).to(gl.int8)
         unit = gl.convert_layout(largest, column)
     elif FORMAT == FP8:
-        first = (first.to(gl.float32) * FP8_SHIFT).to(first.dtype)
-        second = (second.to(gl.float32) * FP8_SHIFT).to(second.dtype)
+        # A power of two brings all of a query below 2: into float16's range, with no bit less.
+        first, second = first.to(gl.float32), second.to(gl.float32)
+        largest = gl.maximum(gl.max(gl.abs(first), axis=1), gl.max(gl.abs(second), axis=1))
+        power = (largest.to(gl.int32, bitcast=True) & EXPONENT).to(gl.float32, bitcast=True)
+        power = gl.where(power > 0.0, power, 1.0)
+        per_power = gl.expand_dims(1.0 / power, 1)
+        first, second = (first * per_power).to(gl.float16), (second * per_power).to(gl.float16)
+        unit = gl.convert_layout(power, column)
     return first, second, unit
+
+
+@gluon.jit
+def _as_halves(pairs, ASSEMBLY: gl.constexpr):
+    """Elements of int16 pairs in float16, two tensors, as `ASSEMBLY` takes them apart."""
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=&r,=&r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
+    )  # fmt: skip
+
+
+@gluon.jit
+def _nearly_log2(x):
+    """Up to 0.09 less than the logarithm: what a positive float32's bits are as a number."""
+    return x.to(gl.int32, bitcast=True).to(gl.float32) * (1.0 / 2.0**23) - 127.0
 
 
 @gluon.jit
@@ -116,7 +149,14 @@ def _by_warps(tile, FORMAT: gl.constexpr, WARPS: gl.constexpr):
 def _tile_scores(keys, first, second, mma: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr):
     """Products [WARPS, tokens, 8] of a tile of keys in shared memory with the queries, without the keys' scales."""
     TOKENS: gl.constexpr = keys.shape[0] // WARPS
-    return key_products(_by_warps(keys, FORMAT, WARPS), first, second, [WARPS, TOKENS, QUERIES], mma, FORMAT)
+    view = _by_warps(keys, FORMAT, WARPS)
+    if FORMAT == FP8:
+        low, high = _as_halves(view.load(gl.DotOperandLayout(0, mma, 2)), FP8_NEIGHBOURS)
+        none = gl.zeros([WARPS, TOKENS, QUERIES], gl.float32, mma)
+        scores = mma_v2(high, second, mma_v2(low, first, none))
+    else:
+        scores = key_products(view, first, second, [WARPS, TOKENS, QUERIES], mma, FORMAT)
+    return scores
 
 
 @gluon.jit
@@ -216,8 +256,6 @@ def _exchanged(even_sums, odd_sums, maximum, normaliser, tiles, statistics, stag
     highest = gl.max(maxima, axis=0)
     shares = gl.exp2(maxima - highest[None, :])
     normaliser = gl.sum(statistics.index(1).load(column) * shares, axis=0)
-    if FORMAT == FP8:
-        shares = shares * FP8_UNSHIFT
     even = gl.sum(even_memory.load(across) * gl.expand_dims(shares, 1), axis=0)
     odd = even
     if FORMAT > 0:
@@ -336,8 +374,6 @@ def _team_decode_kernel(
         first_query, second_query, key_scale, value_scale, next_blocks = begun
         first_query, second_query, unit = _query_operands(first_query, second_query, mma, FORMAT, WARPS)
         factor = unit * scale_log2
-        if FORMAT == FP8:
-            factor *= FP8_UNSHIFT
         maximum = gl.full([WARPS, QUERIES], LOWEST, gl.float32, column_layout)
         normaliser = gl.zeros([WARPS, QUERIES], gl.float32, column_layout)
         even_sums = gl.zeros([WARPS, WIDTH, QUERIES], gl.float32, mma)
@@ -373,24 +409,28 @@ def _team_decode_kernel(
             if (tile + 1) * TILE > length:
                 is_token = gl.expand_dims(tile * TILE + tokens < length, 2)
                 scores = gl.where(is_token, scores, float("-inf"))
-            new_maximum = gl.maximum(maximum, gl.max(scores, axis=1) * factor)
-            weights = gl.exp2(scores * gl.expand_dims(factor, 1) - gl.expand_dims(new_maximum, 1))
+            scores = scores * gl.expand_dims(factor, 1)
+            highest = scores
+            if FORMAT > 0:
+                # Over 8 bits the maximum is that of weights times values' scales, which so are 1 at most in float16.
+                highest = scores + gl.expand_dims(_nearly_log2(gl.maximum(this_value_scale, LEAST_SCALE)), 2)
+            new_maximum = gl.maximum(maximum, gl.max(highest, axis=1))
+            weights = gl.exp2(scores - gl.expand_dims(new_maximum, 1))
             shrink = gl.exp2(maximum - new_maximum)
             normaliser = normaliser * shrink + gl.sum(weights, axis=1)
             maximum = new_maximum
             even_sums = even_sums * gl.expand_dims(shrink, 1)
-            values = _by_warps(value_tiles.index(stage), FP8, WARPS)
-            first_values, second_values = left_operands(values.permute((0, 2, 1)), mma, FORMAT)
+            values = _by_warps(value_tiles.index(stage), FP8, WARPS).permute((0, 2, 1))
+            values = values.load(gl.DotOperandLayout(0, mma, 2))
             if FORMAT == 0:
-                even_sums = mma_v2(first_values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
+                even_sums = mma_v2(values, gl.convert_layout(weights.to(DTYPE), weights_layout), even_sums)
             else:
                 odd_sums = odd_sums * gl.expand_dims(shrink, 1)
-                if FORMAT == FP8:
-                    this_value_scale = this_value_scale * FP8_SHIFT
-                weights = (weights * gl.expand_dims(this_value_scale, 2)).to(gl.bfloat16)
+                even, odd = _as_halves(values, INT8_PARTS if FORMAT == INT8 else FP8_PARTS)
+                weights = (weights * gl.expand_dims(this_value_scale, 2)).to(gl.float16)
                 operand = gl.convert_layout(weights, weights_layout)
-                even_sums = mma_v2(first_values, operand, even_sums)
-                odd_sums = mma_v2(second_values, operand, odd_sums)
+                even_sums = mma_v2(even, operand, even_sums)
+                odd_sums = mma_v2(odd, operand, odd_sums)
             read += 1
 
         # 7. The next segment's queries; its first tiles are on their way.
