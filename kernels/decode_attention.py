@@ -146,9 +146,9 @@ class _Sizes:
 _HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
 _HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
 _HOPPER_8_BITS_FEW = _Sizes(128, 2, 4, start_tiles=0)
-FEW_ROWS = 32
-"""Up to here teams of warps are taken over 8-bit caches: 32 x 1024 21.6 us instead of 25.6, 1 x 1024 7.7 instead of
-12.9 (int8, NVIDIA H200, docs/log.md)."""
+FEW_ROWS = 64
+"""Up to here teams of warps are taken over 8-bit caches: 32 x 1024 22.2 us instead of 26.0, 1 x 1024 6.8 instead of
+12.3, 48 x 1024 32.6 instead of 37.8 (int8, NVIDIA H200, docs/log.md)."""
 
 
 def _usual_sizes(max_rows: int, dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
