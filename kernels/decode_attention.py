@@ -116,9 +116,6 @@ class DecodePlan:
         max_registers: of a thread; None: as the compiler likes.
         workspace_floats, counter_count: elements of `partials` and `counters`.
         specialised: a Hopper kernel's.
-        queries_first, guess, one_exchange: of teams: queries and scales are loaded ahead of the first tiles; block ids
-            before lengths are known, as if all rows were as long; warps' sums are added up after one barrier.
-        stream: of teams: tiles are asked for without a gap between one (row, head) and the next.
     """
 
     program_count: int
@@ -134,10 +131,6 @@ class DecodePlan:
     workspace_floats: int
     counter_count: int
     specialised: bool = False
-    queries_first: bool = False
-    guess: bool = False
-    one_exchange: bool = False
-    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,9 +146,9 @@ class _Sizes:
 _HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
 _HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
 _HOPPER_8_BITS_FEW = _Sizes(128, 2, 4, start_tiles=0)
-FEW_ROWS = 32
-"""Up to here teams of warps are faster over 8-bit caches: 32 x 1024 23.1 us instead of 25.6, 1 x 1024 7.7 instead of
-12.9; 64 x 1024 with 32 heads 42.8 instead of 42.6 (int8, NVIDIA H200, docs/log.md)."""
+FEW_ROWS = 64
+"""Up to here teams of warps are taken over 8-bit caches: 32 x 1024 22.2 us instead of 26.0, 1 x 1024 6.8 instead of
+12.3, 48 x 1024 32.6 instead of 37.8 (int8, NVIDIA H200, docs/log.md)."""
 
 
 def _usual_sizes(max_rows: int, dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
@@ -201,11 +194,6 @@ def launch_plan(
     min_tiles: int = 1,
     start_tiles: int | None = None,
     num_warps: int | None = None,
-    num_stages: int = 3,
-    queries_first: bool = False,
-    guess: bool = False,
-    one_exchange: bool = False,
-    stream: bool = False,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
@@ -227,15 +215,11 @@ def launch_plan(
         min_tiles=min_tiles,
         start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
         num_warps=num_warps or sizes.num_warps,
-        num_stages=num_stages,
+        num_stages=3,
         max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,
         specialised=specialised,
-        queries_first=queries_first,
-        guess=guess,
-        one_exchange=one_exchange,
-        stream=stream,
     )
 
 
@@ -473,11 +457,6 @@ def decode_attention(
         from kernels import decode_attention_hopper, decode_attention_team
 
         kernel = decode_attention_hopper if plan.num_warps == 1 else decode_attention_team
-        if plan.stream:
-            from kernels import decode_attention_stream as kernel
-        elif plan.num_warps > 1:
-            guess = plan.guess and plan.queries_first and block_tables.shape[0] >= max_rows
-            options |= {"QUERIES_FIRST": plan.queries_first, "GUESS": guess, "ONE_EXCHANGE": plan.one_exchange}
         options |= {"STAGES": plan.num_stages, "HEADS": triton.next_power_of_2(shape.group)}
         kernel.launch(*tensors, *workspace, *numbers, plan=plan, **options)
         return

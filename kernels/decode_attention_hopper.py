@@ -158,7 +158,7 @@ def share_of_work(
 def segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride,
              KV_HEADS: gl.constexpr, TILE: gl.constexpr, START_TILES: gl.constexpr):  # fmt: skip
     """What lies at a place of the line: row, head, the row's length and block table, the place of the head's
-    first tile on the line, and which of its tiles are in this piece; none of them past the piece's end."""
+    first tile on the line, and which of its tiles are in this piece; none past the piece's end, of row and head 0."""
     is_work = work < work_end
     before = ends * KV_HEADS <= work
     row = gl.where(is_work, gl.sum(before.to(gl.int32), axis=0), 0)
@@ -166,7 +166,7 @@ def segment(work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stri
     length = gl.load(lengths_ptr + row)
     table_ptr = tables_ptr + gl.load(slots_ptr + row).to(gl.int64) * table_stride
     row_tiles = (length + (TILE - 1)) // TILE
-    head = (work - row_start) // (row_tiles + START_TILES)
+    head = gl.where(is_work, (work - row_start) // gl.maximum(row_tiles + START_TILES, 1), 0)
     start = row_start + head * (row_tiles + START_TILES) + START_TILES
     first_tile = gl.maximum(work - start, 0)
     # not above 0 where this piece ends before the first tile

@@ -15,6 +15,9 @@ For the latter queries and weights are multiplied by 2^100 beforehand and the su
 inside bfloat16's and float32's range. Elsewhere (other dtypes, the interpreter) pairs are taken apart with ordinary
 conversions.
 
+Float16 takes fewer: fp8 has an instruction of the card for it, which bfloat16 has not, and int8 is one bit more from an
+exact difference. Its range is the caller's care (kernels/decode_attention_team.py).
+
 Called by the decode kernels: kernels/decode_attention.py, kernels/fused_decode_attention.py, and what these launch.
 
 Sources: Y. Kim et al., arXiv:2211.10017 (conversions by putting stored bits into a float's).
@@ -53,6 +56,41 @@ FP8_PAIRS = tl.constexpr("""
     lop3.b32 $1, $2, 0x80008000, magnitude, 0xEA;
 }
 """)
+
+FP8_NEIGHBOURS = tl.constexpr("""
+{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+"""Of two fp8 pairs the first, and the second, in float16: neighbours stay together."""
+
+FP8_PARTS = tl.constexpr("""
+{
+    .reg .b16 low, high;
+    .reg .b32 sorted;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+"""Of two fp8 pairs the even elements, and the odd ones, in float16."""
+
+INT8_PARTS = tl.constexpr("""
+{
+    .reg .b32 byte, base;
+    mov.b32 base, 0x64806480;
+    lop3.b32 byte, $2, 0x00FF00FF, base, 0x6A;
+    sub.rn.f16x2 $0, byte, base;
+    shr.u32 byte, $2, 8;
+    lop3.b32 byte, byte, 0x00FF00FF, base, 0x6A;
+    sub.rn.f16x2 $1, byte, base;
+}
+""")  # 0x6A: (a & b) ^ c
+"""The same of int8 pairs: 1,152 and the element, less 1,152; exact, since float16 holds 11 bits."""
 
 FP8_SHIFT = tl.constexpr(2.0**100)
 """What queries and weights are multiplied by, when native fp8 operands are 2^-120 of what they stand for."""

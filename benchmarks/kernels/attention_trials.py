@@ -199,11 +199,11 @@ class DecodeTrial(_PagedTrial):
         """As the engine launches it, the number of decode rows read from the device."""
         from kernels.decode_attention import decode_attention, launch_plan
         from kernels.paged_kv import HeadShape
-        from worker_proc.cuda.fused_forward import decode_row_class
+        from worker_proc.cuda.fused_forward import row_class
 
         heads = HeadShape(*self.heads, self.workload.block_size)
         usual = {"specialised": is_decode_specialised(heads, self.quantised), "quantised": self.quantised}
-        sizes = (decode_row_class(self.shape.batch, **usual), *self.heads, multiprocessor_count())
+        sizes = (row_class(self.shape.batch), *self.heads, multiprocessor_count())
         plan = plan_with(launch_plan, sizes, usual, options)
         output = torch.full_like(inputs.query, float("nan"))
         partials, counters = self.workspace(plan.workspace_floats, plan.counter_count)

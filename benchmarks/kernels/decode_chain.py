@@ -211,8 +211,8 @@ def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None
 def _line_plan(chain: DecodeChain):
     from kernels.decode_attention import launch_plan
     from kernels.paged_kv import HeadShape
-    from worker_proc.cuda.fused_forward import decode_row_class
+    from worker_proc.cuda.fused_forward import row_class
 
     heads, quantised = (chain.shape.query_heads, chain.shape.kv_heads, chain.shape.head_dim), chain.cache != "auto"
     options = {"quantised": quantised, "specialised": is_specialised(HeadShape(*heads, BLOCK_SIZE), quantised)}
-    return launch_plan(decode_row_class(chain.rows, **options), *heads, chain.multiprocessors, **options)
+    return launch_plan(row_class(chain.rows), *heads, chain.multiprocessors, **options)

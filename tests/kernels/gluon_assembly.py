@@ -13,12 +13,20 @@ import torch
 from tests.kernels.gluon_memory import torch_dtype_of
 
 
-def _halves(words: torch.Tensor) -> torch.Tensor:
-    return (words & 0xFFFFFFFF).to(torch.uint32).view(torch.bfloat16).float()
+def _halves(words: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (words & 0xFFFFFFFF).to(torch.uint32).view(dtype).float()
 
 
-def _words(halves: torch.Tensor) -> torch.Tensor:
-    return halves.to(torch.bfloat16).view(torch.uint32).to(torch.int64)
+def _words(halves: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return halves.to(dtype).view(torch.uint32).to(torch.int64)
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _words(_halves(a, torch.float16) - _halves(b, torch.float16), torch.float16)
+
+
+def _two_of_fp8(a: torch.Tensor) -> torch.Tensor:
+    return _words(a.to(torch.uint16).view(torch.float8_e4m3fn).float(), torch.float16)
 
 
 def _permuted(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
@@ -42,6 +50,10 @@ def _looked_up(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.T
 
 _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "mov.b32": lambda a: a,
+    "mov.low": lambda a: a & 0xFFFF,
+    "mov.high": lambda a: (a >> 16) & 0xFFFF,
+    "cvt.rn.f16x2.e4m3x2": _two_of_fp8,
+    "sub.rn.f16x2": _difference,
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
     "shr.u32": lambda a, b: a >> b,
@@ -56,6 +68,7 @@ _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 def _executed(text: str, outputs: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The `outputs` words that an assembly text makes of its input words, all of one shape."""
     registers = {f"${outputs + index}": words for index, words in enumerate(inputs)}
+    text = re.sub(r"mov\.b32 \{(\w+), (\w+)\}, ([$\w]+);", r"mov.low \1, \3; mov.high \2, \3;", text)
     for statement in re.sub(r"//.*|[{}]", "", text).replace("\n", " ").split(";"):
         words = statement.split(None, 1)
         if not words or words[0] == ".reg":

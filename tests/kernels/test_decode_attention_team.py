@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import decode_attention_stream, decode_attention_team
+from kernels import decode_attention_hopper, decode_attention_team
 from tests.kernels import gluon_emulator
 from tests.kernels.gluon_emulator import emulate
 from tests.kernels.test_decode_attention import check
@@ -14,7 +14,6 @@ from tests.kernels.test_decode_attention_hopper import batch_of, check_decode_ro
 def device(hopper_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if hopper_device == "cpu":
         emulate(monkeypatch, decode_attention_team, "_team_decode_kernel")
-        emulate(monkeypatch, decode_attention_stream, "_stream_decode_kernel")
     return hopper_device
 
 
@@ -67,20 +66,37 @@ def test_equal_rows_are_not_cut_where_pairs_fit_the_programs(cache, monkeypatch)
     assert not merged
 
 
-WAYS = [
-    {"queries_first": True},
-    {"queries_first": True, "guess": True},
-    {"one_exchange": True},
-    {"queries_first": True, "guess": True, "one_exchange": True, "num_stages": 4},
-    {"stream": True},
-    {"stream": True, "num_stages": 6, "start_tiles": 1},
-]
+def test_a_piece_of_several_rows_and_heads(device, cache):
+    """What is asked for ahead belongs to the next rows: of one tile each, and of more than there are stages."""
+    batch = batch_of((1, 64, 3, 130, 65, 300, 2), device, cache, kv_heads=1, query_heads=2)
+    check(batch, **team(start_tiles=1, programs=1))
 
 
-@pytest.mark.parametrize("ways", WAYS, ids="+".join)
-@pytest.mark.parametrize("lengths, tile_tokens", [((250,) * 5, 256), ((1, 64, 3, 130, 65), 64)])
-def test_ways_to_begin_and_to_end(ways, lengths, tile_tokens, device, cache):
-    check(batch_of(lengths, device, cache, kv_heads=1, query_heads=2), **team(4, tile_tokens, **ways))
+@pytest.mark.parametrize("start_tiles", [0, 1])
+@pytest.mark.parametrize(
+    "lengths, padding", [((5,), ()), ((1, 40), ()), ((130, 0, 1, 64, 65, 0, 7, 16), (3, 7)), ((9, 9), (0, 1))]
+)
+def test_every_address_is_inside_its_tensor(lengths, padding, start_tiles, cache, monkeypatch):
+    """Also those of programs without work: tensors end where the last row, head, block and table entry do."""
+    emulate(monkeypatch, decode_attention_team, "_team_decode_kernel")
+    emulate(monkeypatch, decode_attention_hopper, "_hopper_decode_kernel")
+    batch = batch_of(lengths, "cpu", cache, padding=padding)
+    used = batch.context_lengths.max().item()
+    batch.block_tables = batch.block_tables[:, : -(-used // batch.key_cache.shape[2])].contiguous()
+    for warps in (1, 4):
+        check(batch, **team(warps, programs=16, start_tiles=start_tiles))
+
+
+@pytest.mark.parametrize("value_scale, query_scale", [(2.0**-23, 1.0), (2.0**15, 1e-6), (1.0, 1e6)])
+def test_scales_and_queries_of_any_size(value_scale, query_scale, device, cache):
+    """Weights times scales, and queries, stay within the range of the numbers that they are put in; a row that begins
+    with scales of zero too."""
+    batch = batch_of((300, 77), device, cache)
+    batch.query *= query_scale
+    if cache is not None:
+        batch.value_scales[batch.value_scales.isfinite()] = value_scale
+        batch.value_scales[batch.block_tables[batch.row_slots[0].item(), :8].long()] = 0.0
+    check(batch, **team())
 
 
 def test_many_parts_merge(device, cache):
@@ -98,7 +114,3 @@ def test_rows_past_the_decode_rows_are_left_alone(device, cache):
 
 def test_what_is_asked_for_early_is_there_already(cache, monkeypatch):
     check_early(decode_attention_team, "_team_decode_kernel", cache, team(2, 32), monkeypatch)
-
-
-def test_what_a_stream_asks_for_early_is_there_already(cache, monkeypatch):
-    check_early(decode_attention_stream, "_stream_decode_kernel", cache, team(2, 32, stream=True), monkeypatch)

@@ -353,7 +353,7 @@ class FusedForward:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         kernel = {"quantised": quantised, "specialised": specialised}
-        return decode.launch_plan(decode_row_class(rows, **kernel), *sizes, **kernel)
+        return decode.launch_plan(row_class(rows), *sizes, **kernel)
 
     def _prefill_plan(
         self, bucket: Bucket, block_size: int, sliding_window: int, quantised: bool
@@ -382,12 +382,6 @@ def head_norms(attention: LlamaAttention) -> dict[str, Any]:
 def row_class(rows: int) -> int:
     """What a kernel's tile of rows is rounded up to: few sizes, since each is compiled by itself."""
     return next(size for size in (64, 256, decode.MAX_ROWS) if size >= rows)
-
-
-def decode_row_class(rows: int, *, quantised: bool, specialised: bool) -> int:
-    """As `row_class`, for the decode kernel: few rows over an 8-bit cache have one of their own on Hopper."""
-    is_few = quantised and specialised and rows <= decode.FEW_ROWS
-    return decode.FEW_ROWS if is_few else row_class(rows)
 
 
 def rope_table(model: LlamaForCausalLM, max_positions: int) -> torch.Tensor:

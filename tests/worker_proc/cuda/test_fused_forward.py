@@ -196,7 +196,7 @@ def test_a_prompts_attention_has_the_same_bits_however_it_is_cut(
 
 
 @pytest.mark.parametrize(
-    ("rows", "quantised", "num_warps"), [(32, True, 4), (17, True, 4), (33, True, 1), (32, False, 1)]
+    ("rows", "quantised", "num_warps"), [(64, True, 4), (17, True, 4), (65, True, 1), (64, False, 1)]
 )
 def test_few_rows_over_8_bit_caches_are_decoded_by_teams_of_warps(rows, quantised, num_warps):
     sizes = SimpleNamespace(head_count=16, kv_head_count=8, head_dim=128)
