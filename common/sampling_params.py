@@ -142,6 +142,8 @@ class SamplingParams:
         """The same but for values that are known to be good, which are not checked."""
         changed = object.__new__(SamplingParams)
         changed.__dict__.update(self.__dict__, **values)
+        if values.keys() != {"seed"}:
+            changed.__dict__.pop("_known_wire", None)
         return changed
 
     @property
@@ -185,8 +187,19 @@ class SamplingParams:
 
     def to_wire(self) -> dict[str, Any]:
         """A map of what differs from the defaults, for msgpack."""
+        known = self.__dict__.get("_known_wire")
+        if known is None:
+            known = self._wire_but_seed()
+        return {**known, "seed": self.seed} if self.seed is not None else dict(known)
+
+    def _wire_but_seed(self) -> dict[str, Any]:
+        """Without the seed, in which alone many requests differ; remembered if it holds nothing but numbers."""
         values = self.__dict__
-        return {name: _plain(values[name]) for name, default in _DEFAULTS.items() if values[name] != default}
+        wire = {name: _plain(values[name]) for name, default in _DEFAULTS.items() if values[name] != default}
+        wire.pop("seed", None)
+        if _NUMBER_TYPES.issuperset(map(type, wire.values())):
+            values["_known_wire"] = wire
+        return wire
 
     @classmethod
     def from_wire(cls, values: Any) -> "SamplingParams":
@@ -207,6 +220,7 @@ class SamplingParams:
             if len(_known) >= KNOWN_LIMIT:
                 _known.clear()
             known = _known[key] = cls._checked({**values, "seed": None})
+            known.to_wire()  # is remembered with it
         seed = values.get("seed")
         if seed is None:
             return known

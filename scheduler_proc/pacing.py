@@ -29,8 +29,8 @@ HOLD_S = 0.0005
 poll that sleeps, which waits whole milliseconds). Prompts that arrive right behind the first one can then join the
 second step, instead of waiting until two decode steps of the first have run. The worker does not idle: a step with a
 prompt usually takes longer than this, and if it does not, its result ends the wait."""
-LEAD_S = 0.0015
-"""Before the worker has nothing to do, the next step has to be planned, sent and read."""
+LEAD_S, REQUEST_LEAD_S = 0.001, 0.00004
+"""Before the worker has nothing to do, the next step has to be planned, sent and read; more for each request in it."""
 REST_WAIT_S = 0.004
 """What is known of steps is a mean of those so far: no step waits for longer after the one before it."""
 IDLE_INTAKE, BUSY_INTAKE = 256, 16
@@ -127,7 +127,8 @@ class Pacing:
 
     def _last_moment_s(self) -> float:
         """When the step after those in flight has to be planned."""
-        return min(self._core.busy_until_s() - LEAD_S, self._state.in_flight[-1].planned_at_s + REST_WAIT_S)
+        lead_s = LEAD_S + REQUEST_LEAD_S * self._state.waiting.request_count
+        return min(self._core.busy_until_s() - lead_s, self._state.in_flight[-1].planned_at_s + REST_WAIT_S)
 
     def _is_good_step(self) -> bool:
         """Whether a step of what has come is worth beginning with."""

@@ -11,7 +11,7 @@ from common.messages import StepPlan
 from kernels.step_layout import HEADER, PlanLayout
 from worker_proc.slots import IntArray, SlotMemory, SlotMirror
 
-FEW_ROWS = 8
+FEW_ROWS = 24
 """Rows that are packed one by one at most."""
 
 Sampled = tuple[list[int], list[int], list[int]]
@@ -27,28 +27,30 @@ def pack_few(
     counts = [1] * decode_rows + plan.chunk_token_counts.tolist()
     samples = [1] * decode_rows + plan.chunk_samples.tolist()
     added = (plan.decode_block_counts.tolist() or [0] * decode_rows) + plan.chunk_block_counts.tolist()
-    sampled: Sampled = ([], [], [])
-    starts, firsts, appends = [0], [], [0]
+    rows: list[int] = []
+    slots: list[int] = []
+    positions: list[int] = []
+    words, start, append = memoryview(target), 0, 0
+    slots_at, counts_at, starts_at, firsts_at, appends_at, ids_at = layout.starts
+    words[starts_at] = words[appends_at] = 0
     for row, slot in enumerate(row_slots):
         blocks, known, computed = mirror.lengths(slot)
-        length, block_count = computed + counts[row], blocks + added[row]
+        length, block_count, does_sample = computed + counts[row], blocks + added[row], samples[row]
         check_capacity(plan, block_count, memory)
         room = block_count * size
-        if length > min(known, room, memory.token_capacity - 1) or (length == known) != samples[row]:
-            raise misfit(row, slot, length, bool(samples[row]), known, room, memory)
-        if samples[row]:
-            for found, number in zip(sampled, (row, slot, known), strict=True):
-                found.append(number)
-        mirror.advance(slot, block_count, known + samples[row], length)
-        firsts.append(blocks)
-        starts.append(starts[-1] + counts[row])
-        appends.append(appends[-1] + added[row])
-    words = memoryview(target)
-    words[:HEADER] = array("i", (len(counts), decode_rows, starts[-1], len(plan.block_ids), 0))
-    parts = row_slots, counts, starts, firsts, appends, plan.block_ids
-    for start, numbers in zip(layout.starts, parts, strict=True):
-        words[start : start + len(numbers)] = array("i", numbers)
-    return sampled
+        if length > min(known, room, memory.token_capacity - 1) or (length == known) != does_sample:
+            raise misfit(row, slot, length, bool(does_sample), known, room, memory)
+        if does_sample:
+            rows.append(row)
+            slots.append(slot)
+            positions.append(known)
+        mirror.advance(slot, block_count, known + does_sample, length)
+        start, append = start + counts[row], append + added[row]
+        words[slots_at + row], words[counts_at + row], words[firsts_at + row] = slot, counts[row], blocks
+        words[starts_at + row + 1], words[appends_at + row + 1] = start, append
+    words[ids_at : ids_at + append] = plan.block_ids
+    words[:HEADER] = array("i", (len(counts), decode_rows, start, append, 0))
+    return rows, slots, positions
 
 
 def check_capacity(plan: StepPlan, block_count: int, memory: SlotMemory) -> None:

@@ -35,7 +35,7 @@ Words = array | np.ndarray
 
 NO_RECORDS = array("i")
 
-FEW_SLOTS, KNOWN_TOKENS, KNOWN_BLOCKS = 8, 1024, 64
+FEW_SLOTS, KNOWN_TOKENS, KNOWN_BLOCKS = 24, 1024, 64
 """New slots whose addresses are copied one by one, from those that are kept of so many tokens and blocks of each: while
 caches are cold, that costs less than working them out with NumPy."""
 

@@ -159,3 +159,22 @@ def test_many_different_parameters_are_forgotten_again():
     for top_k in range(3 * KNOWN_LIMIT):
         assert SamplingParams.from_wire({"top_k": top_k}).top_k == top_k
     assert len(_known) <= KNOWN_LIMIT
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0.5}, {"temperature": 0.5, "stop": ["x"], "logit_bias": {3: 1.0}}])
+def test_what_is_remembered_of_the_wire_follows_every_change(values):
+    """Requests that differ in the seed alone are written once; one with another limit is another."""
+    params = SamplingParams.from_wire({**values, "max_tokens": 50, "min_tokens": 2})
+    written = params.to_wire()
+    written["temperature"] = 2.0
+    for changes in (
+        {"seed": 1},
+        {"seed": 2},
+        {"max_tokens": 7, "min_tokens": 1},
+        {"max_tokens": 7, "seed": 3},
+        {"seed": None},
+    ):
+        changed = params.with_values(**changes)
+        changed.to_wire()
+        assert SamplingParams.from_wire(changed.with_values(seed=9).to_wire()) == changed.with_values(seed=9)
+        assert SamplingParams.from_wire(changed.to_wire()) == changed

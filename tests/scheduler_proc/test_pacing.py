@@ -11,7 +11,7 @@ from scheduler_proc import pacing
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.grammar import Compilation, Grammars
 from scheduler_proc.main import Clocks, Loop
-from scheduler_proc.pacing import BUSY_INTAKE, FIRST_WAIT_S, HOLD_S, LEAD_S
+from scheduler_proc.pacing import BUSY_INTAKE, FIRST_WAIT_S, HOLD_S, LEAD_S, REQUEST_LEAD_S
 from scheduler_proc.simulation import simple_request
 from scheduler_proc.state import Limits
 
@@ -179,8 +179,8 @@ def test_many_short_prompts_make_a_good_step(monkeypatch):
 
 def test_a_batchs_second_step_holds_all_that_comes_in_time():
     """Decode steps of the first requests delayed the prompts of the others."""
-    step_s = GOOD * TOKEN_S
-    in_time = {"after_s": step_s - LEAD_S - 1e-5, **some(2, MORE, first_id=10)}
+    spare_s = GOOD * TOKEN_S - LEAD_S - 4 * REQUEST_LEAD_S
+    in_time = {"after_s": spare_s - 1e-5, **some(2, MORE, first_id=10)}
     turns = Turns(some(6, MORE), {"after_s": 1e-6, **some(2, MORE, first_id=8)}, in_time, {"after_s": 2e-5})
     assert chunk_counts(turns.run(TOKEN_S)) == [[6], [], [], [4]]
     assert turns.waits_ms[3] == pytest.approx(0.01, abs=0.002), "until a moment before the worker has nothing to do"
