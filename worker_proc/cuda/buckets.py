@@ -5,6 +5,7 @@ three things: which rows there are (decode, chunks, or both), how many rows, how
 are multiples of 16, for which the kernels are compiled once. Called by the GPU runner.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +22,10 @@ _TOKEN_SIZES = (
 """Those that are prepared at start."""
 
 LARGE_TOKENS = _TOKEN_SIZES[-1]
-"""Steps above this are padded to 32 sizes between two powers of two, and captured when they first come."""
+"""Steps above this are padded to 32 sizes between two powers of two, of which every fourth is prepared at start."""
+
+_WIDE_TOKENS = 1024
+"""From here on, steps with chunks are prepared for as many rows as there may be, too: `wide_buckets`."""
 
 _NEARLY_LARGEST = 0.875
 """A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
@@ -100,9 +104,32 @@ def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     return list(dict.fromkeys([*one, *few, *full, *largest_buckets(max_rows, max_tokens)]))
 
 
+def wide_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """Buckets of many tokens that between them hold most steps which have no graph yet, with little padding."""
+    large = list(_large_sizes(max_tokens))
+    sizes = [size for size in _TOKEN_SIZES if _WIDE_TOKENS <= size < max_tokens] + large
+    few = min(_ROW_CLASSES[1], max_rows, max_tokens)
+    rows_and_sizes = [*((few, size) for size in large), *((max_rows, size) for size in sizes if max_rows <= size)]
+    return [Bucket(kind, rows, size) for rows, size in rows_and_sizes for kind in (CHUNK, MIXED)]
+
+
+def _large_sizes(max_tokens: int) -> Iterator[int]:
+    """Eight sizes between two powers of two above LARGE_TOKENS, up to `max_tokens`."""
+    size = LARGE_TOKENS
+    while size < max_tokens:
+        size += 1 << (size.bit_length() - 4)
+        yield max_tokens if size >= _NEARLY_LARGEST * max_tokens else size
+        if size >= _NEARLY_LARGEST * max_tokens:
+            return
+
+
 def start_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """What is to be ready before the first request: one prompt and its decoding, then every decode batch and the usual
-    steps with chunks."""
+    steps with chunks, then what stands in for all others."""
+    return list(dict.fromkeys([*_usual_buckets(max_rows, max_tokens), *wide_buckets(max_rows, max_tokens)]))
+
+
+def _usual_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     decodes, chunks = decode_buckets(max_rows), chunk_buckets(max_rows, max_tokens)
     return [decodes[0], *chunks[:4], *decodes[1:], *chunks[4:]]
 
@@ -110,14 +137,15 @@ def start_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
 def compiled_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """Those among which is one for each variant of a kernel that any step needs.
 
-    These are `start_buckets`, and steps of many rows with chunks, which are too many to capture ahead.
+    These are the usual ones of `start_buckets`, and steps of many rows with chunks, which are too many to capture
+    ahead.
     """
     wide = []
     for size in (_ROW_CLASSES[-1], max_rows):
         rows = min(size, max_rows, max_tokens)
         least, most = min(padded_tokens(rows), max_tokens), min(LARGE_TOKENS, max_tokens)
         wide += [Bucket(CHUNK, rows, least), Bucket(MIXED, rows, least), Bucket(CHUNK, rows, most)]
-    return list(dict.fromkeys([*start_buckets(max_rows, max_tokens), *wide]))
+    return list(dict.fromkeys([*_usual_buckets(max_rows, max_tokens), *wide]))
 
 
 def slowest_to_compile(max_rows: int, max_tokens: int) -> list[Bucket]:

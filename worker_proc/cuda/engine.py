@@ -29,9 +29,10 @@ from worker_proc.slots import TOKEN_MARGIN
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_SECONDS = 4.0
+CAPTURE_SECONDS = 2.5
 """After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
-first used. A request that comes meanwhile waits up to 30 ms; a usual start-up is through after 2 s."""
+first used. A request that comes meanwhile waits up to 30 ms. The usual ones take 2 s, and those that stand in for
+all others one more."""
 
 FIRST_CAPTURE_SECONDS = 0.5
 """The same at a start that had to compile kernels, and has taken long enough."""

@@ -9,7 +9,7 @@ tests. The sockets, and when a plan comes, are the worker's business (`worker.py
 import gc
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 
 import torch
@@ -31,6 +31,9 @@ from worker_proc.pooling import Pooler
 from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PackedStep, PromptRows, StepStager
+
+MOST_STAND_INS = 8
+"""So often does another bucket stand in for one without a graph. After that it is captured at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class CudaRunner:
         )  # fmt: skip
         self.pads_steps = self.program.uses_graphs
         self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
+        self._missed: Counter[Bucket] = Counter()
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, in the order that `StepPlan` gives, as far as issuing it.
@@ -105,7 +109,8 @@ class CudaRunner:
             pass
 
     def prepare_next(self) -> bool:
-        """Capture the next bucket of start-up, on an empty plan: nothing is computed or stored. Takes up to 0.1 s.
+        """Capture the next bucket of start-up, or one that steps have come for since, on an empty plan: nothing is
+        computed or stored. Takes up to 0.1 s.
 
         One that fails is the last: a step may do without what is prepared here, and meets itself what it cannot do
         without, such as a device that still works.
@@ -127,11 +132,20 @@ class CudaRunner:
         return bool(self._unprepared)
 
     def _bucket(self, packed: PackedStep) -> Bucket:
+        """What the step runs in. A capture takes as long as several steps, so a bucket without a graph is captured in
+        the next pause, and a larger one stands in for it until then, or until it has come MOST_STAND_INS times."""
         sizes = (packed.decode_row_count, packed.row_count - packed.decode_row_count, packed.token_count)
         if not self.pads_steps:
             return exact_bucket(*sizes)
         limits = self._limits
-        return bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
+        bucket = bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
+        if self.program.has_graph(bucket):
+            return bucket
+        self._missed[bucket] += 1
+        stand_in = self.program.stand_in(bucket) if self._missed[bucket] <= MOST_STAND_INS else None
+        if stand_in is not None and self._missed[bucket] == 1:
+            self._unprepared.append(bucket)
+        return stand_in or bucket
 
     def _prepare(self, plan: StepPlan, lane: Lane) -> PackedStep:
         """Everything that changes before the rows run, and the copy of the plan.

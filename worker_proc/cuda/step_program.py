@@ -22,7 +22,10 @@ from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
 GRAPH_LIMIT = 256
-"""Graphs that are kept at most; a start captures 84, and steps beyond the limit run without one."""
+"""Graphs that are kept at most; a start captures 122, and steps beyond the limit run without one."""
+
+MOST_PADDING = 1.5
+"""Times as many tokens as its own bucket has may a step be padded to while that one has no graph."""
 
 logger = logging.getLogger(__name__)
 
@@ -109,16 +112,27 @@ class StepProgram:
         graph.replay()
         return logits
 
+    def has_graph(self, bucket: Bucket) -> bool:
+        """Whether the bucket has been captured, with its sampling."""
+        return (bucket, True) in self._graphs
+
+    def stand_in(self, bucket: Bucket) -> Bucket | None:
+        """The captured bucket that holds such steps with the least padding, if that is no more than MOST_PADDING."""
+        most = MOST_PADDING * bucket.tokens
+        captured = (each for each, sampling in self._graphs if sampling and each.kind == bucket.kind)
+        found = (each for each in captured if each.rows >= bucket.rows and bucket.tokens <= each.tokens <= most)
+        return min(found, key=lambda each: (each.tokens, each.rows), default=None)
+
     def prepare(self, bucket: Bucket) -> None:
         """Have what a bucket's steps need: the graph, or at least the kernels.
 
         Raises:
             CaptureError: there will be no graph.
         """
-        if self.uses_graphs:
-            self._graph(bucket, sampling=True)
-        else:
+        if not self.uses_graphs:
             self.rehearse(bucket)
+        elif len(self._graphs) < GRAPH_LIMIT:
+            self._graph(bucket, sampling=True)
 
     def rehearse(self, bucket: Bucket) -> None:
         """Run every kernel of a bucket's step once, eagerly and on an empty plan, without going through all layers."""

@@ -14,6 +14,7 @@ from worker_proc.cuda.buckets import (
     decode_buckets,
     exact_bucket,
     slowest_to_compile,
+    start_buckets,
 )
 
 
@@ -45,6 +46,20 @@ def test_decode_buckets_are_all_that_decoding_needs():
     assert [bucket.rows for bucket in prepared[:6]] == [1, 2, 4, 8, 16, 32]
     assert all(bucket.rows == bucket.tokens for bucket in prepared)
     assert {bucket_of(n, 0, n, max_rows=256, max_tokens=512) for n in range(1, 257)} == set(prepared)
+
+
+@pytest.mark.parametrize("limits", [(256, 8192), (256, 4096), (1024, 16384), (64, 5000)])
+def test_every_large_step_has_a_prepared_bucket_that_holds_it(limits):
+    """Its own may need a capture first. So many tokens of padding take a fraction of that."""
+    max_rows, max_tokens = limits
+    prepared, rng = start_buckets(*limits), Random(4)
+    assert len(prepared) <= 180
+    for _ in range(2000):
+        rows = rng.randint(1, max_rows)
+        tokens, chunks = rng.randint(max(rows, 1025), max_tokens), rng.randint(1, rows)
+        bucket = bucket_of(rows - chunks, chunks, tokens, max_rows=max_rows, max_tokens=max_tokens)
+        holding = [each for each in prepared if each.kind == bucket.kind and each.rows >= bucket.rows]
+        assert any(bucket.tokens <= each.tokens <= 1.3 * tokens for each in holding), bucket
 
 
 def test_one_prompt_and_small_batches_are_prepared():

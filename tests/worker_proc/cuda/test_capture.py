@@ -1,5 +1,6 @@
 """Fault D1's neighbour: an error in the middle of a graph's capture is told as what it is, and costs only itself."""
 
+from collections import Counter, deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import torch
 
 from kernels.step_layout import HEADER, PlanLayout
 from worker_proc.cuda import step_program
-from worker_proc.cuda.buckets import DECODE, Bucket
+from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
+from worker_proc.cuda.runner import MOST_STAND_INS, CudaRunner
 from worker_proc.cuda.step_program import CaptureError, StepProgram
 
 MESSAGE = (
@@ -153,6 +155,29 @@ def test_a_rehearsal_sees_an_empty_plan_and_leaves_the_real_one(monkeypatch):
     program.rehearse(Bucket(DECODE, 2, 2))
     assert seen == [("a short pass", [0] * HEADER + list(range(HEADER + 1, 65)))]
     assert plan.tolist() == list(range(1, 65))
+
+
+def test_a_larger_bucket_stands_in_for_one_without_a_graph():
+    """In `b256_128_256` steps of sizes that came for the first time waited 30 ms each for their captures."""
+    near, far = Bucket(CHUNK, 16, 1280), Bucket(CHUNK, 256, 2048)
+    program = StepProgram.__new__(StepProgram)
+    program._graphs = {(near, True): None, (far, True): None, (Bucket(MIXED, 64, 1536), True): None}
+    program._graphs[Bucket(CHUNK, 64, 1536), False] = None
+    runner = SimpleNamespace(pads_steps=True, program=program, _missed=Counter(), _unprepared=deque())
+    runner._limits = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192)
+
+    def bucket(rows: int, tokens: int) -> Bucket:
+        return CudaRunner._bucket(runner, SimpleNamespace(decode_row_count=0, row_count=rows, token_count=tokens))
+
+    assert bucket(10, 1250) == near and bucket(1, 600) == Bucket(CHUNK, 1, 640), "twice its tokens are too much"
+    assert bucket(10, 1000) == near, "the least padding of its kind"
+    assert bucket(40, 1500) == far, "room for its rows, captured with sampling"
+    own = [Bucket(CHUNK, 16, 1024), Bucket(CHUNK, 64, 1536)]
+    assert list(runner._unprepared) == own
+    for _ in range(MOST_STAND_INS - 1):
+        assert bucket(40, 1500) == far
+    assert bucket(40, 1500) == own[1], "it comes often enough to be captured at once"
+    assert list(runner._unprepared) == own, "and waits once"
 
 
 class BrokenRehearsal:
