@@ -5,6 +5,7 @@ command, date. Knows no benchmark and imports torch only to name the GPU.
 """
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -101,8 +102,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def commit() -> str:
-    """The commit that was measured, marked if the tree differs; TRIREME_COMMIT names it where there is no git."""
+    """The commit that was measured, marked if the tree differs; TRIREME_COMMIT names it where there is no git.
+
+    Found out once: a benchmark's first line makes the tree differ where it is kept in it.
+    """
     if named := os.environ.get("TRIREME_COMMIT"):
         return named
     run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)

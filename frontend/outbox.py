@@ -96,7 +96,8 @@ class Outbox:
             self._send_together(self._gathered + [MORE_FOLLOWS] * self.more_follows)
             self._has_promised = self.more_follows
         elif self._has_promised and not self.more_follows:
-            self._send(NONE_FOLLOWS)
+            if not self.suspended:
+                self._send(NONE_FOLLOWS)
             self._has_promised = False
         self._gathers = False
         ids, samples = self._abort_ids, self._abort_samples

@@ -150,6 +150,7 @@ def main() -> None:
     utilities = _fork_utilities()
     _import_kernels()
     os.waitpid(utilities, 0)
+    signal.signal(signal.SIGCHLD, _end_with_a_lost_order)
     for orders_before, line in enumerate(sys.stdin):
         order = {number: Job(**job) for number, job in json.loads(line)}
         _carry_out(order, width, answers, _LATER_NICENESS if orders_before else 0)
@@ -158,19 +159,31 @@ def main() -> None:
             pass
 
 
+def _end_with_a_lost_order(*_: object) -> None:
+    """A process that did not carry out its order leaves kernels that nobody answers for: end, so that the parent reads
+    on to the end of the answers and does not wait for ever."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[1]:
+                os._exit(1)
+
+
 def _carry_out(order: dict[int, Job], width: int, answers: IO[str], niceness: int) -> None:
     """Fork for an order, so that the next one need not wait for its end."""
     forking = os.getpid()
     if os.fork():
         return
+    code = 1
     try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _end_with(forking)
         os.nice(niceness)
         numbers = list(order)
         for index in _compile_all(list(order.values()), width, forking):
             print(numbers[index], file=answers)
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def _fork_utilities() -> int:

@@ -41,10 +41,10 @@ search runs over all: slower, and as exact. The last program of a row to finish 
 | out_ranks     | [R]    | int32          | of the chosen id among the raw logits, 1: the largest; where asked |
 | top_ids, top_logprobs | [R, n] | int32, float32 | the n largest where asked for, else untouched              |
 
-Measured on an H200 by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row: plain temperature
-6.1 / 20 / 59 us for 1 / 64 / 256 rows, greedy 5.3 and 48 us for 1 and 256 (3.2 TB/s). Before the scan left bounds, at
-commit cf6694d: 5.4 / 29 / 89 and 4.4 / 53 (torch's argmax alone 10 / 26 / 55 for 1 / 64 / 256 rows); at a3503ac greedy
-with 5 logprobs 11 / 29 / 91.
+Measured on an H200 at commit 407d9ce by `python -m benchmarks.kernels.bench_sampling`, 151,936 float32 logits a row,
+for 1 / 64 / 256 rows: plain temperature 6.1 / 20 / 59 us, greedy 5.3 / 16 / 48 (3.2 TB/s at 256 rows; torch's argmax
+alone 9.9 / 26 / 54), with 5 logprobs 13 / 27 / 74. Before the scan left bounds, at commit 0fa2b3e: 5.2 / 27 / 89,
+4.1 / 18 / 53 and 13 / 29 / 85.
 
 Sources: 1. N. Keskar et al., CTRL, arXiv:1909.05858 (repetition penalty). 2. A. Fan et al., arXiv:1805.04833 (top-k).
 3. A. Holtzman et al., arXiv:1904.09751 (top-p). 4. M. Nguyen et al., arXiv:2407.01082 (min-p). Those of the choice are

@@ -5,10 +5,12 @@ what has come makes a good one, and what follows is taken in while it computes. 
 its first step. The rules:
 
     worker      waits for more requests while                              but no longer than
-    idle        more of a batch follows, and the step would be small       FIRST_WAIT_S
+    idle        more of a batch follows, and the step would be small       FIRST_WAIT_S, LONGEST_WAIT_S in all
     has its     the step would not be full: prompts often come right       HOLD_S
     first step  behind one another
     has steps   more follows, and the step would not be full               LEAD_S before the worker has nothing to do
+
+Nobody waits for requests that no slot is free for.
 
 No sockets; the clock is passed in. Called by the process's loop.
 """
@@ -23,7 +25,11 @@ GOOD_STEP_REQUESTS = 64
 """A step with so many prompt tokens, or of so many requests, is worth beginning with: a GPU computes it while
 as many again arrive."""
 FIRST_WAIT_S = 0.005
-"""From the last message on. The frontend says so when nothing follows after all, so this is for one that is stuck."""
+"""How long the word that more follow is believed, from the last message on. The frontend says so when nothing follows
+after all, so this is for one that is stuck, and for clients that end in the middle of a batch."""
+LONGEST_WAIT_S = 0.05
+"""How long an idle worker waits in all: whoever has one request does not wait longer for others' batches, whatever they
+say they have."""
 HOLD_S = 0.0005
 """How long the next step waits after a step with a prompt has gone to an idle worker (up to a millisecond longer in a
 poll that sleeps, which waits whole milliseconds). Prompts that arrive right behind the first one can then join the
@@ -48,20 +54,21 @@ class Pacing:
     def __init__(self, core: SchedulerCore, clock: Callable[[], float]) -> None:
         self._core, self._state = core, core.state
         self._clock = clock
-        self._is_promised = False  # the last message says that more follow
+        self._promised_until_s = 0.0  # monotonic: until when it is believed that more follow; 0: it was not said
         self._is_left = False  # the last intake was broken off
-        self._until_s = 0.0  # monotonic: until when the next step waits in any case; 0: it does not
+        self._waits_since_s = 0.0  # since when an idle worker waits; 0: it does not
+        self._until_s = 0.0  # until when the step behind the first one waits in any case; 0: it does not
         self._wake_at_s = 0.0  # until when it waits now
 
     # ---- what has happened
 
     def note_message(self, message: ForScheduler) -> bool:
         """A message has come from the frontend; whether it was meant for this object alone."""
-        is_hint = isinstance(message, MoreFollows)
-        self._is_promised = isinstance(message, MoreFollows) and message.follows
-        if not self._state.in_flight:
-            self._until_s = 0.0
-        return is_hint
+        if isinstance(message, MoreFollows):
+            self._promised_until_s = self._clock() + FIRST_WAIT_S if message.follows else 0.0
+            return True
+        self._promised_until_s = 0.0
+        return False
 
     def note_result(self) -> None:
         """A step's result has come."""
@@ -104,26 +111,30 @@ class Pacing:
 
     def _ends_s(self) -> float:
         """Until when the next step waits; 0 if it does not."""
-        more_follows = self._is_promised or self._is_left
-        if not self._state.in_flight:
-            return self._first_ends_s(more_follows)
+        state, now_s = self._state, self._clock()
+        more_follows = bool(state.free_slots) and (self._is_left or now_s < self._promised_until_s)
+        if not state.in_flight:
+            return self._first_ends_s(now_s) if more_follows else self._idle_ends()
         if self._fills(self._step_tokens()):
             return 0.0
         until_s = self._until_s
-        if more_follows and not self._state.prefilling:
-            until_s = max(until_s, self._last_moment_s())
-        return until_s if until_s and self._clock() < until_s else 0.0
+        if more_follows and not state.prefilling:
+            last_s = self._last_moment_s()
+            until_s = max(until_s, last_s if self._is_left else min(last_s, self._promised_until_s))
+        return until_s if now_s < until_s else 0.0
 
-    def _first_ends_s(self, more_follows: bool) -> float:
+    def _first_ends_s(self, now_s: float) -> float:
         """An idle worker waits for the rest of a batch; if that does not come in time, it goes without it."""
-        if not more_follows or self._is_good_step():
-            self._until_s = 0.0
-            return 0.0
-        now_s = self._clock()
-        self._until_s = self._until_s or now_s + FIRST_WAIT_S
-        if now_s >= self._until_s:
-            self._is_promised, self._until_s = False, 0.0
-        return self._until_s
+        self._waits_since_s = self._waits_since_s or now_s
+        end_s = self._waits_since_s + LONGEST_WAIT_S
+        if not self._is_left:
+            end_s = min(end_s, self._promised_until_s)
+        return end_s if now_s < end_s and not self._is_good_step() else self._idle_ends()
+
+    def _idle_ends(self) -> float:
+        """An idle worker waits no longer."""
+        self._waits_since_s = 0.0
+        return 0.0
 
     def _last_moment_s(self) -> float:
         """When the step after those in flight has to be planned."""
@@ -132,8 +143,8 @@ class Pacing:
 
     def _is_good_step(self) -> bool:
         """Whether a step of what has come is worth beginning with."""
-        waiting = self._state.waiting
-        return waiting.request_count >= GOOD_STEP_REQUESTS or self._fills(min(GOOD_STEP_TOKENS, self._step_tokens()))
+        most = min(GOOD_STEP_REQUESTS, len(self._state.free_slots))
+        return self._state.waiting.request_count >= most or self._fills(min(GOOD_STEP_TOKENS, self._step_tokens()))
 
     def _fills(self, token_count: int) -> bool:
         return self._state.waiting.token_count >= token_count

@@ -195,7 +195,8 @@ def shared_sampling(sequence: Sequence) -> SlotSampling:
     message = sequence.request.message
     params = message.params
     prompt_logprobs = -1 if sequence.prompt_logprobs is None else params.prompt_logprobs or 0
-    sampling = _sampling(
+    id_count = len(message.end_token_ids) + sum(map(len, message.bad_token_ids))
+    sampling = (_sampling if id_count <= REMEMBERED_IDS else _sampling.__wrapped__)(
         _numbers_of(params), prompt_logprobs, message.end_token_ids, message.bad_token_ids,
         sequence.grammar is not None, message.pooling,
     )  # fmt: skip
@@ -208,6 +209,9 @@ def shared_sampling(sequence: Sequence) -> SlotSampling:
         allowed_token_ids=array("i", params.allowed_token_ids or ()),
     )
 
+
+REMEMBERED_IDS = 128
+"""How a request samples is remembered unless it names more token ids: 256 requests may name many megabytes of them."""
 
 _numbers_of = attrgetter(
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",

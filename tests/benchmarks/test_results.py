@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,18 @@ def test_an_absolute_path_would_be_found():
         assert PATHS.search(text), text
     for text in ("benchmarks/results/x.jsonl", "~/.cache/trireme", "tokens/s", "b8 / b16", "1/2", "out tok/s: 4"):
         assert not PATHS.search(text), text
+
+
+def test_a_line_does_not_say_of_the_next_that_the_tree_differs(monkeypatch):
+    """All lines of a run but the first were marked where the first was kept in the tree."""
+    monkeypatch.delenv("TRIREME_COMMIT", raising=False)
+    answers = iter(["0123abc\n", "0123abc-dirty\n"])
+    git = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=next(answers)))
+    monkeypatch.setattr(records, "subprocess", git)
+    records.commit.cache_clear()
+    lines = [records.record(benchmark="b", workload="w", device="d", metrics={}) for _ in range(2)]
+    records.commit.cache_clear()
+    assert [line["commit"] for line in lines] == ["0123abc"] * 2
 
 
 def test_the_commits_are_in_the_history():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.fake_scheduler import LIMITS
 from common.messages import AddRequest, MoreFollows
 from frontend.outbox import GROUP_SIZE
 
@@ -57,3 +58,16 @@ def test_what_was_to_follow_and_is_no_request_is_taken_back(memory_engine, submi
     sent = gathered(memory_engine, submit, *["request"] * GROUP_SIZE, "ping")
     assert sent == [*range(GROUP_SIZE), True, False]
     assert gathered(memory_engine, submit, "request")[len(sent) :] == [GROUP_SIZE]
+
+
+def test_a_promise_ends_with_the_scheduler_that_it_was_made_to(memory_engine, submit):
+    """The next one was told first of all that nothing follows, while nothing was to be sent."""
+    core, sent = memory_engine.core, memory_engine.sent
+    core.gather()
+    submit()
+    core.send_gathered(more_follows=True)
+    core.suspend("lost", 1)
+    core.send_gathered()
+    core.handle(LIMITS)
+    core.send_gathered()
+    assert [type(message) for message in sent] == [AddRequest, MoreFollows, AddRequest]

@@ -146,6 +146,27 @@ next(process._compile_all([None], width=1, parent=os.getppid()))
         assert process.stdout.read() == b"", "nobody holds it any more"
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise MemoryError"])
+def test_an_order_that_is_lost_ends_the_answers(end):
+    """Its process was killed, as where there is too little memory, and the worker waited for its kernels for ever."""
+    code = f"""
+import os, signal
+from kernels import compile_process as process
+def lost(jobs, width, parent):
+    yield 0
+    {end}
+process._import_kernels, process._compile_all = lambda: None, lost
+process.main()
+"""
+    command = [sys.executable, "-c", code, "1"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        process.stdin.write(json.dumps([(number, compile_process.asdict(job())) for number in range(2)]) + "\n")
+        process.stdin.flush()
+        assert process.stdout.read() == "0\n"
+        assert process.wait() == 1
+
+
 @pytest.mark.parametrize(
     ("program", "answered"),
     [("read jobs; echo 1", [1]), ("read jobs; exit 1", []), ("exec 0<&-; echo 0", [0]), (None, [])],

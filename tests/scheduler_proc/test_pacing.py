@@ -11,7 +11,7 @@ from scheduler_proc import pacing
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.grammar import Compilation, Grammars
 from scheduler_proc.main import Clocks, Loop
-from scheduler_proc.pacing import BUSY_INTAKE, FIRST_WAIT_S, HOLD_S, LEAD_S, REQUEST_LEAD_S
+from scheduler_proc.pacing import BUSY_INTAKE, FIRST_WAIT_S, HOLD_S, LEAD_S, LONGEST_WAIT_S, REQUEST_LEAD_S
 from scheduler_proc.simulation import simple_request
 from scheduler_proc.state import Limits
 
@@ -153,11 +153,28 @@ def test_a_batch_whose_rest_was_refused_runs_at_once():
     assert chunk_counts(Turns(some(2, MORE), {"requests": [NO_MORE]}).run()) == [[], [2]]
 
 
-@pytest.mark.parametrize("message", [requests(7), {"requests": [NO_MORE]}], ids=["a request", "none"])
-def test_a_promise_holds_until_the_next_message(message):
+@pytest.mark.parametrize(
+    "turns",
+    [[{"requests": [MORE]}, requests(7)], [{"requests": [MORE]}, {"requests": [NO_MORE]}, requests(8)]],
+    ids=["a request", "none"],
+)
+def test_a_promise_holds_until_the_next_message(turns):
     """One that was kept in mind delayed every single request that came later."""
-    first, alone = Turns({"requests": [MORE]}, message, requests(8)).run()[0::2]
-    assert (first, len(alone)) == ([], 1) or chunk_counts([alone]) == [[]]
+    assert chunk_counts(Turns(*turns).run()) == [*[[]] * (len(turns) - 1), [1]]
+
+
+def test_nobody_waits_for_ever_for_others_who_always_have_more():
+    """Each word of more began the wait anew, also of a client whose requests are all refused."""
+    later = {"after_s": 0.9 * FIRST_WAIT_S, "requests": [MORE]}
+    turns = Turns(some(1, MORE), *[later] * (int(LONGEST_WAIT_S / later["after_s"]) + 1))
+    assert chunk_counts(turns.run()) == [*[[]] * (len(turns.plans) - 2), [1]]
+
+
+def test_nobody_waits_for_requests_that_no_slot_is_free_for(monkeypatch):
+    """A worker without run-ahead, or with grammars, has nothing in flight while it decodes: it waited then too."""
+    monkeypatch.setattr(pacing, "GOOD_STEP_TOKENS", FULL)
+    slots = LIMITS.max_num_seqs
+    assert chunk_counts(Turns(some(slots, MORE, size=1), {}).run()[:1]) == [[slots]]
 
 
 @pytest.mark.parametrize("size", [4, 8, GOOD])
@@ -189,6 +206,16 @@ def test_a_batchs_second_step_holds_all_that_comes_in_time():
 def test_a_full_step_does_not_wait_for_more():
     full = some(FULL // 8, MORE, size=8, first_id=8)
     assert chunk_counts(Turns(some(6, MORE), full).run(TOKEN_S))[1][:1] == [8]
+
+
+def test_a_promise_that_was_not_kept_does_not_hold_the_steps_that_follow():
+    """Its client had gone: until the next message, decode steps waited for what did not come."""
+    decode_s = 2 * FIRST_WAIT_S
+    results = [
+        {"after_s": decode_s, "results": [StepResult(step_id=step, token_ids=array("i", [7]))]} for step in range(1, 5)
+    ]
+    plans = Turns(some(1), {"requests": [MORE]}, *results).run(TOKEN_S)
+    assert [len(each) for each in plans[3:]] == [1, 1, 1]
 
 
 def test_the_end_of_a_batch_ends_the_wait():

@@ -8,7 +8,7 @@ import pytest
 from common.messages import AddRequest, SlotSampling
 from common.sampling_params import SamplingParams, sample_seed
 from scheduler_proc.prefix_cache import Chain
-from scheduler_proc.sequence import Request, Sequence, slot_sampling
+from scheduler_proc.sequence import Request, Sequence, _sampling, slot_sampling
 
 
 def sampling_of(params, sample_index=0, **changes):
@@ -37,6 +37,16 @@ def test_logprobs_that_nobody_wants_are_not_those_of_no_token():
     found = sampling_of(SamplingParams(logprobs=0, prompt_logprobs=0))
     assert (found.logprobs, found.prompt_logprobs) == (0, 0)
     assert sampling_of(SamplingParams(prompt_logprobs=4), sample_index=1).prompt_logprobs == -1
+
+
+def test_only_what_names_few_ids_is_remembered():
+    """256 requests with long bad words, which would have been kept, name hundreds of megabytes of ids."""
+    words = tuple((word, *range(1000)) for word in range(64))
+    _sampling.cache_clear()
+    assert sampling_of(SamplingParams(), bad_token_ids=words).bad_token_ids == words
+    assert _sampling.cache_info().currsize == 0
+    sampling_of(SamplingParams(), bad_token_ids=words[0:0], end_token_ids=(2, 3))
+    assert _sampling.cache_info().currsize == 1
 
 
 @pytest.mark.parametrize("seed", [None, 42])

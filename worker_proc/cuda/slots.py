@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from common.messages import NewSlots, SlotSampling
+from common.messages.slots import REMEMBERED_BYTES
 from kernels.sampling_state import BAD_WORD_TOKENS, CHOICE_COUNT, NUMBER_COUNT, SamplingState
 from worker_proc.cuda.slot_records import (
     MAX_BAD_WORDS,
@@ -78,13 +79,16 @@ class DeviceSlots(SlotMemory):
         return writes
 
     def _record_of(self, sampling: SlotSampling) -> SlotRecord:
-        """Made once for each object, which is kept, so that none is taken for another."""
+        """Made once for each object, which is kept, so that none is taken for another; unless none can come again."""
         kept = self._records.get(id(sampling))
-        if kept is None:
+        if kept is not None:
+            return kept[1]
+        record = SlotRecord.of(sampling, self.vocab_size)
+        if len(sampling.packed) <= REMEMBERED_BYTES:
             if len(self._records) >= KEPT_RECORDS:
                 self._records.clear()
-            kept = self._records[id(sampling)] = sampling, SlotRecord.of(sampling, self.vocab_size)
-        return kept[1]
+            self._records[id(sampling)] = sampling, record
+        return record
 
     def set_masks(self, slots: Sequence[int], masks: Sequence[bytes]) -> None:
         """Which token ids the slots may sample in the steps that follow, as in `StepPlan.masks`; in stream order."""

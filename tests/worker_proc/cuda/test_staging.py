@@ -93,6 +93,15 @@ def test_a_least_length_of_output_that_no_output_can_have_counts_as_such():
     assert int(slots.sampling.choices[1, BANNED_UNTIL]) > 10**9
 
 
+def test_a_way_of_sampling_that_is_not_remembered_is_not_kept_either():
+    """It is another object each time that it comes, so its record was never found again."""
+    slots = DeviceSlots(2, 16, 4, 80, torch.device("cpu"))
+    long = SlotSampling(bad_token_ids=(tuple(range(1000)),))
+    for sampling, kept_count in ((SlotSampling(), 1), (long, 1), (SlotSampling(top_k=3), 2)):
+        slots.writes_of(plan_of(sampling).new_slots)
+        assert len(slots._records) == kept_count
+
+
 @pytest.mark.parametrize("limits", [{}, {"FEW_SLOTS": 0}, {"KNOWN_TOKENS": 3}], ids=str)
 def test_each_of_several_new_slots_gets_what_it_gets_alone(limits, monkeypatch):
     """However the addresses are found."""
