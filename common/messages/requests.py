@@ -180,7 +180,7 @@ class FlushCache:
 class MoreFollows:
     """Further requests follow at once: those before this message are a part of what came together.
 
-    It holds until the next message. With `follows` False nothing follows after all.
+    It holds until the next message, and for a few milliseconds at most. With `follows` False nothing follows after all.
     """
 
     CODE: ClassVar[int] = 5
