@@ -133,7 +133,8 @@ class CudaRunner:
 
     def _bucket(self, packed: PackedStep) -> Bucket:
         """What the step runs in. A capture takes as long as several steps, so a bucket without a graph is captured in
-        the next pause, and a larger one stands in for it until then, or until it has come MOST_STAND_INS times."""
+        the next pause, and a larger one stands in for it until then, or until it has come MOST_STAND_INS times; always
+        for one that cannot be captured any more."""
         sizes = (packed.decode_row_count, packed.row_count - packed.decode_row_count, packed.token_count)
         if not self.pads_steps:
             return exact_bucket(*sizes)
@@ -142,7 +143,8 @@ class CudaRunner:
         if self.program.has_graph(bucket):
             return bucket
         self._missed[bucket] += 1
-        stand_in = self.program.stand_in(bucket) if self._missed[bucket] <= MOST_STAND_INS else None
+        captured_now = self._missed[bucket] > MOST_STAND_INS and self.program.takes_graph(bucket)
+        stand_in = None if captured_now else self.program.stand_in(bucket)
         if stand_in is not None and self._missed[bucket] == 1:
             self._unprepared.append(bucket)
         return stand_in or bucket

@@ -116,6 +116,10 @@ class StepProgram:
         """Whether the bucket has been captured, with its sampling."""
         return (bucket, True) in self._graphs
 
+    def takes_graph(self, bucket: Bucket) -> bool:
+        """Whether the bucket may still be captured: there is room for a graph, and it has not failed before."""
+        return bucket not in self._without_graph and len(self._graphs) < GRAPH_LIMIT
+
     def stand_in(self, bucket: Bucket) -> Bucket | None:
         """The captured bucket that holds such steps with the least padding, if that is no more than MOST_PADDING."""
         most = MOST_PADDING * bucket.tokens
@@ -179,7 +183,7 @@ class StepProgram:
 
     def _graph_for_step(self, bucket: Bucket, sampling: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         """What the first step of a bucket replays; None if it runs without a graph, as it does where one failed."""
-        if not self.uses_graphs or bucket in self._without_graph or len(self._graphs) >= GRAPH_LIMIT:
+        if not (self.uses_graphs and self.takes_graph(bucket)):
             return None
         try:
             return self._graph(bucket, sampling)

@@ -157,12 +157,13 @@ def test_a_rehearsal_sees_an_empty_plan_and_leaves_the_real_one(monkeypatch):
     assert plan.tolist() == list(range(1, 65))
 
 
-def test_a_larger_bucket_stands_in_for_one_without_a_graph():
+def test_a_larger_bucket_stands_in_for_one_without_a_graph(monkeypatch):
     """In `b256_128_256` steps of sizes that came for the first time waited 30 ms each for their captures."""
     near, far = Bucket(CHUNK, 16, 1280), Bucket(CHUNK, 256, 2048)
     program = StepProgram.__new__(StepProgram)
     program._graphs = {(near, True): None, (far, True): None, (Bucket(MIXED, 64, 1536), True): None}
     program._graphs[Bucket(CHUNK, 64, 1536), False] = None
+    program._without_graph = set()
     runner = SimpleNamespace(pads_steps=True, program=program, _missed=Counter(), _unprepared=deque())
     runner._limits = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192)
 
@@ -178,6 +179,11 @@ def test_a_larger_bucket_stands_in_for_one_without_a_graph():
         assert bucket(40, 1500) == far
     assert bucket(40, 1500) == own[1], "it comes often enough to be captured at once"
     assert list(runner._unprepared) == own, "and waits once"
+    program._without_graph.add(own[1])
+    assert bucket(40, 1500) == far, "without a graph of its own it would take longer than with padding"
+    program._without_graph.clear()
+    monkeypatch.setattr(step_program, "GRAPH_LIMIT", len(program._graphs))
+    assert bucket(40, 1500) == far, "there is no room for another graph"
 
 
 class BrokenRehearsal:
