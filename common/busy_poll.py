@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import zmq
 
+from common.errors import ConfigError
 from common.processors import granted_cores, has_gpu
 from common.sockets import EVENTS, NO_WAIT, READABLE, bind_pull, connect_push
 
@@ -27,6 +28,7 @@ AUTOMATIC = -1.0
 AUTOMATIC_MS = 5.0
 LEAST_CPUS = 8
 """From here on there is one for each loop of an engine, and as many for what else they do."""
+IO_OPTIONS = ("auto", "always", "never")
 LEAST_IO_CPUS = 16
 """From here on there is one for each of ZeroMQ's threads beside them too."""
 CONTESTED_S = 0.0005
@@ -57,7 +59,12 @@ def is_io_kept_awake(option: str, option_ms: float, device: str = "auto") -> boo
             and there are at least LEAST_IO_CPUS processors.
         option_ms: `--busy-poll-ms`.
         device: `--device`.
+
+    Raises:
+        ConfigError: another option.
     """
+    if option not in IO_OPTIONS:
+        raise ConfigError(f"busy_poll_io is {option!r}; wanted one of {', '.join(IO_OPTIONS)}")
     if option != "auto":
         return option == "always"
     is_automatic = option_ms < 0 and limit_s_for(option_ms, device) > 0

@@ -21,6 +21,7 @@ from common.busy_poll import (
     is_io_kept_awake,
     limit_s_for,
 )
+from common.errors import ConfigError
 from common.sockets import new_context
 
 
@@ -167,6 +168,13 @@ def test_threads_of_sockets_stay_awake_where_there_are_processors_for_them(
     monkeypatch.setattr(busy_poll, "has_gpu", lambda: gpu)
     monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert is_io_kept_awake(option, option_ms, device) == wanted
+
+
+@pytest.mark.parametrize("option", [True, False, "", "on"])
+def test_another_option_for_threads_of_sockets_is_refused(option):
+    """It counted as `never`, also in programs that still say True."""
+    with pytest.raises(ConfigError, match=f"busy_poll_io is {option!r}; wanted one of auto, always, never"):
+        is_io_kept_awake(option, AUTOMATIC)
 
 
 def test_a_process_without_file_descriptors_does_not_poll(monkeypatch):
