@@ -1,6 +1,7 @@
 """Decode attention: bytes a second against the read limit of the same run, inputs cold in the L2 cache.
 
 python -m benchmarks.kernels.bench_decode_attention --output benchmarks/results/decode_attention.jsonl
+python -m benchmarks.kernels.bench_decode_attention --early    # before the call ahead has ended, as in an engine
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def plan_of(shape: AttentionShape) -> DecodePlan:
     return launch_plan(shape.batch, *sizes, multiprocessor_count(), quantised=quantised, specialised=specialised)
 
 
-def kernel_calls(shape: AttentionShape, plan: DecodePlan) -> list[Callable[[], None]]:
-    """Calls of the kernel on as many input sets as it takes to leave the L2 cache."""
+def kernel_calls(shape: AttentionShape, plan: DecodePlan, early: bool = False) -> list[Callable[[], None]]:
+    """Calls of the kernel on as many input sets as it takes to leave the L2 cache; `early`: each by early launch."""
     from kernels.decode_attention import decode_attention
 
     device, _ = device_and_dtype()
@@ -40,7 +41,7 @@ def kernel_calls(shape: AttentionShape, plan: DecodePlan) -> list[Callable[[], N
     scale = shape.head_dim**-0.5
 
     def call_on(inputs) -> Callable[[], None]:
-        output, options = torch.empty_like(inputs.query), {"scale": scale, **inputs.scales}
+        output, options = torch.empty_like(inputs.query), {"scale": scale, "pdl": early, **inputs.scales}
         return lambda: decode_attention(output, *inputs.decode_inputs, partials, counters, plan, **options)
 
     return [call_on(make_inputs(shape)) for _ in range(harness.copies_to_exceed_l2(bytes_of(shape)))]
@@ -56,13 +57,17 @@ def bytes_of(shape: AttentionShape) -> int:
 
 def main() -> None:
     """Measure the shapes that `--only` names, all by default, and write a line for each."""
-    arguments = harness.argument_parser(__doc__).parse_args()
+    parser = harness.argument_parser(__doc__)
+    parser.add_argument("--early", action="store_true", help="launch early, where the engine does so")
+    arguments = parser.parse_args()
     report = harness.Report("decode")
     for shape in SMOKE_DECODE_SHAPES if arguments.smoke else DECODE_SHAPES:
         if arguments.only in shape.name:
             plan = plan_of(shape)
-            options = {"block_size": shape.block_size, "kernel": "hopper" if plan.specialised else "plain"}
-            runs_us = harness.time_runs_us(kernel_calls(shape, plan))
+            early = arguments.early and plan.specialised
+            kernel = "hopper" if plan.specialised else "plain"
+            options = {"block_size": shape.block_size, "kernel": kernel, "early": early}
+            runs_us = harness.time_runs_us(kernel_calls(shape, plan, early))
             report.add(shape.name, runs_us, bytes_moved=bytes_of(shape), options=options)
     report.write(arguments.output)
 
