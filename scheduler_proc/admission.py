@@ -97,6 +97,7 @@ class Admission:
 
     def enter(self, draft: Draft) -> None:
         """Move the sequences that got a slot from their queues to the running ones, once the step has been sent."""
+        self._leaders = None  # an engine at rest keeps no step's prompts
         for row in draft.chunks:
             if row.is_new:
                 self._enter(row)
