@@ -87,15 +87,15 @@ def test_every_address_is_inside_its_tensor(lengths, padding, start_tiles, cache
         check(batch, **team(warps, programs=16, start_tiles=start_tiles))
 
 
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize("value_scale, query_scale", [(2.0**-23, 1.0), (2.0**15, 1e-6), (1.0, 1e6)])
 def test_scales_and_queries_of_any_size(value_scale, query_scale, device, cache):
     """Weights times scales, and queries, stay within the range of the numbers that they are put in; a row that begins
     with scales of zero too."""
     batch = batch_of((300, 77), device, cache)
     batch.query *= query_scale
-    if cache is not None:
-        batch.value_scales[batch.value_scales.isfinite()] = value_scale
-        batch.value_scales[batch.block_tables[batch.row_slots[0].item(), :8].long()] = 0.0
+    batch.value_scales[batch.value_scales.isfinite()] = value_scale
+    batch.value_scales[batch.block_tables[batch.row_slots[0].item(), :8].long()] = 0.0
     check(batch, **team())
 
 
