@@ -9,8 +9,8 @@
 At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it.
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
 row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. For more
-rows Hopper has two more, `skinny_linear_hopper.py` and `skinny_linear_stream.py`. Which one, and with what tile, comes
-from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
+rows Hopper has a third, `skinny_linear_hopper.py`. Which one, and with what tile, comes from a table measured on the
+card (`kernels/tuning`); a shape that the library does faster goes there.
 
 | tensor      | axes                           | dtype     | strides     |
 |-------------|--------------------------------|-----------|-------------|
@@ -41,7 +41,7 @@ from kernels.checks import FLOATS, check_tensor
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
-from kernels.tuning import LIBRARY, LinearPlan, find_plan, measured_plan, operation_key, part_count
+from kernels.tuning import LIBRARY, LinearPlan, find_plan, measured_plan, operation_key
 
 MAX_ROWS = 256
 MAX_SPLITS = 16
@@ -362,16 +362,16 @@ def run_plan(
 ) -> None:  # fmt: skip
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
-    if (plan.norm_apart or plan.kernel in ("resident", "stream")) and norm_weight is not None:
+    if (plan.norm_apart or plan.kernel == "resident") and norm_weight is not None:
         normed = workspace.rows("normed", rows, inputs)
         rms_norm(x, norm_weight, eps, normed)
         x, norm_weight = normed, None
     if plan.kernel == "library":
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
-    if plan.kernel in ("resident", "stream"):
+    if plan.kernel == "resident":
         assert residual is None, "a plan of this kind adds no residual"
-        _by_hopper(plan, x, weight, out, silu_mul, workspace)
+        _by_hopper(plan, x, weight, out if silu_mul else out[None], silu_mul)
         return
     outputs = out.shape[1]
     added = out if residual is None else residual
@@ -399,17 +399,11 @@ def run_plan(
     )  # fmt: skip
 
 
-def _by_hopper(
-    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, silu_mul: bool, workspace: Workspace
-) -> None:
-    """By kernels/skinny_linear_hopper.py or kernels/skinny_linear_stream.py; `out` has three axes if in parts."""
-    from kernels import skinny_linear_hopper, skinny_linear_stream  # need a Triton that older installations lack
+def _by_hopper(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, silu_mul: bool) -> None:
+    """By kernels/skinny_linear_hopper.py; `out` as its table."""
+    from kernels import skinny_linear_hopper  # needs a Triton that older installations lack
 
-    pdl = launch_options(x)["PDL"]
-    if plan.kernel == "stream":
-        skinny_linear_stream.launch(plan, x, weight, out, workspace.partials, workspace.counters, silu_mul, pdl)
-    else:
-        skinny_linear_hopper.launch(plan, x, weight, out if silu_mul or out.dim() == 3 else out[None], silu_mul, pdl)
+    skinny_linear_hopper.launch(plan, x, weight, out, silu_mul, launch_options(x)["PDL"])
 
 
 def run_parts_plan(
@@ -421,10 +415,9 @@ def run_parts_plan(
         wide = workspace.rows("wide", rows, outputs)
         torch.mm(x, weight.T, out=wide)
         return wide[None]
-    count = part_count(plan, outputs, inputs)
-    parts = workspace.rows("partials", count * rows, outputs).view(count, rows, outputs)
-    if plan.kernel in ("resident", "stream"):
-        _by_hopper(plan, x, weight, parts, False, workspace)
+    parts = workspace.rows("partials", plan.split_k * rows, outputs).view(plan.split_k, rows, outputs)
+    if plan.kernel == "resident":
+        _by_hopper(plan, x, weight, parts, silu_mul=False)
         return parts
     strides = (x.stride(0), weight.stride(0), 0, 0)
     tiles = triton.cdiv(outputs, plan.block_n)

@@ -36,14 +36,14 @@ PANEL = 64  # columns of a copied box: 128 bytes, what the tensor cores' swizzle
 
 
 @gluon.jit
-def ask_box(desc, row, panel, full, box, pred, BYTES: gl.constexpr):
+def _ask(desc, row, panel, full, box, pred, BYTES: gl.constexpr):
     """Ask the copy engine for a box: panels of 64 columns of some rows."""
     mbarrier.expect(full, BYTES, pred=pred)
     tma.async_copy_global_to_shared(desc, [panel, row, 0], full, box, pred=pred)
 
 
 @gluon.jit
-def ask_weights(desc, first_n, panel, N, full, boxes, stage, pred, BYTES: gl.constexpr, HALVES: gl.constexpr):
+def _ask_weights(desc, first_n, panel, N, full, boxes, stage, pred, BYTES: gl.constexpr, HALVES: gl.constexpr):
     """The same of W; with two halves, of gate's rows and of up's, on one barrier."""
     mbarrier.expect(full, BYTES * HALVES, pred=pred)
     for half in gl.static_range(HALVES):
@@ -82,11 +82,11 @@ def _resident_kernel(
         mbarrier.init(row_full.index(stage), count=1)
     # 2. W, which no kernel writes, while the kernel ahead still runs; x after it.
     for stage in gl.static_range(W_STAGES):
-        ask_weights(weight_desc, first_n, first_panel + stage * W_PANELS, N, weight_full.index(stage), weight_boxes,
+        _ask_weights(weight_desc, first_n, first_panel + stage * W_PANELS, N, weight_full.index(stage), weight_boxes,
                      stage, True, W_BYTES, HALVES)  # fmt: skip
     wait_for_inputs(PDL)
     for stage in gl.static_range(X_STAGES):
-        ask_box(
+        _ask(
             x_desc, first_m, first_panel + stage * PANELS, row_full.index(stage), row_boxes.index(stage), True, X_BYTES
         )
     # 3. Multiply step by step; a stage is filled again when the step that read it has finished.
@@ -114,13 +114,13 @@ def _resident_kernel(
             ahead = step - 1 + X_STAGES
             x_free = ahead % X_STAGES
             wanted = (step > 0) & (ahead < STEPS)
-            ask_box(x_desc, first_m, first_panel + ahead * PANELS, row_full.index(x_free), row_boxes.index(x_free),
+            _ask(x_desc, first_m, first_panel + ahead * PANELS, row_full.index(x_free), row_boxes.index(x_free),
                  wanted, X_BYTES)  # fmt: skip
         if W_STAGES * W_STEPS < STEPS:
             ahead = step - 1 + W_STAGES
             w_free = ahead % W_STAGES
             wanted = (step > 0) & (ahead < STEPS)
-            ask_weights(weight_desc, first_n, first_panel + ahead * W_PANELS, N, weight_full.index(w_free),
+            _ask_weights(weight_desc, first_n, first_panel + ahead * W_PANELS, N, weight_full.index(w_free),
                          weight_boxes, w_free, wanted, W_BYTES, HALVES)  # fmt: skip
     # 4. The neighbour's work, then the store; edges: rows beyond the batch, outputs beyond N.
     if SILU_MUL:
@@ -151,7 +151,7 @@ def fits(plan: LinearPlan, inputs: int, silu_mul: bool) -> bool:
     return whole and is_box and shared_bytes(plan, inputs, silu_mul) <= HOPPER_SHARED_BYTES - 512
 
 
-def descriptor(tensor: torch.Tensor, panels: int, rows: int) -> TensorDescriptor:
+def _descriptor(tensor: torch.Tensor, panels: int, rows: int) -> TensorDescriptor:
     """Boxes of `rows` rows of `panels` panels; a box lies in memory panel by panel."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     row_count, columns = tensor.shape
@@ -170,7 +170,7 @@ def launch(
     weight_panels = panels if plan.weight_stages else steps * panels
     grid = (triton.cdiv(outputs, plan.block_n), plan.split_k, triton.cdiv(rows, plan.block_m))
     _resident_kernel[grid](
-        descriptor(x, panels, plan.block_m), descriptor(weight, weight_panels, plan.block_n), out, rows, outputs,
+        _descriptor(x, panels, plan.block_m), _descriptor(weight, weight_panels, plan.block_n), out, rows, outputs,
         out.stride(0) if out.dim() == 3 else 0, out.stride(-2),
         STEPS=steps, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, PANELS=panels, W_PANELS=weight_panels,
         X_STAGES=min(plan.num_stages, steps), W_STAGES=min(plan.weight_stages, steps) if plan.weight_stages else 1,

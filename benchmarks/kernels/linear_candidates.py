@@ -7,16 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.kernels.linear_shapes import LinearShape
-from kernels import skinny_linear_stream
-from kernels.skinny_linear import MAX_SPLITS
 from kernels.skinny_linear_hopper import fits
-from kernels.tuning import LIBRARY, LinearPlan, part_count
+from kernels.tuning import LIBRARY, LinearPlan
 
 SHARED_BYTES = 200_000
-MULTIPROCESSORS = 132  # of an H100 or H200
-HALF_SHARED, WHOLE_SHARED = 112 << 10, 224 << 10  # what two programs of a multiprocessor can have, or one
-MOST_PARTS = 6
-ROW_FLOATS = MAX_SPLITS * 2048  # of a workspace's partial sums, for a row
 
 
 def matvec_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
@@ -86,49 +80,6 @@ def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
                         yield from _stage_choices(shape, replace(tile, block_k=block_k), width)
 
 
-def stream_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
-    """Equal shares: for all multiprocessors or so many as leave few parts; rings that fill half of one, or all."""
-    silu, in_parts = "silu" in shape.fusion, "parts" in shape.fusion
-    block_m, warps = (64, 4) if rows <= 64 else (128, 8)
-    for block_n, block_k in _stream_tiles(shape, rows):
-        tiles = -(-shape.out_columns // block_n)
-        even = {count for count in range(tiles, MULTIPROCESSORS, tiles) if count >= 90} if in_parts else set()
-        for programs in sorted({128, MULTIPROCESSORS, 2 * MULTIPROCESSORS} | even):
-            for room in (HALF_SHARED, WHOLE_SHARED)[: 1 if programs > MULTIPROCESSORS else 2]:
-                plan = LinearPlan("stream", block_n, block_k, warps, norm_apart=True, block_m=block_m)
-                plan = _stream_rings(replace(plan, programs=programs), room, silu)
-                takes = skinny_linear_stream.fits(plan, shape.out_columns, shape.inputs, silu, in_parts)
-                if takes and plan.weight_stages >= 2 and _has_room(plan, shape, in_parts):
-                    yield plan
-
-
-def _stream_tiles(shape: LinearShape, rows: int) -> tuple[tuple[int, int], ...]:
-    """Outputs and columns of K of a tile's step."""
-    if rows > 128 or shape.inputs % 128:
-        return ()
-    if "silu" in shape.fusion:
-        return ((16, 128), (32, 128)) if shape.out_columns < 64 * 128 else ((32, 128), (64, 64))
-    if "parts" in shape.fusion:
-        return ((32, 128), (64, 128)) if shape.outputs * shape.inputs < 1 << 23 else ((64, 64), (64, 128), (128, 64))
-    return ((128, 64),) if shape.outputs > 50_000 else ()
-
-
-def _stream_rings(plan: LinearPlan, room: int, silu: bool) -> LinearPlan:
-    """The longest rings that fit: x, which the level-2 cache has, needs three quarters of the stages that W does."""
-    for stages in range(16, 2, -1):
-        longest = replace(plan, weight_stages=stages, num_stages=max(2, (3 * stages + 3) // 4))
-        if skinny_linear_stream.shared_bytes(longest, silu) <= room:
-            return longest
-    return replace(plan, weight_stages=2, num_stages=2)
-
-
-def _has_room(plan: LinearPlan, shape: LinearShape, in_parts: bool) -> bool:
-    """Whether a workspace for no more rows has room for what the plan leaves, and a reader's time is short."""
-    parts = part_count(plan, shape.outputs, shape.inputs) if in_parts else 1
-    columns = parts * shape.outputs if in_parts else plan.programs * plan.block_n * (2 if "silu" in shape.fusion else 1)
-    return parts <= MOST_PARTS and columns <= ROW_FLOATS
-
-
 def _step_choices(shape: LinearShape, lines: int) -> tuple[int, ...]:
     """Columns of K a step, for so many lines of W and x."""
     if shape.inputs % 128 or lines > 256:
@@ -155,7 +106,7 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     if "parts" in shape.fusion or shape.fusion in (("silu",), ()):
         if rows <= 16:
             plans += held_candidates(shape)
-        return plans + list(resident_candidates(shape, rows)) + list(stream_candidates(shape, rows))
+        return plans + list(resident_candidates(shape, rows))
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
     if 2 <= rows <= 16:
@@ -163,5 +114,5 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     if 16 <= rows <= 64 or (2 <= rows <= 64 and shape.outputs > 50_000):
         plans += small_m_candidates(shape, rows)
     if rows >= 32 and shape.outputs > 30_000:
-        plans += [*resident_candidates(shape, rows), *stream_candidates(shape, rows)]
+        plans += resident_candidates(shape, rows)
     return plans

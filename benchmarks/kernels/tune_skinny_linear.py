@@ -83,7 +83,7 @@ def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int, ahead: 
     for shape, rows in jobs:
         for plan in candidates(shape, rows):
             if plan != LIBRARY:
-                row_class = 0 if plan.kernel in ("resident", "stream") else rows
+                row_class = 0 if plan.kernel == "resident" else rows
                 work[shape, row_class, plan] = (shape, rows, plan)
     shares = [list(work.values())[index::process_count] for index in range(process_count)]
     context = multiprocessing.get_context("spawn")
@@ -114,9 +114,7 @@ def short_name(plan: LinearPlan) -> str:
     flags = "h" * plan.held + "a" * plan.norm_apart
     tile = f"{plan.block_m}x{plan.block_n}" if plan.block_m else f"{plan.block_n}"
     stages = f"s{plan.num_stages}.{plan.weight_stages}" if plan.block_m else f"s{plan.num_stages}"
-    shares = f"p{plan.programs}" if plan.programs else f"k{plan.split_k}"
-    kind = "e" if plan.kernel == "stream" else plan.kernel[0]  # equal shares
-    return f"{kind}{tile}x{plan.block_k}w{plan.num_warps}{stages}{shares}{flags}"
+    return f"{plan.kernel[0]}{tile}x{plan.block_k}w{plan.num_warps}{stages}k{plan.split_k}{flags}"
 
 
 def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> Timed:

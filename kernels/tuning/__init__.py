@@ -18,11 +18,10 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched, with a tile of its own: "matvec", "small_m", "resident", "stream"; or "library".
+    """How one product is launched: "matvec", "small_m", "resident" or "library", and the tile for all but the last.
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
-    launch. block_m, weight_stages: of "resident" and "stream", rows of a program, and steps of W in shared memory (0:
-    all of them; not of "stream"). programs: of "stream", which shares the work out evenly among so many.
+    launch. block_m, weight_stages: of "resident", rows of a program, and steps of W in shared memory (0: all of them).
     """
 
     kernel: str
@@ -35,23 +34,9 @@ class LinearPlan:
     norm_apart: bool = False
     block_m: int = 0
     weight_stages: int = 0
-    programs: int = 0
 
 
 LIBRARY = LinearPlan("library")
-
-
-@functools.cache
-def part_count(plan: LinearPlan, outputs: int, inputs: int) -> int:
-    """In how many parts a plan leaves a product with W [outputs, inputs]: the most programs that share a tile."""
-    if plan.kernel != "stream":
-        return plan.split_k
-    steps, tiles = inputs // plan.block_k, -(-outputs // plan.block_n)
-    firsts = [(step + 1) * plan.programs - 1 for step in range(0, tiles * steps, steps)]
-    lasts = [first + (steps - 1) * plan.programs for first in firsts]
-    return max(
-        last // (tiles * steps) - first // (tiles * steps) + 1 for first, last in zip(firsts, lasts, strict=True)
-    )
 
 
 def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool, in_parts: bool = False) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from kernels import skinny_linear_hopper, skinny_linear_stream, tuning
+from kernels import skinny_linear_hopper, tuning
 from kernels.launch import prefetch_share
 from kernels.skinny_linear import (
     Workspace,
@@ -19,9 +19,9 @@ from kernels.skinny_linear import (
     skinny_linear_reference,
     split_floats,
 )
-from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, measured_plan, part_count
+from kernels.tuning import LIBRARY, TABLE_PATH, LinearPlan, default_plan, find_plan, measured_plan
 from tests.kernels.closeness import DEVICE, DTYPES, assert_as_exact, assert_replay_equals_eager, random_tensor
-from tests.kernels.gluon_emulator import KernelAhead, emulate
+from tests.kernels.gluon_emulator import emulate
 
 PLANS = [
     LinearPlan("matvec", block_n=4, block_k=32, num_warps=1),
@@ -136,16 +136,13 @@ def test_a_plan_serves_down_to_the_measured_size_below(monkeypatch):
     assert measured_plan(torch.device("cpu"), torch.float16, 1, "n8_k17_parts") is None
 
 
-KERNELS = ("matvec", "small_m", "resident", "stream", "library")
-
-
 def test_every_plan_of_the_table_is_well_formed():
     for card, dtypes in json.loads(TABLE_PATH.read_text()).items():
         for operations in dtypes.values():
             for operation, buckets in operations.items():
                 for bucket, entry in buckets.items():
                     plan = LinearPlan(**entry["plan"])
-                    assert plan.kernel in KERNELS, (card, operation, bucket)
+                    assert plan.kernel in ("matvec", "small_m", "resident", "library"), (card, operation, bucket)
                     assert plan.kernel == "library" or (plan.block_n > 0 and plan.block_k > 0)
 
 
@@ -161,10 +158,7 @@ def test_every_plan_of_the_table_finds_room_in_the_workspace(most):
             for bucket, entry in buckets.items():
                 plan, rows = LinearPlan(**entry["plan"]), min(int(bucket), most)
                 if operation.endswith("_parts") and plan.kernel != "library":
-                    assert part_count(plan, outputs, inputs) * rows * outputs <= room, (operation, rows)
-                elif plan.kernel == "stream":
-                    columns = plan.block_n * (2 if silu else 1)
-                    assert plan.programs * rows * columns <= room, (operation, rows)
+                    assert plan.split_k * rows * outputs <= room, (operation, rows)
                 elif plan.kernel == "small_m" and plan.split_k > 1:
                     assert split_floats(plan, rows, outputs // 2 if silu else outputs, silu) <= room, (operation, rows)
 
@@ -246,64 +240,6 @@ def test_hopper_kernel_matches_float32(rows, outputs, inputs, dtype, plan, hoppe
     if plan.split_k == 1 and fits(plan, inputs, True):
         run_plan(plan, x, weight, out, None, 1e-6, None, True, workspace)
         assert_as_exact(out, skinny_linear_reference(x, weight, silu_mul=True))
-
-
-STREAM_PLANS = [
-    LinearPlan("stream", 32, 64, 4, num_stages=2, block_m=64, weight_stages=3, programs=2),
-    LinearPlan("stream", 16, 128, 4, num_stages=3, block_m=64, weight_stages=2, programs=5),
-    LinearPlan("stream", 64, 64, 8, num_stages=4, block_m=128, weight_stages=4, programs=3),
-]
-"""Stretches of whole tiles and of none; rings longer than a stretch, and shorter."""
-
-
-@pytest.mark.parametrize("plan", STREAM_PLANS, ids=lambda plan: f"{plan.block_m}x{plan.block_n}p{plan.programs}")
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "dtype"),
-    [(9, 400, 256, torch.bfloat16), (64, 320, 384, torch.float16), (1, 600, 128, torch.bfloat16)],
-)
-def test_equal_shares_match_float32(rows, outputs, inputs, dtype, plan, hopper_device, monkeypatch):
-    if hopper_device == "cpu":
-        emulate(monkeypatch, skinny_linear_stream, "_stream_kernel")
-    x, weight, half, _, _, _ = make_case(rows, outputs, inputs, dtype, "silu")
-    whole = torch.empty(rows, outputs, dtype=torch.float32, device=DEVICE)
-    workspace = Workspace.allocate(64, 512, 640, dtype, torch.device(DEVICE))
-    want, want_half = (skinny_linear_reference(x, weight, silu_mul=silu) for silu in (False, True))
-    for _ in range(3 if hopper_device == "cuda" else 1):  # as above, or sums that are collected too early
-        workspace.partials.fill_(float("nan"))
-        parts = run_parts_plan(plan, x, weight, workspace)
-        assert_as_exact(parts.sum(0).to(dtype), want)
-        workspace.partials.fill_(float("nan"))
-        run_plan(plan, x, weight, half, None, 1e-6, None, True, workspace)
-        assert_as_exact(half, want_half)
-        run_plan(plan, x, weight, whole.fill_(float("nan")), None, 1e-6, None, False, workspace)
-        assert_as_exact(whole.to(dtype), want)
-        assert (workspace.counters == 0).all()
-
-
-def test_a_stream_that_starts_early_waits_for_its_rows(monkeypatch):
-    x, weight, half, _, _, _ = make_case(9, 400, 256, torch.bfloat16, "silu")
-    emulate(monkeypatch, skinny_linear_stream, "_stream_kernel", ahead=KernelAhead(x))
-    partials, flags = torch.empty(5 * 9 * 32, device="cpu"), torch.zeros(5, dtype=torch.int32, device="cpu")
-    skinny_linear_stream.launch(STREAM_PLANS[1], x, weight, half, partials, flags, True, True)
-    assert_as_exact(half, skinny_linear_reference(x, weight, silu_mul=True))
-
-
-def test_shares_of_a_tile_are_counted():
-    halves = replace(STREAM_PLANS[0], block_n=64, programs=128)
-    assert part_count(halves, 6144, 4096) == 2  # each three quarters of a tile
-    assert part_count(replace(halves, programs=96), 6144, 4096) == 1
-    assert part_count(replace(halves, programs=132), 6144, 4096) == 3
-    assert skinny_linear_stream.shared_bytes(halves, True) == 8192 * (2 + 6)
-    assert skinny_linear_stream.fits(halves, 4096, 4096, False, in_parts=True)
-    assert not skinny_linear_stream.fits(halves, 4096, 4096, False, in_parts=False)  # a tile would have three programs
-    assert not skinny_linear_stream.fits(halves, 6144, 4096 + 32, False, in_parts=True)  # K in whole steps
-
-
-def test_a_stream_for_too_many_rows_is_refused():
-    x, weight, out, _, _, _ = make_case(65, 64, 64, torch.bfloat16, "plain")
-    workspace = Workspace.allocate(128, 64, 64, torch.bfloat16, torch.device(DEVICE))
-    with pytest.raises(ValueError, match=r"wanted at most 64 rows, 4160 partial sums and 2 counters, got 65,"):
-        run_plan(STREAM_PLANS[0], x, weight, out, None, 1e-6, None, False, workspace)
 
 
 def test_rings_and_boxes_that_do_not_fit():
