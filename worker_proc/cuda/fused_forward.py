@@ -39,9 +39,9 @@ from worker_proc.models.qwen3 import Qwen3Attention
 
 EARLY_TOKENS = 2048
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished, and finds its rows
-and blocks meanwhile: 62 to 77 us a step less at 1,024 and 2,048. Waiting programs slow that kernel down: the plain
-kernel of decode attention, which only waits, took 46.8 us so over 32 x 1024 tokens, 36.8 without. It is never launched
-early; the Hopper kernel, which has something to do meanwhile, is."""
+and blocks meanwhile (docs/log.md says what that gains). Waiting programs slow that kernel down: the plain kernel of
+decode attention, which only waits, took 46.8 us so over 32 x 1024 tokens, 36.8 without. It is never launched early; the
+Hopper kernel, which has something to do meanwhile, is."""
 
 FEWEST_PARTS_TOKENS = 2
 """Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
