@@ -1,6 +1,6 @@
 """Where the time of one request goes between the processes: its timeline, hop by hop, compared with ZeroMQ alone.
 
-    python -m benchmarks.hops [--requests 400] [--step-ms 0] [--busy-poll-ms 0 -1 5 20] [--busy-poll-io] [--output FILE]
+    python -m benchmarks.hops [--requests 400] [--step-ms 0] [--busy-poll-ms 0 -1 5 20] [--busy-poll-io always]
 
 Client, frontend and scheduler are the real ones, and so is the worker except for its model (benchmarks/stub_worker.py),
 whose first step takes `--step-ms`. One request at a time, 128 prompt ids in, one token out. `whole_us` is the time of
@@ -30,7 +30,7 @@ from random import Random
 from typing import Any
 
 from benchmarks import ping_pong, records
-from common.busy_poll import AUTOMATIC, limit_s_for
+from common.busy_poll import AUTOMATIC, IO_OPTIONS, limit_s_for
 from common.config import CacheOptions, EngineConfig, LogOptions, ProfilingOptions, ServerOptions
 from common.messages import StepPlan, StepResult, TokensOut
 from common.model_cache import default_model_dir
@@ -79,11 +79,11 @@ class Processes:
         busy_poll_ms: float = AUTOMATIC,
         record: Path | None = None,
         *,
-        busy_poll_io: bool = False,
+        busy_poll_io: str = "auto",
         decode_ms: float = DECODE_STEP_MS,
         token_us: float = 0.0,
     ) -> None:
-        polling = {"busy_poll_ms": busy_poll_ms, "busy_poll_io": "always" if busy_poll_io else "never"}
+        polling = {"busy_poll_ms": busy_poll_ms, "busy_poll_io": busy_poll_io}
         config = EngineConfig(
             cache=CacheOptions(prefix_cache="off"),
             server=ServerOptions(http=False, client_endpoint=f"ipc://{folder}/client.sock", **polling),
@@ -222,7 +222,7 @@ def floor_us(folder: Path, sizes: dict[str, int], client_bytes: tuple[int, int],
 
 
 def measure_timeline(
-    folder: Path, count: int, step_ms: float, busy_poll_ms: float = AUTOMATIC, *, busy_poll_io: bool = False
+    folder: Path, count: int, step_ms: float, busy_poll_ms: float = AUTOMATIC, *, busy_poll_io: str = "auto"
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The figures of a recorded run, and the bytes of the message that ends each part."""
     records_dir = folder / "records"
@@ -242,7 +242,7 @@ def measure_burst(processes: Processes, count: int) -> dict[str, Any]:
 
 
 def measure(
-    count: int, step_ms: float, busy_poll_ms: Sequence[float], *, busy_poll_io: bool = False
+    count: int, step_ms: float, busy_poll_ms: Sequence[float], *, busy_poll_io: str = "auto"
 ) -> list[dict[str, Any]]:
     """All figures, for each duration of the busy poll."""
     found: list[dict[str, Any]] = []
@@ -303,7 +303,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="how many, one after another")
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long the worker's first step takes")
     parser.add_argument("--busy-poll-ms", type=float, nargs="+", default=BUSY_POLL_MS, help="-1: as the engine chooses")
-    parser.add_argument("--busy-poll-io", action="store_true", help="keep ZeroMQ's threads awake too")
+    parser.add_argument(
+        "--busy-poll-io", choices=IO_OPTIONS, default="auto", help="whether ZeroMQ's threads are kept awake too"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few requests, for the test suite")
     parser.add_argument("--output", help="file to append the results to")
     args = parser.parse_args()
