@@ -55,6 +55,10 @@ class NoProgram:
     def __init__(self) -> None:
         self.sampled = SampledTokens.allocate(LIMITS.max_num_seqs, 1, "cpu")
 
+    def has_graph(self, bucket: Bucket) -> bool:
+        """Yes."""
+        return True
+
     def run(self, bucket: Bucket, *, sampling: bool = True) -> None:
         """Nothing."""
 
