@@ -24,8 +24,9 @@ _TOKEN_SIZES = (
 LARGE_TOKENS = _TOKEN_SIZES[-1]
 """Steps above this are padded to 32 sizes between two powers of two, of which every fourth is prepared at start."""
 
-_WIDE_TOKENS = 1024
-"""From here on, steps with chunks are prepared for as many rows as there may be, too: `wide_buckets`."""
+_MIDDLE_ROWS = 64
+"""Steps with chunks and up to four times as many tokens are prepared for so many rows, larger ones for as many as there
+may be: `wide_buckets`."""
 
 _NEARLY_LARGEST = 0.875
 """A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
@@ -105,11 +106,15 @@ def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
 
 
 def wide_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
-    """Buckets of many tokens that between them hold most steps which have no graph yet, with little padding."""
+    """Buckets that between them hold nearly all steps with chunks which have no graph yet, with little padding."""
     large = list(_large_sizes(max_tokens))
-    sizes = [size for size in _TOKEN_SIZES if _WIDE_TOKENS <= size < max_tokens] + large
-    few = min(_ROW_CLASSES[1], max_rows, max_tokens)
-    rows_and_sizes = [*((few, size) for size in large), *((max_rows, size) for size in sizes if max_rows <= size)]
+    sizes = [size for size in _TOKEN_SIZES if size < max_tokens]
+    few, middle = (min(rows, max_rows, max_tokens) for rows in (_ROW_CLASSES[1], _MIDDLE_ROWS))
+    rows_and_sizes = [
+        *((few, size) for size in large),
+        *((middle, size) for size in sizes if middle <= size <= 4 * middle),
+        *((max_rows, size) for size in [*sizes, *large] if max_rows <= size and 4 * middle <= size),
+    ]
     return [Bucket(kind, rows, size) for rows, size in rows_and_sizes for kind in (CHUNK, MIXED)]
 
 

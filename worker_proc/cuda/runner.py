@@ -110,7 +110,7 @@ class CudaRunner:
 
     def prepare_next(self) -> bool:
         """Capture the next bucket of start-up, or one that steps have come for since, on an empty plan: nothing is
-        computed or stored. Takes up to 0.1 s.
+        computed or stored. Takes 20 to 30 ms, on a slow host up to 0.1 s.
 
         One that fails is the last: a step may do without what is prepared here, and meets itself what it cannot do
         without, such as a device that still works.

@@ -1,8 +1,8 @@
 """The device's part of a step, from the packed plan to sampled ids, in one call per bucket: run as it is or as a graph.
 
-A graph is captured when its bucket is first used (a few milliseconds, see `docs/log.md`) and replayed from then on. All
-buffers stay where they are, so a graph holds no memory of its own beyond the library's workspace. Steps whose graph
-cannot be captured run without one. Knows no plans and no requests. Called by the GPU runner.
+A graph is captured at the start, in a pause, or when its bucket must be used (20 to 30 ms, see `docs/log.md`), and
+replayed from then on. All buffers stay where they are, so a graph holds no memory of its own beyond the library's
+workspace. Steps whose graph cannot be captured run without one. Knows no plans and no requests. Called by the GPU runner.
 """
 
 import logging
@@ -22,7 +22,7 @@ from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
 GRAPH_LIMIT = 256
-"""Graphs that are kept at most; a start captures 122, and steps beyond the limit run without one."""
+"""Graphs that are kept at most; a start captures 146. Steps of further buckets run without one, if none stands in."""
 
 MOST_PADDING = 1.5
 """Times as many tokens as its own bucket has may a step be padded to while that one has no graph."""

@@ -49,11 +49,11 @@ def test_decode_buckets_are_all_that_decoding_needs():
 
 
 @pytest.mark.parametrize("limits", [(256, 8192), (256, 4096), (1024, 16384), (64, 5000)])
-def test_every_large_step_has_a_prepared_bucket_that_holds_it(limits):
+def test_every_step_of_many_tokens_has_a_prepared_bucket_that_holds_it(limits):
     """Its own may need a capture first. So many tokens of padding take a fraction of that."""
     max_rows, max_tokens = limits
     prepared, rng = start_buckets(*limits), Random(4)
-    assert len(prepared) <= 180
+    assert len(prepared) <= 190
     for _ in range(2000):
         rows = rng.randint(1, max_rows)
         tokens, chunks = rng.randint(max(rows, 1025), max_tokens), rng.randint(1, rows)
