@@ -2,7 +2,8 @@
 
 A graph is captured at the start, in a pause, or when its bucket must be used (20 to 30 ms, see `docs/log.md`), and
 replayed from then on. All buffers stay where they are, so a graph holds no memory of its own beyond the library's
-workspace. Steps whose graph cannot be captured run without one. Knows no plans and no requests. Called by the GPU runner.
+workspace. Steps whose graph cannot be captured run without one. Knows no plans and no requests. Called by the GPU
+runner.
 """
 
 import logging
