@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import zmq
 
+from common.config import BUSY_POLL_LIMIT_MS
 from common.errors import ConfigError
 from common.processors import granted_cores, has_gpu
 from common.sockets import EVENTS, NO_WAIT, READABLE, bind_pull, connect_push
@@ -44,9 +45,17 @@ def limit_s_for(option_ms: float, device: str = "auto") -> float:
         option_ms: `--busy-poll-ms`. If that is AUTOMATIC: AUTOMATIC_MS with a GPU and at least LEAST_CPUS processors,
             otherwise 0. (A worker on the CPU needs every processor for itself, and its steps take longer.)
         device: `--device`.
+
+    Raises:
+        ConfigError: neither AUTOMATIC nor milliseconds that are allowed.
     """
-    if option_ms >= 0:
+    is_number = type(option_ms) in (int, float)
+    if is_number and 0 <= option_ms <= BUSY_POLL_LIMIT_MS:
         return option_ms / 1000
+    if not is_number or option_ms != AUTOMATIC:
+        raise ConfigError(
+            f"busy_poll_ms is {option_ms!r}; wanted 0 to {BUSY_POLL_LIMIT_MS}, or -1 to leave it to the machine"
+        )
     is_worth_it = device != "cpu" and has_gpu() and granted_cores() >= LEAST_CPUS
     return AUTOMATIC_MS / 1000 if is_worth_it else 0.0
 

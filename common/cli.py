@@ -157,17 +157,21 @@ def _by_field(given: Mapping[Any, Any], source: str, hyphen: str) -> dict[tuple[
     """
     known = {_plain(flag): (group, item) for group, item in all_options() for flag in flags_of(item)}
     options: dict[tuple[str, str], Any] = {}
+    names: dict[tuple[str, str], Any] = {}
     for key, value in given.items():
         name = _plain(str(key))
         if name in _PREFIX_CACHE_SWITCHES:
             is_on = _switch(value, f"{source}{key}") == _PREFIX_CACHE_SWITCHES[name]
-            options["cache", "prefix_cache"] = "hash" if is_on else "off"
+            place, checked = ("cache", "prefix_cache"), "hash" if is_on else "off"
         elif name in known:
             group, item = known[name]
-            options[group, item.name] = _checked(item, value, f"{source}{key}")
+            place, checked = (group, item.name), _checked(item, value, f"{source}{key}")
         else:
             hint = _hint(name.replace("-", hyphen), [flag.replace("-", hyphen) for flag in known])
             raise ConfigError(f"{source}unknown option {key!r}{hint}")
+        if place in options:
+            raise ConfigError(f"{source}{names[place]} and {key} are the same option; wanted one of them")
+        options[place], names[place] = checked, key
     return options
 
 
@@ -178,7 +182,7 @@ def _load_mapping(path: Path) -> dict[Any, Any]:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no such day
         raise ConfigError(f"--config: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
@@ -208,6 +212,8 @@ def _switch(value: Any, where: str) -> bool:
 
 
 def _checked_text(item: Field, text: str, where: str) -> Any:
+    if "\0" in text:  # as no argument can, and no path may
+        raise ConfigError(f"{where}: wanted a text without null characters, got {text!r}")
     try:
         value = _parser_of(item)(text)
     except argparse.ArgumentTypeError as error:

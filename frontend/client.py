@@ -75,7 +75,7 @@ class Client:
         TimeoutError: there is one, but it does not answer.
         RequestError: the engine has no room for another connection.
         AccessError: the keys are wrong.
-        ConfigError: the keys cannot be read.
+        ConfigError: the keys cannot be read, or an option is not allowed.
         StartupError: the endpoint is not valid, or this process has no room for more sockets.
     """
 

@@ -1,8 +1,8 @@
 """`python -m worker_proc.replay DIR`: runs the worker alone, on the plans that a recording says it received.
 
 Loads the model as the recorded worker did, with a cache of the same size, and runs the plans in order, as far ahead of
-their results as they were. Results must be equal except for the times they report: the same machine computes the same
-tokens.
+their results as they were. What it sends must be equal except for what was measured: the times of the steps, and how
+fast blocks move to the host and back. The same machine computes the same tokens.
 """
 
 import logging
@@ -25,8 +25,10 @@ from worker_proc.main import limit_spinning
 
 
 def readable(link: int, data: bytes) -> object:
-    """A sent message without the times that its step took."""
+    """A sent message without what was measured: the times that its step took, or the speed of the swap pool's link."""
     message = decode_from_worker(data)
+    if isinstance(message, WorkerReady):
+        return replace(message, link_bytes_per_s=0)
     return replace(message, parts_us=array("i")) if isinstance(message, StepResult) else message
 
 

@@ -1,6 +1,7 @@
 """When a loop asks for messages without sleeping, and for how long."""
 
 import errno
+import math
 import os
 import sys
 import threading
@@ -147,6 +148,13 @@ def test_the_machine_decides_unless_the_option_does(monkeypatch, option_ms, devi
     monkeypatch.setattr(busy_poll, "has_gpu", lambda: gpu)
     monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert limit_s_for(option_ms, device) * 1000 == pytest.approx(wanted_ms)
+
+
+@pytest.mark.parametrize("option_ms", [-2, -0.5, 1000.5, math.inf, math.nan, "5", None, True])
+def test_other_milliseconds_are_refused(option_ms):
+    """In a client's program they counted as -1, or for ever, or ended in a TypeError."""
+    with pytest.raises(ConfigError, match=f"busy_poll_ms is {option_ms!r}; wanted 0 to 1000, or -1"):
+        limit_s_for(option_ms)
 
 
 @pytest.mark.parametrize(

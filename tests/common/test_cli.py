@@ -152,6 +152,14 @@ def test_json_file(tmp_path):
         ("dtype: int3", "dtype: wanted one of auto, float32, bfloat16, float16; got 'int3'"),
         ("- 1", "must hold a mapping"),
         ("a: [", "neither YAML nor JSON"),
+        ("seed: 2024-02-30", "neither YAML nor JSON: day is out of range"),
+        ("seed: 0x_", "neither YAML nor JSON: invalid literal"),
+        ("seed: " + 20_000 * "[", "neither YAML nor JSON: maximum recursion depth"),
+        ('model: "a\\0b"', "model: wanted a text without null characters, got 'a\\x00b'"),
+        ('served-model-name: [a, "b\\0"]', "served-model-name: wanted a text without null characters"),
+        ("num-kv-blocks: 5\nnum_kv_blocks: 6", "num-kv-blocks and num_kv_blocks are the same option"),
+        ("model: a\nmodel-path: b", "model and model-path are the same option"),
+        ("enable-prefix-caching: on\nprefix-cache: off", "enable-prefix-caching and prefix-cache are the same option"),
     ],
 )
 def test_file_refusals_name_the_file(tmp_path, text: str, error: str):

@@ -53,6 +53,7 @@ def run(tiny_model_dir, tmp_path_factory) -> Path:
     """A folder with `recording` and `traces` of one run."""
     folder = tmp_path_factory.mktemp("run")
     options = ["--dtype", "float32", "--block-size", "4", "--num-kv-blocks", "120", "--record", folder / "recording"]
+    options += ["--preemption", "swap", "--swap-space-bytes", 1 << 20]  # whose speed is measured anew in each start
     options += ["--profile", "worker", "--profile-steps", str(TRACED_STEPS), "--profile-dir", folder / "traces"]
     with Server(tiny_model_dir, *map(str, options)) as server:
         with Client(server.ready["client_endpoint"]) as client:
