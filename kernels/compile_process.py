@@ -268,6 +268,7 @@ def _build_launcher_beside(function: Any) -> None:
     compile_kernel, make_llir = function.compile, CUDABackend.make_llir
 
     def compile_beside(source: Any, *arguments: Any, **options: Any) -> Any:
+        """The kernel of `source`, as Triton's own `compile` gives it, with its launcher on disk."""
         builders: list[int] = []
 
         def make_llir_beside(backend: Any, module: Any, metadata: dict[str, Any], *others: Any) -> Any:
