@@ -18,7 +18,6 @@ import msgpack
 from common.errors import WireError, first_line, shown
 
 INT32_MAX = 2**31 - 1
-UINT64_MAX = 2**64 - 1
 MESSAGE_LIMIT_BYTES = 64 << 20
 LIST_LIMIT = 1 << 16
 TEXT_LIMIT_BYTES = 16 << 20

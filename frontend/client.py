@@ -394,7 +394,7 @@ class Client:
 
     def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
         with self._in_use:
-            if client_requests.is_enough([data for data, _, _ in self._gathered], self._sent_count):
+            if self._gathers and client_requests.is_enough([data for data, _, _ in self._gathered], self._sent_count):
                 self._send_gathered(more_follows=True)
             data = client_requests.encoded(message)
             if self._closed:

@@ -154,10 +154,8 @@ class Frontend:
             raise ConfigError(f"--client-endpoint: {error}") from None
 
     def _send_to_scheduler(self, data: bytes, more: bool = False) -> None:
-        flags = (
-            MORE if more else NO_WAIT
-        )  # frames of one message: the scheduler cannot see the first without the others
-        self._requests.send(data, flags)  # no high-water mark: it never waits
+        # Frames of one message: the scheduler cannot see the first without the others. No high-water mark: never waits.
+        self._requests.send(data, MORE if more else NO_WAIT)
         self._busy.note()
 
     def _on_output(self, data: bytes) -> None:

@@ -19,7 +19,7 @@ _ONE_ROW_TOKENS = 1536
 _TOKEN_SIZES = (
     16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096,
 )  # fmt: skip
-"""Those that are prepared at start."""
+"""Sizes up to LARGE_TOKENS."""
 
 LARGE_TOKENS = _TOKEN_SIZES[-1]
 """Steps above this are padded to 32 sizes between two powers of two, of which every fourth is prepared at start."""
@@ -121,11 +121,10 @@ def wide_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
 def _large_sizes(max_tokens: int) -> Iterator[int]:
     """Eight sizes between two powers of two above LARGE_TOKENS, up to `max_tokens`."""
     size = LARGE_TOKENS
-    while size < max_tokens:
-        size += 1 << (size.bit_length() - 4)
-        yield max_tokens if size >= _NEARLY_LARGEST * max_tokens else size
-        if size >= _NEARLY_LARGEST * max_tokens:
-            return
+    while (size := size + (1 << (size.bit_length() - 4))) < _NEARLY_LARGEST * max_tokens:
+        yield size
+    if max_tokens > LARGE_TOKENS:
+        yield max_tokens
 
 
 def start_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
@@ -142,8 +141,7 @@ def _usual_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
 def compiled_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """Those among which is one for each variant of a kernel that any step needs.
 
-    These are the usual ones of `start_buckets`, and steps of many rows with chunks, which are too many to capture
-    ahead.
+    These are the usual ones of `start_buckets`, and the steps of many rows with chunks that need another variant.
     """
     wide = []
     for size in (_ROW_CLASSES[-1], max_rows):

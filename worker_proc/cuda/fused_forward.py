@@ -381,7 +381,7 @@ def head_norms(attention: LlamaAttention) -> dict[str, Any]:
 
 def row_class(rows: int) -> int:
     """What a kernel's tile of rows is rounded up to: few sizes, since each is compiled by itself."""
-    return next(size for size in (64, 256, decode.MAX_ROWS) if size >= rows)
+    return next(size for size in (decode.FEW_ROWS, 256, decode.MAX_ROWS) if size >= rows)
 
 
 def rope_table(model: LlamaForCausalLM, max_positions: int) -> torch.Tensor:

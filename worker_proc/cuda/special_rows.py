@@ -102,7 +102,7 @@ class SpecialRows:
         """What of the slot's rules does not fit the kernel's tables."""
         if not has_rules(init.sampling):
             return None
-        fitting = KernelRules.of(known_ids(init.sampling, self._slots.vocab_size))  # as `add_sampling` has it
+        fitting = KernelRules.of(known_ids(init.sampling, self._slots.vocab_size))  # as `SlotRecord.of` has it
         sampling = known_ids(init.sampling, self._vocabulary)
         words = [word for word in sampling.bad_token_ids if word and not fitting.bad_words]
         has_banned = bool(sampling.min_output_count and sampling.end_token_ids) and not fitting.banned

@@ -60,7 +60,7 @@ def write_apart(memory: torch.Tensor, writes: StateWrites) -> None:
     """Carry out writes that are too many for a step's buffer; torch keeps the memory until it has been copied."""
     plan = np.zeros(WRITES_ALONE.size + 2 * writes.count, dtype=np.int32)
     plan[WRITE_COUNT] = writes.count
-    plan[WRITES_ALONE.size :] = np.concatenate(writes.arrays())
+    writes.put(plan[WRITES_ALONE.size :])
     host = torch.from_numpy(plan)
     if memory.is_cuda:
         host = host.pin_memory()
