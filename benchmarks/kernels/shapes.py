@@ -47,6 +47,7 @@ DECODE_SHAPES = _all_caches([
     _decode(8, 512),
     _decode(32, 1024),
     _decode(32, 4096),
+    _decode(48, 1024),
     _decode(256, 1024),
     _decode(256, 4096),
     _decode(1, 128),
