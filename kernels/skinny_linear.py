@@ -373,6 +373,12 @@ def run_plan(
         assert residual is None, "a plan of this kind adds no residual"
         _by_hopper(plan, x, weight, out if silu_mul else out[None], silu_mul)
         return
+    if plan.kernel == "warps":
+        from kernels import skinny_linear_warps  # needs a Triton that older installations lack
+
+        early = launch_options(x)["PDL"]
+        skinny_linear_warps.launch(plan, x, weight, out, norm_weight, eps, residual, silu_mul, early)
+        return
     outputs = out.shape[1]
     added = out if residual is None else residual
     gain = weight if norm_weight is None else norm_weight

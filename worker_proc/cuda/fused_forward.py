@@ -31,6 +31,7 @@ from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
+from kernels.tuning import find_plan
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
@@ -213,6 +214,10 @@ class FusedForward:
         layer = self.model.model.layers[0]
         attention = layer.self_attn
         if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
+            return False
+        gate_up = layer.mlp.gate_up_proj.weight
+        sizes = (gate_up.device, gate_up.dtype, bucket.tokens, *gate_up.shape)
+        if find_plan(*sizes, silu_mul=True, has_norm=True).kernel == "warps":  # norms cost it next to nothing
             return False
         products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
         return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)
