@@ -187,4 +187,5 @@ def launch(
         K=inputs, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, ROWS=8 if rows <= 8 else 16,
         HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul,
         WHOLE=outputs % columns == 0, PDL=pdl, num_warps=plan.num_warps, **({"launch_pdl": True} if pdl else {}),
+        **({"maxnreg": plan.max_registers} if plan.max_registers else {}),
     )  # fmt: skip

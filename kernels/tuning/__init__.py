@@ -18,10 +18,11 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: "matvec", "small_m", "resident" or "library", and the tile for all but the last.
+    """How one product is launched: "matvec", "small_m", "warps", "resident" or "library"; the tile for all but the last.
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
     launch. block_m, weight_stages: of "resident", rows of a program, and steps of W in shared memory (0: all of them).
+    max_registers: of "warps", what a thread may have (0: as many as it wants), since other kernels' programs wait beside.
     """
 
     kernel: str
@@ -34,6 +35,7 @@ class LinearPlan:
     norm_apart: bool = False
     block_m: int = 0
     weight_stages: int = 0
+    max_registers: int = 0
 
 
 LIBRARY = LinearPlan("library")
