@@ -8,9 +8,9 @@
 
 At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it.
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
-row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. For more
-rows Hopper has a third, `skinny_linear_hopper.py`. Which one, and with what tile, comes from a table measured on the
-card (`kernels/tuning`); a shape that the library does faster goes there.
+row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Hopper has
+two more: `skinny_linear_warps.py` for up to 16 rows, and for more `skinny_linear_hopper.py`. Which one, and with what
+tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
 
 | tensor      | axes                           | dtype     | strides     |
 |-------------|--------------------------------|-----------|-------------|
@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
+from kernels.fused_decode_attention import AttentionParts
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
@@ -102,6 +103,17 @@ class Workspace:
             normed=torch.empty(max_rows * max_inputs, dtype=dtype, device=device),
             wide=torch.empty(max_rows * max_outputs, dtype=dtype, device=device),
         )
+
+    def plan_of(
+        self, rows: int, weight: torch.Tensor, has_norm: bool, has_residual: bool, silu_mul: bool
+    ) -> LinearPlan:
+        """The plan of an operation, looked up once."""
+        key = (rows, *weight.shape, has_norm, has_residual, silu_mul)
+        plan = self.plans.get(key)
+        if plan is None:
+            sizes = (weight.device, weight.dtype, rows, *weight.shape)
+            plan = self.plans[key] = find_plan(*sizes, silu_mul=silu_mul, has_norm=has_norm)
+        return plan
 
     def rows(self, name: str, row_count: int, columns: int) -> torch.Tensor:
         """The first `row_count` x `columns` elements of a buffer as a matrix; ValueError if it is too small."""
@@ -485,9 +497,29 @@ def skinny_linear(
     rows = x.shape[0]
     if out.numel() == 0:
         return
-    key = (rows, *weight.shape, norm_weight is not None, residual is not None, silu_mul)
-    plan = workspace.plans.get(key)
-    if plan is None:
-        plan = find_plan(x.device, x.dtype, rows, *weight.shape, silu_mul=silu_mul, has_norm=norm_weight is not None)
-        workspace.plans[key] = plan
+    plan = workspace.plan_of(rows, weight, norm_weight is not None, residual is not None, silu_mul)
     run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming)
+
+
+def merges_parts(workspace: Workspace, weight: torch.Tensor, query_heads: int, head_dim: int) -> bool:
+    """Whether `linear_of_parts` computes one row of a model's attention times such a W here."""
+    plan = workspace.plan_of(1, weight, False, True, False)
+    return plan.kernel == "warps" and AttentionParts.can_merge(query_heads, head_dim, plan.num_warps)
+
+
+def linear_of_parts(
+    parts: AttentionParts, weight: torch.Tensor, out: torch.Tensor, workspace: Workspace, *, residual: torch.Tensor
+) -> None:
+    """Write residual + x W^T to `out` [1, N], x being one row of attention that was left in parts.
+
+    Raises ValueError for a shape, dtype or device that differs from the module's table, and where not `merges_parts`.
+    """
+    check_tensor("weight", weight, (None, parts.query_heads * parts.head_dim), FLOATS, like=parts.partials)
+    check_tensor("out", out, (1, weight.shape[0]), FLOATS, like=weight)
+    check_tensor("residual", residual, (1, weight.shape[0]), out.dtype, like=weight)
+    if not merges_parts(workspace, weight, parts.query_heads, parts.head_dim):
+        raise ValueError(f"weight: no plan for {list(weight.shape)} in {weight.dtype} merges {parts.query_heads} heads")
+    from kernels import skinny_linear_warps
+
+    plan, early = workspace.plan_of(1, weight, False, True, False), launch_options(weight)["PDL"]
+    skinny_linear_warps.launch_on_parts(plan, parts, weight, out, residual, early)

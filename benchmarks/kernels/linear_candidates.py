@@ -75,6 +75,8 @@ def warps_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
             held = block_n * shape.inputs // (64 * warps)
             if skinny_linear_warps.fits(plan, shape.inputs) and held >= 16:
                 yield plan
+                if held >= 128:  # without a limit they take up to 230
+                    yield replace(plan, max_registers=192)
 
 
 def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:

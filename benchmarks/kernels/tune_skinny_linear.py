@@ -6,31 +6,36 @@
 Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then
 timed one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
 reference before it is timed. A product that leaves parts is timed with the kernel that reads them. The fastest few of
-each operation are then exchanged for one another in a chain of whole layers, where a kernel also meets its neighbours.
-The entries of this card and dtype are replaced, all others are kept.
+each operation are then exchanged for one another in a chain of whole layers, for few rows with their attention, where a
+kernel also meets its neighbours. The entries of this card and dtype are replaced, all others are kept.
 """
 
 import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
 import torch
 
+from benchmarks.kernels.decode_chain import ChainShape, DecodeChain, few_rows
 from benchmarks.kernels.harness import argument_parser, copies_to_exceed_l2, device_name, time_us
 from benchmarks.kernels.linear_candidates import candidates
-from benchmarks.kernels.linear_shapes import MODELS, LinearShape, make_arguments, make_reader
+from benchmarks.kernels.linear_shapes import MODELS, LinearShape, ModelShape, make_arguments, make_reader
 from common.processors import granted_threads
+from kernels.fused_decode_attention import MAX_ROWS as MOST_FUSED_ROWS
 from kernels.skinny_linear import MAX_ROWS, Workspace, run_parts_plan, run_plan, skinny_linear_reference
 from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, measured_plan, operation_key
 
 DTYPE = torch.bfloat16
 CHAIN_CHOICES = 6  # plans of an operation that are tried in the chain
+CHAIN_CONTEXT = 384  # tokens of each row in it
 
 Timed = list[tuple[float, LinearPlan]]  # microseconds, fastest first
+Plans = dict[LinearShape, LinearPlan]
 
 
 def jobs_for(models: list[str], row_counts: list[int], kinds: list[str]) -> list[tuple[LinearShape, int]]:
@@ -164,21 +169,10 @@ def entry_of(plan: LinearPlan, timed: Timed) -> dict:
 
 
 def best_in_chain(
-    name: str, layer: tuple[LinearShape, ...], rows: int, timed: dict[LinearShape, Timed], workspace: Workspace,
-    ahead: bool,
-) -> dict[LinearShape, LinearPlan]:  # fmt: skip
+    name: str, layer: tuple[LinearShape, ...], timed: dict[LinearShape, Timed], chain_us: Callable[[Plans], float]
+) -> Plans:
     """The plans that make a chain of layers fastest, exchanged one operation at a time among the fastest few alone."""
-    layer_bytes = sum(shape.weight_bytes for shape in layer)
-    items = [(shape, make_item(shape, rows)) for _ in range(max(3, (256 << 20) // layer_bytes)) for shape in layer]
     chosen = {shape: timed[shape][0][1] for shape in layer}
-
-    def chain_us(plans: dict[LinearShape, LinearPlan]) -> float:
-        def chain() -> None:
-            for (shape, item), (_, following) in zip(items, items[1:] + items[:1], strict=True):
-                run_candidate(plans[shape], shape, item, workspace, following["weight"] if ahead else None)
-
-        return time_us([chain], inner=2, replays=9) / len(items) * len(layer)
-
     first_us = best_us = chain_us(chosen)
     for _ in range(2):
         for shape in layer:
@@ -187,8 +181,39 @@ def best_in_chain(
                 if us < best_us * 0.997:
                     best_us, chosen = us, chosen | {shape: plan}
     names = "  ".join(f"{shape.name} {short_name(plan)}" for shape, plan in chosen.items())
-    print(f"{name} rows {rows:3} chain best {best_us:.2f} us a layer, of {first_us:.2f}: {names}", flush=True)
+    print(f"{name} chain best {best_us:.2f} us a layer, of {first_us:.2f}: {names}", flush=True)
     return chosen
+
+
+def chain_in_parts(model: ModelShape, rows: int, workspace: Workspace) -> Callable[[Plans], float]:
+    """Times layers whose products leave parts, with their readers."""
+    layer = model.in_parts
+    layer_bytes = sum(shape.weight_bytes for shape in layer)
+    items = [(shape, make_item(shape, rows)) for _ in range(max(3, (256 << 20) // layer_bytes)) for shape in layer]
+
+    def chain_us(plans: Plans) -> float:
+        def chain() -> None:
+            for shape, item in items:
+                run_candidate(plans[shape], shape, item, workspace)
+
+        return time_us([chain], inner=2, replays=9) / len(items) * len(layer)
+
+    return chain_us
+
+
+def chain_with_attention(model: ModelShape, rows: int) -> Callable[[Plans], float]:
+    """Times layers as decode steps of few rows have them: attention's programs want room beside the products'."""
+    sizes = (model.query_heads, model.kv_heads, model.head_dim, model.layer[0].inputs, model.layer[3].inputs)
+    layers = max(3, (256 << 20) // sum(shape.weight_bytes for shape in model.layer))
+    chain = DecodeChain([CHAIN_CONTEXT] * rows, "auto", ChainShape(layers, *sizes))
+
+    def chain_us(plans: Plans) -> float:
+        for shape, plan in plans.items():
+            fusion = ("norm" in shape.fusion, "residual" in shape.fusion, "silu" in shape.fusion)
+            chain.workspace.plans[rows, shape.outputs, shape.inputs, *fusion] = plan
+        return time_us([lambda: chain.run(few_rows)], inner=2, replays=9) / layers
+
+    return chain_us
 
 
 def merge(table: dict, entries: dict[tuple[LinearShape, int], dict]) -> dict:
@@ -224,9 +249,12 @@ def main() -> None:
     for model in (MODELS[name] for name in options.models.split(",")):
         layers = {"layer": model.layer, "parts": model.in_parts}
         for kind, rows in product((kind for kind in layers if kind in options.kinds), row_counts):
+            if kind == "layer" and rows > MOST_FUSED_ROWS:
+                continue
             of_rows = {shape: timed[shape, rows] for shape in layers[kind]}
-            name = f"{model.name} {kind}"
-            chosen = best_in_chain(name, layers[kind], rows, of_rows, workspace, options.prefetch)
+            in_parts = kind == "parts"
+            chain_us = chain_in_parts(model, rows, workspace) if in_parts else chain_with_attention(model, rows)
+            chosen = best_in_chain(f"{model.name} {kind} rows {rows:3}", layers[kind], of_rows, chain_us)
             entries |= {(shape, rows): entry_of(plan, of_rows[shape]) for shape, plan in chosen.items()}
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     options.table.write_text(json.dumps(merge(table, entries), indent=1) + "\n")
