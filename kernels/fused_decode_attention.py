@@ -320,7 +320,8 @@ def _fused_decode_kernel(
 
 def _check(
     output: torch.Tensor, qkv: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    block_tables: torch.Tensor, row_slots: torch.Tensor, context_lengths: torch.Tensor,
+    block_tables: torch.Tensor, row_slots: torch.Tensor, context_lengths: torch.Tensor, partials: torch.Tensor,
+    counters: torch.Tensor, plan: FusedDecodePlan, leave: bool,
 ) -> None:  # fmt: skip
     check_tensor("qkv", qkv, (None, None), FLOATS)
     check_tensor("key_cache", key_cache, (None, None, None, None), (qkv.dtype, *TOPS), like=qkv)
@@ -337,6 +338,13 @@ def _check(
     check_tensor("context_lengths", context_lengths, (rows,), torch.int32, like=key_cache)
     if rows > MAX_ROWS or query_heads % kv_heads or not supports(head_dim, query_heads // kv_heads, head_dim, 0):
         raise ValueError(f"output: wanted at most {MAX_ROWS} rows of heads that `supports` takes, got {output.shape}")
+    if partials.numel() < plan.workspace_floats or counters.numel() < rows * kv_heads:
+        raise ValueError(
+            f"workspace: wanted {plan.workspace_floats} floats and {rows * kv_heads} counters, "
+            f"got {partials.numel()} and {counters.numel()}"
+        )
+    if leave and (rows != 1 or not plan.leaves_parts):
+        raise ValueError(f"leave: wanted one row and a plan that leaves parts, got {rows} rows and {plan}")
 
 
 def fused_decode_attention(
@@ -364,31 +372,24 @@ def fused_decode_attention(
     tiles will be is brought into the level-2 cache meanwhile. `leave`, for a plan that `leaves_parts`: one row's
     attention stays in the parts that come back, until the workspace is used again, and `output` is only a shape.
 
-    Raises ValueError for a shape, dtype, stride or device that differs from the table, a workspace that is too small, or
-    parts that the plan does not leave.
+    Raises ValueError for a shape, dtype, stride or device that differs from the table, for a workspace that is too small
+    and for parts that the plan does not leave.
     """
-    _check(output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths)
+    tensors = (output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths, partials, counters)
+    _check(*tensors, plan, leave)
     check_scales(key_cache, key_scales=key_scales, value_scales=value_scales)
     rows, query_heads, head_dim = output.shape
     kv_heads, block_size = key_cache.shape[1:3]
     new.check(qkv, output, kv_heads)
-    if partials.numel() < plan.workspace_floats or counters.numel() < rows * kv_heads:
-        raise ValueError(
-            f"workspace: wanted {plan.workspace_floats} floats and {rows * kv_heads} counters, "
-            f"got {partials.numel()} and {counters.numel()}"
-        )
-    if leave and (rows != 1 or not plan.leaves_parts):
-        raise ValueError(f"leave: wanted one row and a plan that leaves parts, got {rows} rows and {plan}")
     if rows == 0:
         return None
     group = query_heads // kv_heads
     if plan.single_warps:
         from kernels import fused_decode_warps
 
-        inputs = (output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths, partials, counters)
         early = launch_options(qkv)["PDL"]
         fused_decode_warps.launch(
-            *inputs, (key_scales, value_scales), next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early
+            *tensors, (key_scales, value_scales), next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early
         )
         return None
     options = {

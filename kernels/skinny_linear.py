@@ -31,8 +31,6 @@ kernels that read them, a layer takes 17.6 us with 16 rows, 21.4 with 64, 26.4 w
 cf6694d, by the library 35.5, 37.4 and 41.9 from 64 rows on.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 import triton
 import triton.language as tl
@@ -40,14 +38,10 @@ import triton.language as tl
 from kernels.checks import FLOATS, check_tensor
 from kernels.fused_decode_attention import AttentionParts
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
+from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
-from kernels.tuning import LIBRARY, LinearPlan, find_plan, measured_plan, operation_key
-
-MAX_ROWS = 256
-MAX_SPLITS = 16
-COUNTERS = 8192  # one for each output tile of a split product
-FEWEST_TILE_ROWS = 16  # what the tensor cores take
+from kernels.tuning import LIBRARY, LinearPlan, measured_plan, operation_key
 
 
 def skinny_linear_reference(
@@ -73,54 +67,6 @@ def skinny_linear_reference(
 def bytes_moved(rows: int, outputs: int, inputs: int, element_bytes: int) -> int:
     """The fewest bytes that the product reads and writes: W once, x and y once."""
     return element_bytes * (outputs * inputs + rows * (inputs + outputs))
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """What the products need besides their arguments; one serves all layers, since launches follow one another.
-
-    partials  [float32 elements]   partial sums of products that split K
-    counters  [COUNTERS] int32     zero between launches
-    normed    [elements]           x after its norm, where the library does the product
-    wide      [elements]           gate and up, where the library does the product
-    """
-
-    partials: torch.Tensor
-    counters: torch.Tensor
-    normed: torch.Tensor
-    wide: torch.Tensor
-    plans: dict[tuple[int, ...], LinearPlan] = field(default_factory=dict)
-
-    @classmethod
-    def allocate(
-        cls, max_rows: int, max_inputs: int, max_outputs: int, dtype: torch.dtype, device: torch.device
-    ) -> "Workspace":
-        """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K."""
-        skinny = min(max(max_rows, FEWEST_TILE_ROWS), MAX_ROWS)
-        return cls(
-            partials=torch.empty(MAX_SPLITS * skinny * min(max_outputs, 2048), dtype=torch.float32, device=device),
-            counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
-            normed=torch.empty(max_rows * max_inputs, dtype=dtype, device=device),
-            wide=torch.empty(max_rows * max_outputs, dtype=dtype, device=device),
-        )
-
-    def plan_of(
-        self, rows: int, weight: torch.Tensor, has_norm: bool, has_residual: bool, silu_mul: bool
-    ) -> LinearPlan:
-        """The plan of an operation, looked up once."""
-        key = (rows, *weight.shape, has_norm, has_residual, silu_mul)
-        plan = self.plans.get(key)
-        if plan is None:
-            sizes = (weight.device, weight.dtype, rows, *weight.shape)
-            plan = self.plans[key] = find_plan(*sizes, silu_mul=silu_mul, has_norm=has_norm)
-        return plan
-
-    def rows(self, name: str, row_count: int, columns: int) -> torch.Tensor:
-        """The first `row_count` x `columns` elements of a buffer as a matrix; ValueError if it is too small."""
-        buffer: torch.Tensor = getattr(self, name)
-        if buffer.numel() < row_count * columns:
-            raise ValueError(f"workspace.{name}: wanted {row_count} x {columns} elements, got {buffer.numel()}")
-        return buffer[: row_count * columns].view(row_count, columns)
 
 
 def tile_rows(rows: int) -> int:

@@ -65,8 +65,8 @@ class DecodeChain:
     """
 
     def __init__(self, lengths: list[int], cache: str, shape: ChainShape = QWEN3_06B) -> None:
+        from kernels.linear_workspace import Workspace
         from kernels.new_token import NewTokens
-        from kernels.skinny_linear import Workspace
 
         device, dtype = device_and_dtype()
         self.lengths, self.cache, self.shape, self.rows = lengths, cache, shape, len(lengths)

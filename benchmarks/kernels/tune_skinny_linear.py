@@ -27,7 +27,8 @@ from benchmarks.kernels.linear_candidates import candidates
 from benchmarks.kernels.linear_shapes import MODELS, LinearShape, ModelShape, make_arguments, make_reader
 from common.processors import granted_threads
 from kernels.fused_decode_attention import MAX_ROWS as MOST_FUSED_ROWS
-from kernels.skinny_linear import MAX_ROWS, Workspace, run_parts_plan, run_plan, skinny_linear_reference
+from kernels.linear_workspace import MAX_ROWS, Workspace
+from kernels.skinny_linear import run_parts_plan, run_plan, skinny_linear_reference
 from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, measured_plan, operation_key
 
 DTYPE = torch.bfloat16

@@ -20,11 +20,11 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: "matvec", "small_m", "warps", "resident" or "library"; the tile for all but the last.
+    """How one product is launched: by the kernel "matvec", "small_m", "warps" or "resident" with a tile, or "library".
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
     launch. block_m, weight_stages: of "resident", rows of a program, and steps of W in shared memory (0: all of them).
-    max_registers: of "warps", what a thread may have (0: as many as it wants), since other kernels' programs wait beside.
+    max_registers: of "warps", what a thread may have (0: all it wants), since other kernels' programs wait beside it.
     """
 
     kernel: str
@@ -63,10 +63,10 @@ def _card(device: torch.device) -> str:
 
 
 def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_warps: bool = False) -> LinearPlan:
-    """A plan by rule, for a shape or a card that was not measured; `by_warps`: kernels/skinny_linear_warps.py runs there.
+    """A plan by rule, for a shape or a card that was not measured.
 
-    Few rows by warps, where W is of the size that a card's registers hold once or twice; else one or two rows by matvec,
-    and the rest by the library.
+    `by_warps`: the card runs kernels/skinny_linear_warps.py. Few rows go there, if W is of a size that the card's
+    registers hold; else one or two rows go to matvec, and the rest to the library.
     """
     if by_warps and rows <= WARPS_MOST_ROWS and 2 * outputs * inputs <= WARPS_MOST_BYTES:
         block_n = 32 if outputs >= 4096 and inputs <= 1024 else 16

@@ -9,8 +9,8 @@ import torch
 
 from kernels import skinny_linear_hopper, skinny_linear_warps, tuning
 from kernels.launch import prefetch_share
+from kernels.linear_workspace import Workspace
 from kernels.skinny_linear import (
-    Workspace,
     bytes_moved,
     linear_parts,
     run_parts_plan,

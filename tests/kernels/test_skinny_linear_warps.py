@@ -13,8 +13,9 @@ from kernels.fused_decode_attention import (
     fused_decode_attention_reference,
     launch_plan,
 )
+from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
-from kernels.skinny_linear import Workspace, linear_of_parts, run_plan, skinny_linear_reference
+from kernels.skinny_linear import linear_of_parts, run_plan, skinny_linear_reference
 from kernels.tuning import LIBRARY, LinearPlan, default_plan
 from tests.kernels.closeness import DEVICE, assert_as_exact, assert_replay_equals_eager, random_tensor
 from tests.kernels.gluon_emulator import KernelAhead, emulate

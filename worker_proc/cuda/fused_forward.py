@@ -24,12 +24,13 @@ from kernels import prefill_attention as prefill
 from kernels import prefill_plans
 from kernels.embedding import embedding
 from kernels.launch import capability_major, shared_memory_bytes
+from kernels.linear_workspace import MAX_ROWS as MAX_SKINNY_ROWS
+from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
 from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
-from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
-from kernels.skinny_linear import Workspace, linear_of_parts, linear_parts, merges_parts, parts_plan, skinny_linear
+from kernels.skinny_linear import linear_of_parts, linear_parts, merges_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
