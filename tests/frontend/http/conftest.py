@@ -52,7 +52,7 @@ class Scheduler:
         self.fail_after: int | None = None
         self.refuse: RequestFailed | None = None
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, more: bool = False) -> None:
         """Take a message from the engine."""
         message = decode_for_scheduler(data)
         if isinstance(message, AddRequest):
