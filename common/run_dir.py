@@ -120,6 +120,15 @@ def may_return(socket_path: Path) -> bool:
         return True
 
 
+def is_left_behind(socket_path: Path) -> bool:
+    """Whether a Unix socket would be in the run directory of an engine that was killed; False where nobody can tell."""
+    folder = socket_path.parent
+    try:
+        return folder.name.startswith(PREFIX) and not is_locked(folder / "lock")
+    except OSError:
+        return False
+
+
 def remove_stale(base: Path) -> None:
     """Remove the directories of instances that no longer run."""
     for path in _own_dirs(base):

@@ -404,8 +404,8 @@ class AsyncClient:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise self._connection.unreachable(self.timeout_s)
-            engine = self._state.engine
-            if engine is not None and (error := await asyncio.to_thread(self._connection.hopeless, engine)):
+            engine, hopeless = self._state.engine, self._connection.hopeless
+            if error := hopeless(None) if engine is None else await asyncio.to_thread(hopeless, engine):
                 raise error
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._settled.wait(), min(left_s, LOOK_S))
