@@ -179,7 +179,11 @@ def _load_mapping(path: Path) -> dict[Any, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text())
+        loader = yaml.SafeLoader(path.read_text())
+        node = loader.get_single_node()
+        if node is not None and (repeated := _repeated_key(node)):
+            raise ConfigError(f"--config: {path}: {repeated}; wanted it once")
+        values = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no such day
@@ -189,6 +193,30 @@ def _load_mapping(path: Path) -> dict[Any, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"--config: {path} must hold a mapping from option names to values")
     return values
+
+
+def _repeated_key(document: Any) -> str:
+    """Which key stands twice in one mapping, of which YAML's and JSON's readers take the last; empty if none does.
+
+    Args:
+        document: its node, as it is written: nothing is merged into it yet.
+    """
+    left, seen = [document], set()
+    while left:
+        node = left.pop()
+        if node in seen or node.id == "scalar":
+            continue
+        seen.add(node)
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value if node.id == "mapping" else ():
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if key.id == "scalar" and name in lines:
+                return f"{key.value!r} stands in lines {lines[name]} and {line}"
+            if key.id == "scalar":
+                lines[name] = line
+            left += [key, value]
+        left += node.value if node.id == "sequence" else ()
+    return ""
 
 
 def _checked(item: Field, value: Any, where: str) -> Any:

@@ -159,6 +159,10 @@ def test_json_file(tmp_path):
         ('served-model-name: [a, "b\\0"]', "served-model-name: wanted a text without null characters"),
         ("num-kv-blocks: 5\nnum_kv_blocks: 6", "num-kv-blocks and num_kv_blocks are the same option"),
         ("model: a\nmodel-path: b", "model and model-path are the same option"),
+        ("port: 1\nhost: a\nport: 1", "'port' stands in lines 1 and 3; wanted it once"),
+        ('{"port": 1,\n "p\\u006frt": 2}', "'port' stands in lines 1 and 2; wanted it once"),
+        ("model: [{a: 1, a: 2}]", "'a' stands in lines 1 and 1; wanted it once"),
+        ("{[1, {a: 1, a: 2}]: 1}", "'a' stands in lines 1 and 1; wanted it once"),
         ("enable-prefix-caching: on\nprefix-cache: off", "enable-prefix-caching and prefix-cache are the same option"),
     ],
 )
@@ -170,6 +174,13 @@ def test_file_refusals_name_the_file(tmp_path, text: str, error: str):
     assert error in str(caught.value)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_option_of_a_file_may_replace_one_that_was_merged_into_it(tmp_path):
+    """Written twice, it would be refused."""
+    (tmp_path / "o.yaml").write_text("seed: 3\n<<: [{port: 1, host: a}, {port: 2}]\nport: 9000\n")
+    server = parse("--config", str(tmp_path / "o.yaml")).server
+    assert (server.port, server.host) == (9000, "a")
 
 
 def test_empty_file_changes_nothing(tmp_path):
