@@ -12,6 +12,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
@@ -287,21 +288,22 @@ def _parser_of(item: Field) -> Callable[[str], Any]:
     if item.type is int:
         return _integer
     if item.type is float:
-        return _number
+        default: Any = item.default
+        return _number if default >= 0 else partial(_number, automatic=default)
     assert item.type is str or get_origin(item.type) is tuple, f"option {item.name} has no parser for {item.type}"
     synonyms = item.metadata["synonyms"]
     return (lambda text: synonyms.get(text, text)) if synonyms else str
 
 
-def _count(text: str) -> int:
+def _count(text: str, hint: str = "") -> int:
     try:
         return parse_count(text)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{error}{hint}") from None
 
 
 def _count_or_auto(text: str) -> int:
-    return 0 if text in ("auto", "-1") else _count(text)
+    return 0 if text in ("auto", "-1") else _count(text, "; 'auto' stands for 0")
 
 
 def _integer(text: str) -> int:
@@ -311,13 +313,14 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"wanted a whole number, got {text!r}") from None
 
 
-def _number(text: str) -> float:
+def _number(text: str, automatic: float | None = None) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"wanted a number from 0 up, got {text!r}")
+    if value != automatic and not (math.isfinite(value) and value >= 0):
+        also = "" if automatic is None else f", or {automatic:g} for the default"
+        raise argparse.ArgumentTypeError(f"wanted a number from 0 up{also}, got {text!r}")
     return value
 
 

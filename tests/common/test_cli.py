@@ -65,6 +65,39 @@ def test_other_engines_names_of_values(flag: str, text: str, wanted: str, tmp_pa
         assert wanted in (config.model.dtype, config.cache.kv_cache_dtype)
 
 
+def refusal(tmp_path, flag: str, value: str) -> str:
+    """What the command line says to it, where a file and a program say the same."""
+    (tmp_path / "options.json").write_text(json.dumps({flag.lstrip("-"): value}))
+    texts = []
+    for refused in (
+        lambda: parse(flag, value),
+        lambda: parse("--config", str(tmp_path / "options.json")),
+        lambda: config_from_options(**{flag.lstrip("-").replace("-", "_"): value}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        texts.append(str(caught.value).partition(": ")[2])
+    assert texts[1].endswith(texts[0]) and texts[2] == texts[0]
+    return texts[0]
+
+
+NUMBERS = [item for _, item in all_options() if item.metadata["count"] or item.type is float]
+
+
+@pytest.mark.parametrize("item", NUMBERS, ids=lambda item: item.name)
+def test_a_value_that_stands_for_another_is_taken_and_named_in_refusals(tmp_path, item):
+    """`--busy-poll-ms -1` was refused though --help names it, and other values in words that did not."""
+    flag = flags_of(item)[0]
+    if item.type is float and item.default < 0:
+        assert parse(flag, f"{item.default:g}") == EngineConfig()
+        assert f", or {item.default:g} for the default, got '-2'" in refusal(tmp_path, flag, "-2")
+    elif item.metadata["count"] and item.default == 0:
+        assert parse(flag, "auto") == parse(flag, "-1") == EngineConfig()
+        assert refusal(tmp_path, flag, "-2").endswith("got '-2'; 'auto' stands for 0")
+    else:
+        assert refusal(tmp_path, flag, "-1").endswith("got '-1'")
+
+
 def test_repeatable_options_collect():
     assert parse("--api-key", "a", "b", "--api-key", "c").server.api_key == ("a", "b", "c")
 
