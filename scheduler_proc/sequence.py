@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from common.messages import EARLY_POOLINGS, AddRequest, SlotSampling, TokenLogprobs
-from common.sampling_params import TEMPERATURE_FLOOR, sample_seed
+from common.sampling_params import sample_seed
 from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
 
@@ -178,11 +178,6 @@ class Sequence:
         self.next_event_len = min(next_block_end + 1, self.max_len)
 
 
-def slot_sampling(sequence: Sequence) -> SlotSampling:
-    """What the worker needs to sample for the sequence."""
-    return shared_sampling(sequence).with_seed(slot_seed(sequence))
-
-
 def slot_seed(sequence: Sequence) -> int:
     """Of the sequence's sample."""
     message = sequence.request.message
@@ -191,7 +186,8 @@ def slot_seed(sequence: Sequence) -> int:
 
 
 def shared_sampling(sequence: Sequence) -> SlotSampling:
-    """As `slot_sampling`, but for the seed: one object for all that sample in the same way, as most do."""
+    """What the worker needs to sample for the sequence, but for the seed: one object for all that sample in the same
+    way, as most do."""
     message = sequence.request.message
     params = message.params
     prompt_logprobs = -1 if sequence.prompt_logprobs is None else params.prompt_logprobs or 0
@@ -210,6 +206,8 @@ def shared_sampling(sequence: Sequence) -> SlotSampling:
     )
 
 
+TEMPERATURE_FLOOR = 1e-5
+"""Below it a request is greedy: logits divided by less leave the range of float32."""
 REMEMBERED_IDS = 128
 """How a request samples is remembered unless it names more token ids: 256 requests may name many megabytes of them."""
 

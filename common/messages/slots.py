@@ -29,6 +29,7 @@ class SlotSampling:
     """What the worker needs to sample for one slot.
 
     Attributes:
+        temperature: 0 is greedy; never so low that logits divided by it leave the range of float32.
         seed: uint64; the noise at a position depends on seed, position and token id alone.
         min_output_count: while the output is shorter, `end_token_ids` cannot be sampled.
         logprobs, prompt_logprobs: how many likeliest tokens to report; -1 for none at all.

@@ -8,13 +8,13 @@ import pytest
 from common.messages import AddRequest, SlotSampling
 from common.sampling_params import SamplingParams, sample_seed
 from scheduler_proc.prefix_cache import Chain
-from scheduler_proc.sequence import Request, Sequence, _sampling, slot_sampling
+from scheduler_proc.sequence import TEMPERATURE_FLOOR, Request, Sequence, _sampling, shared_sampling, slot_seed
 
 
 def sampling_of(params, sample_index=0, **changes):
     message = AddRequest(request_id=7, prompt_token_ids=array("i", [1, 2, 3]), params=params)
-    request = Request(replace(message, **changes))
-    return slot_sampling(Sequence(request, sample_index, 50, Chain(-1)))
+    sequence = Sequence(Request(replace(message, **changes)), sample_index, 50, Chain(-1))
+    return shared_sampling(sequence).with_seed(slot_seed(sequence))
 
 
 def test_every_parameter_reaches_the_worker():
@@ -57,5 +57,8 @@ def test_each_sample_has_its_seed(seed):
     assert len(set(seeds)) == 3
 
 
-def test_greedy_has_no_temperature():
-    assert sampling_of(SamplingParams(temperature=0.0)).temperature == 0.0
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, TEMPERATURE_FLOOR / 2])
+def test_greedy_has_no_temperature(temperature):
+    """The worker asks for 0 alone; it divides logits by anything else."""
+    assert sampling_of(SamplingParams(temperature=temperature)).temperature == 0.0
+    assert sampling_of(SamplingParams(temperature=TEMPERATURE_FLOOR)).temperature == TEMPERATURE_FLOOR
