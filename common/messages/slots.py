@@ -109,7 +109,7 @@ class SlotSampling:
         """The way back of `packed`, with seed 0; one object for equal bytes, as long as it is remembered."""
         if type(data) is not bytes:
             raise WireError(f"wanted the bytes of a SlotSampling, got {shown(data)}")
-        return _remembered(data) if len(data) <= REMEMBERED_BYTES else cls.from_list(unpack_value(data))
+        return _remembered(data) if len(data) <= REMEMBERED_BYTES else _read(data)
 
     @classmethod
     def from_list(cls, fields: Any) -> "SlotSampling":
@@ -149,9 +149,13 @@ def _special_values(fields: Any) -> dict[str, Any]:
 _NOTHING_SPECIAL: list[Any] = SlotSampling()._special()
 
 
-@lru_cache(256)
-def _remembered(data: bytes) -> SlotSampling:
-    return SlotSampling.from_list(unpack_value(data))
+def _read(data: bytes) -> SlotSampling:
+    sampling = SlotSampling.from_list(unpack_value(data))
+    sampling.__dict__["packed"] = data  # known already
+    return sampling
+
+
+_remembered = lru_cache(256)(_read)
 
 
 @dataclass(frozen=True, kw_only=True)
