@@ -49,6 +49,24 @@ def test_only_what_names_few_ids_is_remembered():
     assert _sampling.cache_info().currsize == 1
 
 
+LONG_WORDS = tuple((word, *range(99)) for word in range(9))
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [({"logit_bias": {4: 1.5}}, ()), ({"allowed_token_ids": (4, 9)}, ()), ({}, LONG_WORDS), ({}, ())],
+)  # fmt: skip
+def test_the_samples_of_a_request_share_how_they_are_sampled(params, words):
+    """A bias, or many ids, went to the worker once for each of them."""
+    given = SamplingParams(n=3, prompt_logprobs=2, **params)
+    request = Request(
+        AddRequest(request_id=7, prompt_token_ids=array("i", [1, 2, 3]), params=given, bad_token_ids=words)
+    )
+    first, *others = (shared_sampling(Sequence(request, index, 50, Chain(-1))) for index in range(3))
+    assert others[0] is others[1] and others[0] == replace(first, prompt_logprobs=-1)
+    assert list(first.bias_token_ids) == list(given.logit_bias) and first.bad_token_ids == words
+
+
 @pytest.mark.parametrize("seed", [None, 42])
 def test_each_sample_has_its_seed(seed):
     params = SamplingParams(seed=seed)
