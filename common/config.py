@@ -27,6 +27,8 @@ BUSY_POLL_AUTOMATIC = -1.0
 """The milliseconds of busy polling that leave it to the machine."""
 BUSY_POLL_IO = ("auto", "always", "never")
 """Whether ZeroMQ's own threads are kept awake."""
+SOCKET_PATH_LIMIT = 107
+"""Bytes of a Unix socket's path, at most."""
 PORT_LIMIT = 65_535
 """ZeroMQ takes a larger port modulo 65,536, without a word."""
 
@@ -419,6 +421,9 @@ def _check_server(server: ServerOptions) -> None:
     if not 0 <= server.frontend_workers <= FRONTEND_WORKERS_LIMIT:
         raise ConfigError(f"--frontend-workers is {server.frontend_workers}; wanted 0 to {FRONTEND_WORKERS_LIMIT}")
     _check_client_endpoint(server)
+    for name, path in (("uds", server.uds), ("client-endpoint", server.client_endpoint.removeprefix("ipc://"))):
+        if (size := len(path.encode(errors="replace"))) > SOCKET_PATH_LIMIT:
+            raise ConfigError(f"--{name} is {path}; wanted a path of at most {SOCKET_PATH_LIMIT} bytes, got {size}")
 
 
 def check_busy_poll_ms(name: str, value_ms: float) -> None:

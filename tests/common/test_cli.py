@@ -146,6 +146,8 @@ def test_prefix_cache_switches_of_other_engines(flag: str):
         (["--client-endpoint", "tcp://*:5555"], "--client-endpoint is tcp://*:5555, which other machines reach"),
         (["--client-endpoint", "tcp://[::]:5555"], "--client-endpoint is tcp://[::]:5555, which other machines reach"),
         (["--client-endpoint", "tcp://5555"], "--client-endpoint is tcp://5555; wanted ipc://PATH or tcp://ADDRESS"),
+        (["--client-endpoint", f"ipc:///{'x' * 107}"], "wanted a path of at most 107 bytes, got 108"),
+        (["--uds", "é" * 54], "--uds is éé"),
         (["--client-keys", "k"], "--client-keys is given, but --client-endpoint is an ipc:// one"),
         (["--model"], "argument --model/--model-path: expected one argument"),
         (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: No such file or directory"),
