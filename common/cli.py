@@ -145,7 +145,19 @@ def read_config_file(path: Path) -> dict[tuple[str, str], Any]:
     Raises:
         ConfigError: not readable, not a mapping, an unknown key or a value of the wrong kind.
     """
-    return _by_field(_load_mapping(path), f"{path}: ", "-")
+    values, repeated = _load_mapping(path)
+    if repeated:
+        raise ConfigError(f"--config: {path}: {repeated}; wanted it once")
+    return _by_field(values, f"{path}: ", "-")
+
+
+def log_format_in(path: Path) -> str:
+    """The log format that a file asks for, which may be refused for something else; empty if none can be read."""
+    try:
+        values, _ = _load_mapping(path)
+    except ConfigError:
+        return ""
+    return next((str(value) for key, value in values.items() if _plain(str(key)) == "log-format"), "")
 
 
 def _by_field(given: Mapping[Any, Any], source: str, hyphen: str) -> dict[tuple[str, str], Any]:
@@ -176,24 +188,22 @@ def _by_field(given: Mapping[Any, Any], source: str, hyphen: str) -> dict[tuple[
     return options
 
 
-def _load_mapping(path: Path) -> dict[Any, Any]:
+def _load_mapping(path: Path) -> tuple[dict[Any, Any], str]:
+    """What a file holds, and what `_repeated_key` says of it; raises ConfigError."""
     import yaml
 
     try:
         loader = yaml.SafeLoader(path.read_text())
         node = loader.get_single_node()
-        if node is not None and (repeated := _repeated_key(node)):
-            raise ConfigError(f"--config: {path}: {repeated}; wanted it once")
+        repeated = "" if node is None else _repeated_key(node)
         values = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no such day
         raise ConfigError(f"--config: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise ConfigError(f"--config: {path} must hold a mapping from option names to values")
-    return values
+    return values or {}, repeated
 
 
 def _repeated_key(document: Any) -> str:

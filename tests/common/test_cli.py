@@ -197,7 +197,6 @@ def test_json_file(tmp_path):
         ("port: 1\nhost: a\nport: 1", "'port' stands in lines 1 and 3; wanted it once"),
         ('{"port": 1,\n "p\\u006frt": 2}', "'port' stands in lines 1 and 2; wanted it once"),
         ("model: [{a: 1, a: 2}]", "'a' stands in lines 1 and 1; wanted it once"),
-        ("{[1, {a: 1, a: 2}]: 1}", "'a' stands in lines 1 and 1; wanted it once"),
         ("enable-prefix-caching: on\nprefix-cache: off", "enable-prefix-caching and prefix-cache are the same option"),
     ],
 )
