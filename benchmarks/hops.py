@@ -310,14 +310,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=400, help="how many, one after another")
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long the worker's first step takes")
-    parser.add_argument("--busy-poll-ms", type=float, nargs="+", default=BUSY_POLL_MS, help="-1: as the engine chooses")
+    parser.add_argument("--busy-poll-ms", type=float, nargs="+", help="-1: as the engine chooses")
     parser.add_argument(
         "--busy-poll-io", choices=BUSY_POLL_IO, default="auto", help="whether ZeroMQ's threads are kept awake too"
     )
     parser.add_argument("--smoke", action="store_true", help="a few requests, for the test suite")
     parser.add_argument("--output", help="file to append the results to")
     args = parser.parse_args()
-    durations_ms = [BUSY_POLL_AUTOMATIC] if args.smoke else args.busy_poll_ms
+    durations_ms = args.busy_poll_ms or ([BUSY_POLL_AUTOMATIC] if args.smoke else BUSY_POLL_MS)
     count = 10 if args.smoke else args.requests
     found = measure(count, args.step_ms, durations_ms, busy_poll_io=args.busy_poll_io)
     print_table(durations_ms, found)
