@@ -372,8 +372,8 @@ def fused_decode_attention(
     tiles will be is brought into the level-2 cache meanwhile. `leave`, for a plan that `leaves_parts`: one row's
     attention stays in the parts that come back, until the workspace is used again, and `output` is only a shape.
 
-    Raises ValueError for a shape, dtype, stride or device that differs from the table, for a workspace that is too small
-    and for parts that the plan does not leave.
+    Raises ValueError for a shape, dtype, stride or device that differs from the table, for a workspace that is too
+    small, and for parts that the plan does not leave.
     """
     tensors = (output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths, partials, counters)
     _check(*tensors, plan, leave)
