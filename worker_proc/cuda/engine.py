@@ -29,14 +29,6 @@ from worker_proc.slots import TOKEN_MARGIN
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_SECONDS = 2.5
-"""After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
-first used. A request that comes meanwhile waits up to 30 ms. The usual ones take 2 s, and those that stand in for
-all others one more."""
-
-FIRST_CAPTURE_SECONDS = 0.5
-"""The same at a start that had to compile kernels, and has taken long enough."""
-
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
 
@@ -110,7 +102,7 @@ class CudaStart:
         runner = CudaRunner(
             self._forward, cache, self._slots, limits, self._vocabulary, eager=config.worker.enforce_eager
         )
-        runner.warm_up(FIRST_CAPTURE_SECONDS if self._compiler.started else CAPTURE_SECONDS)
+        runner.warm_up()
         torch.cuda.synchronize()
         logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
                     time.monotonic() - start)  # fmt: skip

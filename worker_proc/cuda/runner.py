@@ -18,7 +18,7 @@ from common.config import StepLimits
 from common.messages import StepPlan
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.block_swap import BlockSwap
-from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
+from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, first_buckets, start_buckets
 from worker_proc.cuda.lanes import Lane, Lanes
 from worker_proc.cuda.slot_records import is_penalised
 from worker_proc.cuda.slots import DeviceSlots
@@ -32,8 +32,9 @@ from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PackedStep, PromptRows, StepStager
 
-MOST_STAND_INS = 8
-"""So often does another bucket stand in for one without a graph. After that it is captured at once."""
+MOST_PADDING = 4096
+"""Rows and tokens of padding, in all, with which larger buckets stand in for one without a graph. After that it is
+captured at once: that takes about as long as these have."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class CudaRunner:
         )  # fmt: skip
         self.pads_steps = self.program.uses_graphs
         self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
-        self._missed: Counter[Bucket] = Counter()
+        self._padding: Counter[Bucket] = Counter()
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, in the order that `StepPlan` gives, as far as issuing it.
@@ -96,17 +97,16 @@ class CudaRunner:
         lane.end(self.program.sampled.ids)
         return step
 
-    def warm_up(self, seconds: float = float("inf")) -> None:
-        """Prepare what start-up covers, for so many seconds; `prepare_next` does what is left.
+    def warm_up(self) -> None:
+        """Prepare what is to be ready before the first request; `prepare_next` does what is left.
 
         Raises:
             CaptureError: graphs do not work here.
         """
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
-        deadline = time.monotonic() + seconds
-        while self._prepare_next() and time.monotonic() < deadline:
-            pass
+        for _ in first_buckets(self._limits.max_num_seqs, self._limits.max_num_batched_tokens):
+            self._prepare_next()
 
     def prepare_next(self) -> bool:
         """Capture the next bucket of start-up, or one that steps have come for since, on an empty plan: nothing is
@@ -133,8 +133,8 @@ class CudaRunner:
 
     def _bucket(self, packed: PackedStep) -> Bucket:
         """What the step runs in. A capture takes as long as several steps, so a bucket without a graph is captured in
-        the next pause, and a larger one stands in for it until then, or until it has come MOST_STAND_INS times; always
-        for one that cannot be captured any more."""
+        the next pause, and a larger one stands in for it until then, or until that has cost as much; always for one
+        that cannot be captured any more."""
         sizes = (packed.decode_row_count, packed.row_count - packed.decode_row_count, packed.token_count)
         if not self.pads_steps:
             return exact_bucket(*sizes)
@@ -142,12 +142,13 @@ class CudaRunner:
         bucket = bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
         if self.program.has_graph(bucket):
             return bucket
-        self._missed[bucket] += 1
-        captured_now = self._missed[bucket] > MOST_STAND_INS and self.program.takes_graph(bucket)
-        stand_in = None if captured_now else self.program.stand_in(bucket)
-        if stand_in is not None and self._missed[bucket] == 1:
-            self._unprepared.append(bucket)
-        return stand_in or bucket
+        stand_in = self.program.stand_in(bucket)
+        if stand_in is None or (self._padding[bucket] > MOST_PADDING and self.program.takes_graph(bucket)):
+            return bucket
+        if bucket not in self._padding:
+            self._unprepared.appendleft(bucket)
+        self._padding[bucket] += stand_in.rows - bucket.rows + stand_in.tokens - bucket.tokens
+        return stand_in
 
     def _prepare(self, plan: StepPlan, lane: Lane) -> PackedStep:
         """Everything that changes before the rows run, and the copy of the plan.
