@@ -16,6 +16,7 @@ import torch
 
 from common.config import StepLimits
 from common.messages import StepPlan
+from kernels.compile_ahead import KernelsBehind
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.block_swap import BlockSwap
 from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, first_buckets, start_buckets
@@ -46,6 +47,7 @@ class CudaRunner:
         forward: the model's pass, on the GPU.
         slots: made for `limits` and the cache's block size.
         vocabulary: ids from here on are never sampled.
+        behind: kernels that only buckets beyond the first ones need; they are not prepared before these are there.
         eager: run every step without a graph.
 
     Attributes:
@@ -54,8 +56,9 @@ class CudaRunner:
     """
 
     def __init__(
-        self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
-    ) -> None:
+        self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int,
+        behind: KernelsBehind | None = None, *, eager: bool,
+    ) -> None:  # fmt: skip
         self.swap, self.slots, self._limits = BlockSwap(cache), slots, limits
         self.mirror = SlotMirror(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
@@ -70,6 +73,7 @@ class CudaRunner:
         self.pads_steps = self.program.uses_graphs
         self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
         self._padding: Counter[Bucket] = Counter()
+        self._behind = behind
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, in the order that `StepPlan` gives, as far as issuing it.
@@ -106,7 +110,7 @@ class CudaRunner:
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
         for _ in first_buckets(self._limits.max_num_seqs, self._limits.max_num_batched_tokens):
-            self._prepare_next()
+            self._prepare_first()
 
     def prepare_next(self) -> bool:
         """Capture the next bucket of start-up, or one that steps have come for since, on an empty plan: nothing is
@@ -125,11 +129,18 @@ class CudaRunner:
             self._unprepared.clear()
             return False
 
-    @torch.inference_mode()
     def _prepare_next(self) -> bool:
-        if self._unprepared:
-            self.program.prepare(self._unprepared.popleft())
+        if self._unprepared and self._has_kernels():
+            self._prepare_first()
         return bool(self._unprepared)
+
+    @torch.inference_mode()
+    def _prepare_first(self) -> None:
+        self.program.prepare(self._unprepared.popleft())
+
+    def _has_kernels(self) -> bool:
+        """Whether a bucket can be captured without compiling."""
+        return self._behind is None or self._behind.ready()
 
     def _bucket(self, packed: PackedStep) -> Bucket:
         """What the step runs in. A capture takes as long as several steps, so a bucket without a graph is captured in
@@ -143,7 +154,8 @@ class CudaRunner:
         if self.program.has_graph(bucket):
             return bucket
         stand_in = self.program.stand_in(bucket)
-        if stand_in is None or (self._padding[bucket] > MOST_PADDING and self.program.takes_graph(bucket)):
+        is_due = self._padding[bucket] > MOST_PADDING
+        if stand_in is None or (is_due and self.program.takes_graph(bucket) and self._has_kernels()):
             return bucket
         if bucket not in self._padding:
             self._unprepared.appendleft(bucket)

@@ -161,14 +161,16 @@ def bare_runner(*captured: Bucket):
     """A runner and its program with these graphs, as far as choosing a bucket asks."""
     program = StepProgram.__new__(StepProgram)
     program._graphs, program._without_graph = {(bucket, True): None for bucket in captured}, set()
-    runner = SimpleNamespace(pads_steps=True, program=program, _padding=Counter(), _unprepared=deque())
+    runner = CudaRunner.__new__(CudaRunner)
+    runner.pads_steps, runner.program, runner._behind = True, program, None
+    runner._padding, runner._unprepared = Counter(), deque()
     runner._limits = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192)
     return runner, program
 
 
 def chosen(runner, rows: int, tokens: int) -> Bucket:
     """What a step of so many chunks runs in."""
-    return CudaRunner._bucket(runner, SimpleNamespace(decode_row_count=0, row_count=rows, token_count=tokens))
+    return runner._bucket(SimpleNamespace(decode_row_count=0, row_count=rows, token_count=tokens))
 
 
 def test_a_larger_bucket_stands_in_for_one_without_a_graph(monkeypatch):
@@ -197,6 +199,19 @@ def test_however_much_is_padded_the_first_step_of_a_size_waits_for_no_capture():
     largest = Bucket(CHUNK, 256, 8192)
     runner, _ = bare_runner(largest)
     assert chosen(runner, 1, 100) == largest and chosen(runner, 1, 100) == Bucket(CHUNK, 1, 128)
+
+
+def test_nothing_is_captured_before_its_kernels_are_compiled(monkeypatch):
+    """The worker would compile them itself, for seconds, in a step or a pause."""
+    largest, kernels, prepared = Bucket(CHUNK, 256, 8192), [], []
+    runner, program = bare_runner(largest)
+    runner._behind = SimpleNamespace(ready=lambda: bool(kernels))
+    monkeypatch.setattr(program, "prepare", prepared.append)
+    assert [chosen(runner, 1, 100) for _ in range(3)] == [largest] * 3
+    assert runner.prepare_next() and runner.prepare_next() and prepared == []
+    kernels.append("compiled")
+    assert chosen(runner, 1, 100) == Bucket(CHUNK, 1, 128)
+    assert not runner.prepare_next() and prepared == [Bucket(CHUNK, 1, 128)]
 
 
 class BrokenRehearsal:

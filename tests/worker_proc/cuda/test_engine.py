@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits
+from kernels.compile_process import CompileProcess
 from worker_proc.cuda import engine
 from worker_proc.cuda.buckets import first_buckets, start_buckets
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
@@ -61,6 +62,28 @@ def test_what_start_up_leaves_is_prepared_one_by_one(start, monkeypatch):
     first = len(first_buckets(10, 16))
     assert prepared == start_buckets(10, 16)[first:] and turns == len(prepared) > 1
     assert not runner.prepare_next() and len(prepared) == turns, "nothing is prepared twice"
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_kernels_are_listed_and_compiled_only_if_one_is_not_on_disk(is_on_disk, start, monkeypatch):
+    """A note says that they are; it may be wrong, and then the process that compiles is started late."""
+    events, load, needed_kernels = [], engine.Trial.load, engine.Trial.needed_kernels
+
+    def list_kernels(trial, buckets):
+        events.append(buckets.__name__)
+        return needed_kernels(trial, buckets)
+
+    monkeypatch.setattr(engine.Trial, "load", lambda trial, buckets: load(trial, buckets) and is_on_disk)
+    monkeypatch.setattr(engine.Trial, "needed_kernels", list_kernels)
+    monkeypatch.setattr(CompileProcess, "start", lambda _: events.append("start"))
+    monkeypatch.setattr(CompileProcess, "close", lambda _: events.append("close"))
+    monkeypatch.setattr(engine, "kernels_left", lambda _: None)
+    monkeypatch.setattr(engine, "note_kernels", lambda _, left: events.append("note"))
+    monkeypatch.setattr(PlainForward, "capturable", True)
+    runner, _ = start(cache=CacheOptions(num_kv_blocks=40))
+    listed = ["start", "slowest_to_compile", "first_buckets", "compiled_buckets", "note"]
+    assert events == [*([] if is_on_disk else listed), "close"]
+    assert runner._behind.ready()
 
 
 @pytest.mark.parametrize(
