@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -211,15 +212,18 @@ def _fork_utilities() -> int:
 
 
 def _import_kernels() -> None:
-    """What every job takes from here as it is: modules, and Triton's hash of its own files."""
+    """What every job takes from here as it is: modules, and Triton's hash of its own files. No job lives long enough to
+    collect garbage, and a collection would make it copy what it has in common with this process."""
+    gc.disable()
     import kernels
+    from kernels.import_torch import hash_triton, import_torch
 
+    hashing = hash_triton()
+    import_torch()
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"kernels.{module.name}")
-    with contextlib.suppress(ImportError):  # it only saves time
-        from triton.runtime.cache import triton_key
-
-        triton_key()
+    if hashing is not None:
+        hashing.join()  # before anything is forked
 
 
 def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:

@@ -49,6 +49,12 @@ def kernels_left(config: EngineConfig) -> list[Job] | None:
         return None
 
 
+def triton_folder() -> Path:
+    """Where Triton keeps what it has compiled, as it finds it itself: importing it takes a third of a second."""
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~/"))
+    return Path(os.environ.get("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache")))
+
+
 def _note(config: EngineConfig) -> Path:
     options = (config.model_dir, config.model, config.cache, config.scheduler, config.worker)
     digest = hashlib.sha256(repr(options).encode())
@@ -58,10 +64,4 @@ def _note(config: EngineConfig) -> Path:
     for folder in ("kernels", "worker_proc/cuda"):
         for path in sorted((_ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
-    return _triton_folder() / f"trireme-{digest.hexdigest()[:32]}"
-
-
-def _triton_folder() -> Path:
-    """Where Triton keeps what it has compiled, as it finds it itself: importing it takes a third of a second."""
-    home = os.environ.get("TRITON_HOME", os.path.expanduser("~/"))
-    return Path(os.environ.get("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache")))
+    return triton_folder() / f"trireme-{digest.hexdigest()[:32]}"

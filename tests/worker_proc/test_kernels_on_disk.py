@@ -76,7 +76,7 @@ def test_the_note_lies_where_triton_keeps_its_kernels(monkeypatch, tmp_path):
         for name, value in names.items():
             monkeypatch.setenv(name, value)
         home = knobs.cache_knobs()
-        assert str(kernels_on_disk._triton_folder()) == os.environ.get("TRITON_CACHE_DIR", home.get_triton_dir("cache"))
+        assert str(kernels_on_disk.triton_folder()) == os.environ.get("TRITON_CACHE_DIR", home.get_triton_dir("cache"))
 
 
 def test_a_folder_that_cannot_be_written_gets_no_note(starts, monkeypatch, tmp_path):

@@ -1,0 +1,89 @@
+"""Where Python's bytecode is kept."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from worker_proc import bytecode
+from worker_proc.bytecode import FOLDER_NAME, keep_bytecode
+
+IMPORT = """
+import sys
+from pathlib import Path
+from worker_proc.bytecode import keep_bytecode
+sys.path.insert(0, sys.argv[2])
+keep_bytecode(Path(sys.argv[1]))
+import torch
+print(torch.__cached__)
+"""
+
+
+@pytest.fixture
+def torch_folder(tmp_path):
+    """A folder with a torch of one file, which has no bytecode."""
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text("")
+    return tmp_path / "site"
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name.partition(".")[0] for path in folder.rglob("*.pyc"))
+
+
+@pytest.mark.parametrize("is_forbidden", [True, False])
+def test_bytecode_that_python_may_not_keep_beside_the_files_is_kept_in_the_folder(is_forbidden, torch_folder, tmp_path):
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1" if is_forbidden else ""}
+    command = [sys.executable, "-c", IMPORT, str(tmp_path / "triton"), str(torch_folder)]
+    cached = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(cached).is_file()
+    assert files_of(torch_folder) == ([] if is_forbidden else ["__init__"])
+    assert ("__init__" in files_of(tmp_path / "triton")) == is_forbidden
+
+
+@pytest.fixture
+def kept(torch_folder, tmp_path, monkeypatch):
+    """kept() -> where this process would have its bytecode, if Python may not write it beside the files."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    spec = SimpleNamespace(origin=str(torch_folder / "torch" / "__init__.py"))
+    monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda _: spec)
+
+    def ask():
+        keep_bytecode(tmp_path / "triton")
+        return sys.pycache_prefix
+
+    return ask
+
+
+def test_the_processes_it_starts_keep_it_there_too(kept, tmp_path):
+    assert kept() == os.environ["PYTHONPYCACHEPREFIX"] == str(tmp_path / "triton" / FOLDER_NAME)
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ and not sys.dont_write_bytecode
+
+
+def test_bytecode_beside_the_files_is_used(kept, torch_folder):
+    beside = Path(importlib.util.cache_from_source(str(torch_folder / "torch" / "__init__.py")))
+    beside.parent.mkdir()
+    beside.write_bytes(b"")
+    assert kept() is None
+
+
+def test_a_folder_that_the_user_has_chosen_is_kept(kept, monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", "chosen")
+    assert kept() == "chosen" and os.environ["PYTHONPYCACHEPREFIX"] == ""
+
+
+def test_where_nothing_can_be_written_nothing_changes(kept, tmp_path):
+    (tmp_path / "triton").write_text("a file")
+    assert kept() is None and sys.dont_write_bytecode
+
+
+def test_without_torch_nothing_changes(kept, monkeypatch):
+    monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda _: None)
+    assert kept() is None
