@@ -1,17 +1,31 @@
-"""Python's bytecode, kept for later starts where it is not beside torch's files.
+"""Python's bytecode where it is not beside torch's files: compiled side by side, and kept for later starts.
 
-To import torch takes one to two seconds on a slow host, and twice that where its 700 files have to be compiled first:
-some installers leave that to the first import, and a container may forbid it to keep the result
-(PYTHONDONTWRITEBYTECODE), or forget it. Then it is kept in the folder in which Triton keeps compiled kernels. Called by
-the worker's start, before torch is imported.
+To import torch takes two seconds on a slow host, and five where its 700 files have to be compiled first: some
+installers leave that to the first import, and a container may forbid it to keep the result (PYTHONDONTWRITEBYTECODE).
+Then it is kept in the folder in which Triton keeps compiled kernels, and a process compiles on all cores what the
+import is about to come to:
+
+    python -E -m worker_proc.bytecode WIDTH OWN_FOLDER PACKAGE_FOLDER ...
+
+Called by the worker's start, before torch is imported.
 """
 
 import importlib.util
 import os
+import py_compile
+import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parent.parent
 FOLDER_NAME = "trireme-bytecode"
+PACKAGES = ("torch", "numpy", "triton")
+NOT_IMPORTED = {"_dynamo", "_inductor", "onnx", "test", "testing", "tests"}
+"""Parts of these that no engine needs, a third of all."""
+
+_NICENESS = 10
 
 
 def keep_bytecode(folder: Path) -> None:
@@ -30,7 +44,56 @@ def keep_bytecode(folder: Path) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def compile_ahead(width: int) -> None:
+    """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch."""
+    found = [importlib.util.find_spec(name) for name in PACKAGES]
+    sources = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
+    if not sources or Path(importlib.util.cache_from_source(str(sources[0]))).exists():
+        return
+    command = [sys.executable, "-E", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
+    command += [str(source.parent) for source in sources]
+    threading.Thread(target=_run, args=(command,), name="compile-bytecode", daemon=True).start()
+
+
+def _run(command: list[str]) -> None:
+    with suppress(OSError):
+        subprocess.run(command, cwd=_ROOT, check=False)
+
+
+def main() -> None:
+    """Compile the files of some packages, by so many processes."""
+    width, own, *packages = sys.argv[1:]
+    sys.pycache_prefix = own or None
+    files = [str(path) for package in packages for path in _imported_files(Path(package))]
+    os.nice(_NICENESS)
+    forked = []
+    for first in range(int(width)):
+        forked.append(os.fork())
+        if not forked[-1]:
+            try:
+                for path in files[first :: int(width)]:
+                    _compile(path)
+            finally:
+                os._exit(0)
+    for process in forked:
+        os.waitpid(process, 0)
+
+
+def _imported_files(package: Path) -> list[Path]:
+    return sorted(path for path in package.rglob("*.py") if not NOT_IMPORTED & set(path.relative_to(package).parts))
+
+
+def _compile(path: str) -> None:
+    with suppress(OSError):  # the import compiles it, or says what is wrong
+        if not os.path.exists(importlib.util.cache_from_source(path)):
+            py_compile.compile(path, quiet=2)
+
+
 def _is_kept_beside(source: Path) -> bool:
     if Path(importlib.util.cache_from_source(str(source))).exists():
         return True
     return not sys.dont_write_bytecode and os.access(source.parent, os.W_OK)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,16 +4,18 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from worker_proc import bytecode
-from worker_proc.bytecode import FOLDER_NAME, keep_bytecode
+from worker_proc.bytecode import FOLDER_NAME, compile_ahead, keep_bytecode
 
 IMPORT = """
 import sys
+import threading
 from pathlib import Path
 from worker_proc.bytecode import keep_bytecode
 sys.path.insert(0, sys.argv[2])
@@ -87,3 +89,38 @@ def test_where_nothing_can_be_written_nothing_changes(kept, tmp_path):
 def test_without_torch_nothing_changes(kept, monkeypatch):
     monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda _: None)
     assert kept() is None
+
+
+@pytest.fixture
+def compiled(kept, torch_folder, monkeypatch):
+    """compiled() -> the files that a process has compiled ahead of torch's import, once it has ended."""
+    for name in ("nn/linear", "testing/checks", "nn/tests/checks", "wrong"):
+        path = torch_folder / "torch" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("no Python" if name == "wrong" else "")
+
+    def ask():
+        compile_ahead(2)
+        for thread in threading.enumerate():
+            if thread.name == "compile-bytecode":
+                thread.join()
+        return files_of(torch_folder.parent)
+
+    return ask
+
+
+def test_files_that_are_imported_are_compiled_by_a_process(compiled, kept, torch_folder):
+    kept()
+    assert compiled() == ["__init__", "linear"]
+    assert files_of(torch_folder) == [], "they are kept in the folder"
+
+
+def test_they_are_kept_beside_the_files_where_python_may_do_so(compiled, torch_folder):
+    assert compiled() == files_of(torch_folder) == ["__init__", "linear"]
+
+
+def test_what_has_been_compiled_is_not_compiled_again(compiled, torch_folder):
+    beside = Path(importlib.util.cache_from_source(str(torch_folder / "torch" / "__init__.py")))
+    beside.parent.mkdir()
+    beside.write_bytes(b"")
+    assert compiled() == ["__init__"]
