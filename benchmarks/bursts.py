@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks import records
 from benchmarks.hops import PROMPT_TOKENS, Processes, matching, run_requests
-from common.busy_poll import AUTOMATIC
+from common.config import BUSY_POLL_AUTOMATIC
 from common.messages import StepPlan, decode_for_worker
 from common.recording import Direction, Link
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="prompts of one call")
     parser.add_argument("--calls", type=int, default=20, help="of each size")
-    parser.add_argument("--busy-poll-ms", type=float, default=AUTOMATIC, help="-1: as the engine chooses")
+    parser.add_argument("--busy-poll-ms", type=float, default=BUSY_POLL_AUTOMATIC, help="-1: as the engine chooses")
     parser.add_argument("--smoke", action="store_true", help="a few calls only")
     parser.add_argument("--output", default="", help="append the result lines to this file")
     args = parser.parse_args()

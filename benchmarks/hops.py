@@ -30,8 +30,16 @@ from random import Random
 from typing import Any
 
 from benchmarks import ping_pong, records
-from common.busy_poll import AUTOMATIC, IO_OPTIONS, limit_s_for
-from common.config import CacheOptions, EngineConfig, LogOptions, ProfilingOptions, ServerOptions
+from common.busy_poll import limit_s_for
+from common.config import (
+    BUSY_POLL_AUTOMATIC,
+    BUSY_POLL_IO,
+    CacheOptions,
+    EngineConfig,
+    LogOptions,
+    ProfilingOptions,
+    ServerOptions,
+)
 from common.messages import StepPlan, StepResult, TokensOut
 from common.model_cache import default_model_dir
 from common.recording import Direction, Link, Record, Recording
@@ -49,7 +57,7 @@ DECODE_STEP_MS = 0.5
 DECODE_TOKENS = 256
 BURST_REQUESTS, BURST_TOKENS = 8, 16
 REST_S = 0.002
-BUSY_POLL_MS = (0.0, AUTOMATIC, 5.0, 20.0)
+BUSY_POLL_MS = (0.0, BUSY_POLL_AUTOMATIC, 5.0, 20.0)
 ROOMS = {"frontend": "frontend", "scheduler": "scheduler_proc", "worker-0": "benchmarks.stub_worker"}
 POINTS: dict[str, tuple[str, Link, Direction, int | None]] = {
     "client to frontend": ("frontend", Link.CALLS, Direction.IN, None),
@@ -76,7 +84,7 @@ class Processes:
         self,
         folder: Path,
         step_ms: float,
-        busy_poll_ms: float = AUTOMATIC,
+        busy_poll_ms: float = BUSY_POLL_AUTOMATIC,
         record: Path | None = None,
         *,
         busy_poll_io: str = "auto",
@@ -222,7 +230,7 @@ def floor_us(folder: Path, sizes: dict[str, int], client_bytes: tuple[int, int],
 
 
 def measure_timeline(
-    folder: Path, count: int, step_ms: float, busy_poll_ms: float = AUTOMATIC, *, busy_poll_io: str = "auto"
+    folder: Path, count: int, step_ms: float, busy_poll_ms: float = BUSY_POLL_AUTOMATIC, *, busy_poll_io: str = "auto"
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """The figures of a recorded run, and the bytes of the message that ends each part."""
     records_dir = folder / "records"
@@ -279,8 +287,8 @@ def print_table(busy_poll_ms: Sequence[float], found: Sequence[dict[str, Any]]) 
     rows["decode token_us"] = [each["decode"]["token_us"] for each in found]
     rows["burst whole_us"] = [each["burst"]["whole_us"]["p50"] for each in found]
     rows["burst steps"] = [each["burst"]["steps"] for each in found]
-    automatic = f"auto ({limit_s_for(AUTOMATIC) * 1000:g})"
-    names = [automatic if each_ms == AUTOMATIC else f"{each_ms:g}" for each_ms in busy_poll_ms]
+    automatic = f"auto ({limit_s_for(BUSY_POLL_AUTOMATIC) * 1000:g})"
+    names = [automatic if each_ms == BUSY_POLL_AUTOMATIC else f"{each_ms:g}" for each_ms in busy_poll_ms]
     print(f"{'busy_poll_ms':<24}" + "".join(f"{name:>10}" for name in names), file=sys.stderr)
     for name, values in rows.items():
         print(f"{name:<24}" + "".join(f"{value:>10.1f}" for value in values), file=sys.stderr)
@@ -302,14 +310,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=400, help="how many, one after another")
     parser.add_argument("--step-ms", type=float, default=0.0, help="how long the worker's first step takes")
-    parser.add_argument("--busy-poll-ms", type=float, nargs="+", default=BUSY_POLL_MS, help="-1: as the engine chooses")
+    parser.add_argument("--busy-poll-ms", type=float, nargs="+", help="-1: as the engine chooses")
     parser.add_argument(
-        "--busy-poll-io", choices=IO_OPTIONS, default="auto", help="whether ZeroMQ's threads are kept awake too"
+        "--busy-poll-io", choices=BUSY_POLL_IO, default="auto", help="whether ZeroMQ's threads are kept awake too"
     )
     parser.add_argument("--smoke", action="store_true", help="a few requests, for the test suite")
     parser.add_argument("--output", help="file to append the results to")
     args = parser.parse_args()
-    durations_ms = [AUTOMATIC] if args.smoke else args.busy_poll_ms
+    durations_ms = args.busy_poll_ms or ([BUSY_POLL_AUTOMATIC] if args.smoke else BUSY_POLL_MS)
     count = 10 if args.smoke else args.requests
     found = measure(count, args.step_ms, durations_ms, busy_poll_io=args.busy_poll_io)
     print_table(durations_ms, found)

@@ -19,17 +19,14 @@ from collections.abc import Callable
 
 import zmq
 
-from common.config import BUSY_POLL_LIMIT_MS
+from common.config import BUSY_POLL_AUTOMATIC, BUSY_POLL_IO, EngineConfig, check_busy_poll_ms
 from common.errors import ConfigError
 from common.processors import granted_cores, has_gpu
 from common.sockets import EVENTS, NO_WAIT, READABLE, bind_pull, connect_push
 
-AUTOMATIC = -1.0
-"""The option's value that leaves it to the machine."""
 AUTOMATIC_MS = 5.0
 LEAST_CPUS = 8
 """From here on there is one for each loop of an engine, and as many for what else they do."""
-IO_OPTIONS = ("auto", "always", "never")
 LEAST_IO_CPUS = 16
 """From here on there is one for each of ZeroMQ's threads beside them too."""
 CONTESTED_S = 0.0005
@@ -42,20 +39,16 @@ def limit_s_for(option_ms: float, device: str = "auto") -> float:
     """How long after a message to ask for the next one, in seconds; 0 for not at all.
 
     Args:
-        option_ms: `--busy-poll-ms`. If that is AUTOMATIC: AUTOMATIC_MS with a GPU and at least LEAST_CPUS processors,
-            otherwise 0. (A worker on the CPU needs every processor for itself, and its steps take longer.)
+        option_ms: `--busy-poll-ms`. If that is BUSY_POLL_AUTOMATIC: AUTOMATIC_MS with a GPU and at least LEAST_CPUS
+            processors, otherwise 0. (A worker on the CPU needs every processor for itself, and its steps take longer.)
         device: `--device`.
 
     Raises:
-        ConfigError: neither AUTOMATIC nor milliseconds that are allowed.
+        ConfigError: neither BUSY_POLL_AUTOMATIC nor milliseconds that are allowed.
     """
-    is_number = type(option_ms) in (int, float)
-    if is_number and 0 <= option_ms <= BUSY_POLL_LIMIT_MS:
+    check_busy_poll_ms("busy_poll_ms", option_ms)
+    if option_ms != BUSY_POLL_AUTOMATIC:
         return option_ms / 1000
-    if not is_number or option_ms != AUTOMATIC:
-        raise ConfigError(
-            f"busy_poll_ms is {option_ms!r}; wanted 0 to {BUSY_POLL_LIMIT_MS}, or -1 to leave it to the machine"
-        )
     is_worth_it = device != "cpu" and has_gpu() and granted_cores() >= LEAST_CPUS
     return AUTOMATIC_MS / 1000 if is_worth_it else 0.0
 
@@ -72,8 +65,8 @@ def is_io_kept_awake(option: str, option_ms: float, device: str = "auto") -> boo
     Raises:
         ConfigError: another option.
     """
-    if option not in IO_OPTIONS:
-        raise ConfigError(f"busy_poll_io is {option!r}; wanted one of {', '.join(IO_OPTIONS)}")
+    if option not in BUSY_POLL_IO:
+        raise ConfigError(f"busy_poll_io is {option!r}; wanted one of {', '.join(BUSY_POLL_IO)}")
     if option != "auto":
         return option == "always"
     is_automatic = option_ms < 0 and limit_s_for(option_ms, device) > 0
@@ -178,3 +171,16 @@ class BusyPoll:
             if found or left_ms <= 0:
                 return found
         return poller.poll(None if left_ms == math.inf else math.ceil(left_ms))
+
+
+def of_engine(config: EngineConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> BusyPoll:
+    """How a process of an engine asks, as its options have it.
+
+    Args:
+        context: the process's.
+    """
+    server, device = config.server, config.model.device
+    busy = BusyPoll(limit_s_for(server.busy_poll_ms, device))
+    if is_io_kept_awake(server.busy_poll_io, server.busy_poll_ms, device):
+        busy.keep_awake(context)
+    return busy

@@ -12,6 +12,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
 
@@ -144,7 +145,19 @@ def read_config_file(path: Path) -> dict[tuple[str, str], Any]:
     Raises:
         ConfigError: not readable, not a mapping, an unknown key or a value of the wrong kind.
     """
-    return _by_field(_load_mapping(path), f"{path}: ", "-")
+    values, repeated = _load_mapping(path)
+    if repeated:
+        raise ConfigError(f"--config: {path}: {repeated}; wanted it once")
+    return _by_field(values, f"{path}: ", "-")
+
+
+def log_format_in(path: Path) -> str:
+    """The log format that a file asks for, which may be refused for something else; empty if none can be read."""
+    try:
+        values, _ = _load_mapping(path)
+    except ConfigError:
+        return ""
+    return next((str(value) for key, value in values.items() if _plain(str(key)) == "log-format"), "")
 
 
 def _by_field(given: Mapping[Any, Any], source: str, hyphen: str) -> dict[tuple[str, str], Any]:
@@ -175,20 +188,46 @@ def _by_field(given: Mapping[Any, Any], source: str, hyphen: str) -> dict[tuple[
     return options
 
 
-def _load_mapping(path: Path) -> dict[Any, Any]:
+def _load_mapping(path: Path) -> tuple[dict[Any, Any], str]:
+    """What a file holds, and what `_repeated_key` says of it; raises ConfigError."""
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text())
+        loader = yaml.SafeLoader(path.read_text())
+        node = loader.get_single_node()
+        repeated = "" if node is None else _repeated_key(node)
+        values = None if node is None else loader.construct_document(node)
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no such day
         raise ConfigError(f"--config: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise ConfigError(f"--config: {path} must hold a mapping from option names to values")
-    return values
+    return values or {}, repeated
+
+
+def _repeated_key(document: Any) -> str:
+    """Which key stands twice in one mapping, of which YAML's and JSON's readers take the last; empty if none does.
+
+    Args:
+        document: its node, as it is written: nothing is merged into it yet.
+    """
+    left, seen = [document], set()
+    while left:
+        node = left.pop()
+        if node in seen or node.id == "scalar":
+            continue
+        seen.add(node)
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value if node.id == "mapping" else ():
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if key.id == "scalar" and name in lines:
+                return f"{key.value!r} stands in lines {lines[name]} and {line}"
+            if key.id == "scalar":
+                lines[name] = line
+            left += [key, value]
+        left += node.value if node.id == "sequence" else ()
+    return ""
 
 
 def _checked(item: Field, value: Any, where: str) -> Any:
@@ -259,21 +298,22 @@ def _parser_of(item: Field) -> Callable[[str], Any]:
     if item.type is int:
         return _integer
     if item.type is float:
-        return _number
+        default: Any = item.default
+        return _number if default >= 0 else partial(_number, automatic=default)
     assert item.type is str or get_origin(item.type) is tuple, f"option {item.name} has no parser for {item.type}"
     synonyms = item.metadata["synonyms"]
     return (lambda text: synonyms.get(text, text)) if synonyms else str
 
 
-def _count(text: str) -> int:
+def _count(text: str, hint: str = "") -> int:
     try:
         return parse_count(text)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{error}{hint}") from None
 
 
 def _count_or_auto(text: str) -> int:
-    return 0 if text in ("auto", "-1") else _count(text)
+    return 0 if text in ("auto", "-1") else _count(text, "; 'auto' stands for 0")
 
 
 def _integer(text: str) -> int:
@@ -283,13 +323,14 @@ def _integer(text: str) -> int:
         raise argparse.ArgumentTypeError(f"wanted a whole number, got {text!r}") from None
 
 
-def _number(text: str) -> float:
+def _number(text: str, automatic: float | None = None) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"wanted a number from 0 up, got {text!r}")
+    if value != automatic and not (math.isfinite(value) and value >= 0):
+        also = "" if automatic is None else f", or {automatic:g} for the default"
+        raise argparse.ArgumentTypeError(f"wanted a number from 0 up{also}, got {text!r}")
     return value
 
 

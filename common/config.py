@@ -23,6 +23,12 @@ DEFAULT_MODEL = "default"
 TIMEOUT_LIMIT_S = 86_400
 FRONTEND_WORKERS_LIMIT = 64
 BUSY_POLL_LIMIT_MS = 1000
+BUSY_POLL_AUTOMATIC = -1.0
+"""The milliseconds of busy polling that leave it to the machine."""
+BUSY_POLL_IO = ("auto", "always", "never")
+"""Whether ZeroMQ's own threads are kept awake."""
+SOCKET_PATH_LIMIT = 107
+"""Bytes of a Unix socket's path, at most."""
 PORT_LIMIT = 65_535
 """ZeroMQ takes a larger port modulo 65,536, without a word."""
 
@@ -206,13 +212,14 @@ class ServerOptions:
     stream_interval: int = option(1, "tokens per streamed chunk")
     metrics_prefix: str = option("trireme:", "prefix of all names in /metrics; vllm: fits dashboards made for vLLM")
     busy_poll_ms: float = option(
-        -1.0, "milliseconds that every process goes on asking for messages after one, before it sleeps; -1: 5 with a "
-        "GPU and at least 8 processors, otherwise 0"
-    )  # fmt: skip
+        BUSY_POLL_AUTOMATIC,
+        "milliseconds that every process goes on asking for messages after one, before it sleeps; -1: 5 with a GPU and "
+        "at least 8 processors, otherwise 0",
+    )
     busy_poll_io: str = option(
         "auto", "whether ZeroMQ's own threads are kept awake while asking, by another processor a process (Linux); "
         "auto: if --busy-poll-ms is left to the machine, which has at least 16 processors",
-        choices=("auto", "always", "never"),
+        choices=BUSY_POLL_IO,
     )  # fmt: skip
     shutdown_timeout: float = option(10.0, "seconds that requests in flight have to finish at shutdown")
     startup_timeout: float = option(600.0, "seconds until all processes must be ready")
@@ -402,11 +409,7 @@ def _check_server(server: ServerOptions) -> None:
             )
     if not re.fullmatch(r"(/[^/?#\s]+)*", server.root_path):
         raise ConfigError(f"--root-path is {server.root_path}; wanted a path such as /llm, without a slash at its end")
-    if server.busy_poll_ms != -1 and not 0 <= server.busy_poll_ms <= BUSY_POLL_LIMIT_MS:
-        raise ConfigError(
-            f"--busy-poll-ms is {server.busy_poll_ms:g}; wanted 0 to {BUSY_POLL_LIMIT_MS}, or -1 to leave it to the "
-            "machine"
-        )
+    check_busy_poll_ms("--busy-poll-ms", server.busy_poll_ms)
     if server.busy_poll_io == "always" and sys.platform != "linux":
         raise ConfigError("--busy-poll-io needs Linux: its sockets have names and no files")
     if server.restart_limit < 1:
@@ -418,6 +421,20 @@ def _check_server(server: ServerOptions) -> None:
     if not 0 <= server.frontend_workers <= FRONTEND_WORKERS_LIMIT:
         raise ConfigError(f"--frontend-workers is {server.frontend_workers}; wanted 0 to {FRONTEND_WORKERS_LIMIT}")
     _check_client_endpoint(server)
+    for name, path in (("uds", server.uds), ("client-endpoint", server.client_endpoint.removeprefix("ipc://"))):
+        if (size := len(path.encode(errors="replace"))) > SOCKET_PATH_LIMIT:
+            raise ConfigError(f"--{name} is {path}; wanted a path of at most {SOCKET_PATH_LIMIT} bytes, got {size}")
+
+
+def check_busy_poll_ms(name: str, value_ms: float) -> None:
+    """Refuse what are no milliseconds of busy polling, under the name that the caller knows them by.
+
+    Raises:
+        ConfigError: neither BUSY_POLL_AUTOMATIC nor milliseconds that are allowed.
+    """
+    is_number = type(value_ms) in (int, float)
+    if not (is_number and (value_ms == BUSY_POLL_AUTOMATIC or 0 <= value_ms <= BUSY_POLL_LIMIT_MS)):
+        raise ConfigError(f"{name} is {value_ms!r}; wanted 0 to {BUSY_POLL_LIMIT_MS}, or -1 to leave it to the machine")
 
 
 def _check_client_endpoint(server: ServerOptions) -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.config import SOCKET_PATH_LIMIT
 from common.errors import StartupError
 from common.file_locks import is_locked
 
 PREFIX = "trireme-"
-_SOCKET_PATH_LIMIT = 107  # characters that a Unix socket's address holds
 _LONGEST_NAME = len("/trireme-12345678/requests.99999.sock")
 
 
@@ -89,7 +89,7 @@ def base_dir() -> Path:
             return path.absolute()
     raise StartupError(
         f"no usable directory for sockets among {', '.join(filter(None, candidates))}: wanted a writable one with a "
-        f"path of at most {_SOCKET_PATH_LIMIT - _LONGEST_NAME} characters; set TMPDIR or XDG_RUNTIME_DIR"
+        f"path of at most {SOCKET_PATH_LIMIT - _LONGEST_NAME} characters; set TMPDIR or XDG_RUNTIME_DIR"
     )
 
 
@@ -120,6 +120,15 @@ def may_return(socket_path: Path) -> bool:
         return True
 
 
+def is_left_behind(socket_path: Path) -> bool:
+    """Whether a Unix socket would be in the run directory of an engine that was killed; False where nobody can tell."""
+    folder = socket_path.parent
+    try:
+        return folder.name.startswith(PREFIX) and not is_locked(folder / "lock")
+    except OSError:
+        return False
+
+
 def remove_stale(base: Path) -> None:
     """Remove the directories of instances that no longer run."""
     for path in _own_dirs(base):
@@ -136,7 +145,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _short_enough(base: Path) -> bool:
-    return len(os.fsencode(base.absolute())) + _LONGEST_NAME <= _SOCKET_PATH_LIMIT
+    return len(os.fsencode(base.absolute())) + _LONGEST_NAME <= SOCKET_PATH_LIMIT
 
 
 def _make(base: Path) -> tuple[Path, int]:

@@ -20,7 +20,6 @@ STOP_STRING_LIMIT = 64
 STOP_STRING_LENGTH_LIMIT = 4096
 TOKEN_LIST_LIMIT = 1024
 LOGPROBS_LIMIT = 20
-TEMPERATURE_FLOOR = 1e-5
 REPETITION_PENALTY_MIN = 0.01
 """Below it, logits divided by it leave the range of float32."""
 SEED_MAX = 2**63 - 1
@@ -145,11 +144,6 @@ class SamplingParams:
         if values.keys() != {"seed"}:
             changed.__dict__.pop("_known_wire", None)
         return changed
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken each time."""
-        return self.temperature < TEMPERATURE_FLOOR
 
     def check_for_model(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have.

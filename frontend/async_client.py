@@ -21,7 +21,7 @@ import zmq
 from common import client_messages as wire
 from common.errors import EngineDeadError, RequestError, StartupError
 from common.keys import client_keys as read_client_keys
-from common.sockets import connect_client
+from common.sockets import MORE, NO_WAIT, connect_client
 from frontend import client_requests
 from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
@@ -167,17 +167,24 @@ class AsyncClient:
         """Run many requests at once; as `client.Client.generate_batch`."""
         batch: Batch[wire.Final] = Batch(prompts, params)
 
-        async def result(prompt: wire.Prompt, each: Params) -> wire.Final:
-            return await (await self.submit(prompt, each, stream=False, **options)).whole()
+        async def result(prompt: wire.Prompt, each: Params, more_follows: bool) -> wire.Final:
+            stream = await self._submit(prompt, each, stream=False, options=options, more_follows=more_follows)
+            return await stream.whole()
 
         return await self._run(batch, result)
 
     async def embed(self, prompt: wire.Prompt, **options: Unpack[EmbedOptions]) -> wire.EmbedReply:
         """The embedding of a text, token ids or a chat; as `client.Client.embed`. A task that is cancelled here aborts
         the request."""
+        return await self._embed(prompt, options)
+
+    async def _embed(
+        self, prompt: wire.Prompt, options: EmbedOptions, *, more_follows: bool = False
+    ) -> wire.EmbedReply:
         inbox, timeout_s = self._inbox(options.get("request_id")), options.get("timeout_s")
         with self._state.freed_on_error(inbox):
-            await self._send(client_requests.embed_message(inbox.request_id, prompt, options), inbox)
+            message = client_requests.embed_message(inbox.request_id, prompt, options)
+            await self._send(message, inbox, more_follows=more_follows)
         try:
             async with asyncio.timeout_at(deadline_after(timeout_s, asyncio.get_running_loop().time())):
                 reply = await inbox.next()
@@ -193,13 +200,19 @@ class AsyncClient:
     ) -> list[wire.EmbedReply]:
         """Embed many prompts at once; as `client.Client.embed_batch`."""
         batch: Batch[wire.EmbedReply] = Batch(prompts, None)
-        return await self._run(batch, lambda prompt, _: self.embed(prompt, **options))
 
-    async def _run(self, batch: Batch[T], result: "Callable[[wire.Prompt, Params], Awaitable[T]]") -> list[T]:
+        async def result(prompt: wire.Prompt, _: Params, more_follows: bool) -> wire.EmbedReply:
+            return await self._embed(prompt, options, more_follows=more_follows)
+
+        return await self._run(batch, result)
+
+    async def _run(self, batch: Batch[T], result: "Callable[[wire.Prompt, Params, bool], Awaitable[T]]") -> list[T]:
+        """Run a batch; `result` makes one request, and tells the engine whether others follow it at once."""
         while wanted := batch.begin_round():
             gate = asyncio.Semaphore(batch.window)
+            last = wanted[: batch.window][-1][0]
             tasks = [
-                asyncio.ensure_future(self._one_of(batch, gate, index, partial(result, prompt, each)))
+                asyncio.ensure_future(self._one_of(batch, gate, index, partial(result, prompt, each, index < last)))
                 for index, prompt, each in wanted
             ]
             try:
@@ -224,10 +237,15 @@ class AsyncClient:
         self, prompt: wire.Prompt, params: Params = None, *, stream: bool = True, **options: Unpack[ChatOptions]
     ) -> "AsyncStream":
         """Start a request; as `client.Client.submit`."""
+        return await self._submit(prompt, params, stream=stream, options=options)
+
+    async def _submit(
+        self, prompt: wire.Prompt, params: Params, *, stream: bool, options: ChatOptions, more_follows: bool = False
+    ) -> "AsyncStream":
         inbox = self._inbox(options.get("request_id"))
         with self._state.freed_on_error(inbox):
             message = client_requests.generate_message(inbox.request_id, prompt, params, stream=stream, options=options)
-            await self._send(self._state.streamed(inbox, message), inbox)
+            await self._send(self._state.streamed(inbox, message), inbox, more_follows=more_follows)
         return AsyncStream(self, inbox, options.get("timeout_s"))
 
     async def abort(self, request_id: str) -> None:
@@ -360,7 +378,7 @@ class AsyncClient:
         else:
             self._settled.clear()
 
-    async def _send(self, message: wire.FromClient, inbox: Inbox | None = None) -> None:
+    async def _send(self, message: wire.FromClient, inbox: Inbox | None = None, *, more_follows: bool = False) -> None:
         data = client_requests.encoded(message)
         if self._closed:
             raise EngineDeadError("this client is closed")
@@ -372,7 +390,9 @@ class AsyncClient:
             raise EngineDeadError("this client is closed")
         if not self._connection.is_up and self._connection.refusal:
             raise self._connection.refusal
-        self._socket.send(data, zmq.NOBLOCK)  # no high-water mark: it never waits
+        self._socket.send(data, MORE if more_follows else NO_WAIT)  # no high-water mark: it never waits
+        if more_follows:
+            self._socket.send(wire.MORE_FOLLOWS, NO_WAIT)
         if inbox is not None:
             self._state.note_sent(inbox, message)
         self._reader.recheck()
@@ -384,8 +404,8 @@ class AsyncClient:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise self._connection.unreachable(self.timeout_s)
-            engine = self._state.engine
-            if engine is not None and (error := await asyncio.to_thread(self._connection.hopeless, engine)):
+            engine, hopeless = self._state.engine, self._connection.hopeless
+            if error := hopeless(None) if engine is None else await asyncio.to_thread(hopeless, engine):
                 raise error
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._settled.wait(), min(left_s, LOOK_S))

@@ -24,6 +24,7 @@ import zmq
 
 from common import busy_poll
 from common import client_messages as wire
+from common.config import BUSY_POLL_AUTOMATIC
 from common.errors import EngineDeadError, RequestError, StartupError
 from common.keys import client_keys as read_client_keys
 from common.sockets import EVENTS, MORE, NO_WAIT, READABLE, connect_client
@@ -87,7 +88,7 @@ class Client:
         name: str = "",
         server_key: ServerKey = None,
         client_keys: OwnKeys = None,
-        busy_poll_ms: float = busy_poll.AUTOMATIC,
+        busy_poll_ms: float = BUSY_POLL_AUTOMATIC,
         busy_poll_io: str = "auto",
     ) -> None:
         self.endpoint = endpoint

@@ -67,7 +67,7 @@ class ClientServer:
         self.touched: dict[bytes, ClientRecord] = {}
         self._engine = engine
         self._is_known = asyncio.Event()
-        self._is_silent = self._more_follows = False
+        self._is_silent = False
         self._taking_up = asyncio.Lock()
         self._socket = socket
         self._clients: dict[bytes, ClientRecord] = {}
@@ -87,7 +87,7 @@ class ClientServer:
         """Send what has gathered since the last flush, to the scheduler and to clients. Never blocks."""
         if not self._is_known.is_set() and self._engine.limits is not None:
             self._is_known.set()
-        self._engine.core.send_gathered(more_follows=self._more_follows)
+        self._engine.core.send_gathered()
         while self.touched:
             _, client = self.touched.popitem()
             for message in client.messages():
@@ -207,7 +207,7 @@ class ClientServer:
         identity, *parts = frames
         if more_follows := len(parts) > 1 and parts[-1] == wire.MORE_FOLLOWS:
             parts.pop()
-        self._more_follows = more_follows
+        self._engine.core.promise(identity, more_follows)
         client = self._record_of(identity)
         client.touch()
         if 0 < len(parts) <= wire.FRAMES_LIMIT:

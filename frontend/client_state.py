@@ -19,7 +19,7 @@ import zmq
 from common import client_messages as wire
 from common.errors import AccessError, EngineDeadError, RequestError, StartupError, TriremeError, WireError
 from common.keys import ClientKeys
-from common.run_dir import may_return
+from common.run_dir import is_left_behind, may_return
 from common.sockets import connection_event, is_refused
 from frontend.client_resumption import FRUITLESS_LIMIT, Kept
 
@@ -267,6 +267,7 @@ class Connection:
         self.is_up = False
         self.refusal: TriremeError | None = None
         self._endpoint = endpoint
+        self._path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         self._keys = keys
         self._failed_count = 0
         self._refused_since_s: float | None = None
@@ -298,24 +299,34 @@ class Connection:
 
     def hopeless(self, engine: str | None) -> TriremeError | None:
         """The error for requests that wait for a connection, if they would wait in vain. May take a quarter of a second
-        to find out.
+        to find out, if there has been one.
 
         Args:
             engine: as `ClientState.engine`.
         """
-        if self.refusal is not None or engine is None or not self._is_gone(engine):
+        if self.refusal is not None:
             return self.refusal
-        return EngineDeadError(f"{self.lost()}, and nobody serves there any more")
+        if engine is None:
+            return self._killed()
+        return EngineDeadError(f"{self.lost()}, and nobody serves there any more") if self._is_gone(engine) else None
+
+    def _killed(self) -> EngineDeadError | None:
+        """The error of a first connection to what a killed engine has left. Anywhere but in its run directory another
+        engine may be about to start."""
+        is_left = not self.is_up and self._path is not None and is_left_behind(self._path)
+        if not (is_left and is_refused(self._endpoint)):
+            return None
+        return EngineDeadError(f"no engine serves at {self._endpoint} any more: the one that did was killed")
 
     def unreachable(self, timeout_s: float) -> EngineDeadError:
         """The error for a request that finds no connection."""
-        return EngineDeadError(f"no engine can be reached at {self._endpoint} within {timeout_s:g} s")
+        why = ": nobody listens there" if self._path is not None and is_refused(self._endpoint) else ""
+        return EngineDeadError(f"no engine can be reached at {self._endpoint} within {timeout_s:g} s{why}")
 
     def _is_gone(self, engine: str) -> bool:
         if self.is_up:
             return False
-        path = self._endpoint.removeprefix("ipc://")
-        if path != self._endpoint and not may_return(Path(path)):
+        if self._path is not None and not may_return(self._path):
             return True
         if engine:
             return False  # it will be started again

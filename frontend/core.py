@@ -202,9 +202,12 @@ class Core:
         next message from the scheduler; what has gathered before may go ahead."""
         self._outbox.gather()
 
-    def send_gathered(self, *, more_follows: bool = False) -> None:
-        """Send the requests that have gathered; `more_follows` says that others are on their way."""
-        self._outbox.more_follows = more_follows
+    def promise(self, sender: object, follows: bool) -> None:
+        """Whether a sender of requests has said that others follow at once those that it has sent."""
+        self._outbox.promise(sender, follows)
+
+    def send_gathered(self) -> None:
+        """Send the requests that have gathered."""
         self._outbox.flush()
 
     def abort(self, request_id: int) -> None:

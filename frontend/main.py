@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from common.busy_poll import BusyPoll, is_io_kept_awake, limit_s_for
+from common import busy_poll
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import ConfigError, StartupError, WireError, first_line
@@ -92,11 +92,7 @@ class Frontend:
         self._config = config
         self._link = link
         self._context = new_context()
-        limit_s = limit_s_for(config.server.busy_poll_ms, config.model.device)
-        busy = BusyPoll(limit_s)
-        if is_io_kept_awake(config.server.busy_poll_io, config.server.busy_poll_ms, config.model.device):
-            busy.keep_awake(self._context)
-        self._busy = BusyLoop(busy)
+        self._busy = BusyLoop(busy_poll.of_engine(config, self._context))
         self._http: HttpServer | None = None
         self._started = self._failed = False
         self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()

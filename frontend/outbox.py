@@ -25,11 +25,11 @@ class Outbox:
 
     Attributes:
         suspended: there is no scheduler; nothing is sent.
-        more_follows: what gathers is not all of what its senders send.
     """
 
     def __init__(self, send: Callable[..., object], clock: Callable[[], float]) -> None:
-        self.suspended = self.more_follows = False
+        self.suspended = False
+        self._promised_until_s: dict[object, float] = {}  # by who has said that more follows
         self._gathers = self._has_promised = False
         self._send = send
         self._clock = clock
@@ -43,6 +43,20 @@ class Outbox:
         """How many requests are held back."""
         return len(self._held)
 
+    def promise(self, sender: object, follows: bool) -> None:
+        """Whether a sender of requests has said with the last ones that more follow; it is believed for a while."""
+        if follows:
+            self._promised_until_s[sender] = self._clock() + MoreFollows.BELIEVED_S
+        else:
+            self._promised_until_s.pop(sender, None)
+
+    def _more_follows(self) -> bool:
+        """Whether anybody's word of more holds."""
+        if self._promised_until_s:
+            now_s = self._clock()
+            self._promised_until_s = {who: end_s for who, end_s in self._promised_until_s.items() if now_s < end_s}
+        return bool(self._promised_until_s)
+
     def request(self, request: Request) -> None:
         """Send a request, with the output that it already has; or hold it back while suspended."""
         if self.suspended:
@@ -52,7 +66,7 @@ class Outbox:
         if self._gathers:
             self._gathered.append(data)
         else:
-            self._send(data)
+            self._send_together([data], more_follows=self._more_follows())
         request.was_sent, request.sent_count = True, request.output_count
         if request.timings.submitted_s is None:
             request.timings.submitted_s = self._clock()
@@ -80,22 +94,24 @@ class Outbox:
         ahead of it, and the scheduler hears that they are not all."""
         self._gathers = True
         if len(self._gathered) >= GROUP_SIZE:
-            self._send_together([*self._gathered, MORE_FOLLOWS])
-            self._has_promised = True
+            self._send_gathered(more_follows=True)
 
-    def _send_together(self, messages: list[bytes]) -> None:
-        *others, last = messages
+    def _send_gathered(self, *, more_follows: bool) -> None:
+        self._send_together(self._gathered, more_follows=more_follows)
+        self._gathered = []
+
+    def _send_together(self, messages: list[bytes], *, more_follows: bool) -> None:
+        *others, last = messages + [MORE_FOLLOWS] * more_follows
         for data in others:
             self._send(data, True)
         self._send(last)
-        self._gathered = []
+        self._has_promised = more_follows
 
     def flush(self) -> None:
         """Send the gathered requests, then the collected aborts, which may be theirs."""
         if self._gathered:
-            self._send_together(self._gathered + [MORE_FOLLOWS] * self.more_follows)
-            self._has_promised = self.more_follows
-        elif self._has_promised and not self.more_follows:
+            self._send_gathered(more_follows=self._more_follows())
+        elif self._has_promised and not self._more_follows():
             if not self.suspended:
                 self._send(NONE_FOLLOWS)
             self._has_promised = False

@@ -13,6 +13,7 @@ import re
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from common.errors import ConfigError, RequestError
 from common.model_files import read_object, read_text
 from common.sampling_params import SamplingParams
 from common.wire import INT32_MAX
+from frontend.chat.roles import check_roles
 from frontend.chat.tool_formats import knows_tools
 from frontend.chat.tools import for_template
 from frontend.detokenizer import ByteDetokenizer, ByteTable, Detokenizer, WindowDetokenizer
@@ -193,16 +195,22 @@ class Tokenizer:
         return str(rendered[0][0])
 
     def render(self, chat: ChatPrompt) -> str:
-        """A chat as text, by the model's own template, whether it knows tools or not; raises as `render_chat`."""
+        """A chat as text, by the model's own template, whether it knows tools or not.
+
+        Raises:
+            RequestError: as `render_chat`, or a message of a role that the template leaves out.
+        """
         template = self.template_text(with_tools=bool(chat.tools))
         messages, tools = for_template(chat.messages, chat.tools or (), knows_tools=knows_tools(template))
-        return self.render_chat(
-            messages,
+        render = partial(
+            self.render_chat,
             tools=tools,
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             template_kwargs=chat.template_kwargs,
         )
+        check_roles(messages, render)
+        return render(messages)
 
     def template_text(self, *, with_tools: bool) -> str:
         """The chat template; empty if the model has none."""

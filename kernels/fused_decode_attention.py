@@ -73,6 +73,10 @@ APART_ROWS = 2
 
 MAX_SPLITS = 32
 WARPS_GROUP = 8  # query heads of a K/V head that kernels/fused_decode_warps.py takes
+WARPS_TILE = 16
+"""Cached tokens that a single warp takes at a time. Tiles of 32 leave the products beside less room: in a chain of the
+Qwen3-0.6B shape's layers 8 rows of 200 tokens take 18.4 us a layer so and 19.6 with 32, 8 of 4,000 50.1 and 54.2."""
+
 WARPS_ROWS = 2
 WARPS_ROWS_8_BIT = 4
 """Rows from which on kernels/fused_decode_warps.py computes plain and 8-bit caches; below, the others are faster. A
@@ -159,6 +163,11 @@ class FusedDecodePlan:
     workspace_floats: int
     single_warps: bool = False
 
+    @property
+    def leaves_parts(self) -> bool:
+        """Whether attention by this plan can be left in parts."""
+        return self.is_apart and not self.single_warps and self.splits > 1
+
 
 def launch_plan(
     row_count: int, kv_heads: int, head_dim: int, *, is_apart: bool | None = None, single_warps: bool = False
@@ -173,10 +182,40 @@ def launch_plan(
         splits *= 2
     if single_warps:
         floats = row_count * kv_heads * splits * WARPS_GROUP * (head_dim + 2)
-        return FusedDecodePlan(splits, 32, 1, is_apart=True, workspace_floats=floats, single_warps=True)
+        return FusedDecodePlan(splits, WARPS_TILE, 1, is_apart=True, workspace_floats=floats, single_warps=True)
     floats = row_count * kv_heads * splits * GROUP_ROWS * (head_dim + 2)
     is_apart = row_count <= APART_ROWS if is_apart is None else is_apart
     return FusedDecodePlan(splits, 64 if head_dim <= 128 else 32, 4, is_apart, floats)
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """Attention of one row that was left in parts: where they lie, and what says how many there are.
+
+    Attributes:
+        partials: the workspace, as kernels/attention_parts.py describes it.
+        row_slots, context_lengths: int32 [1], as `fused_decode_attention` had them.
+        splits, tile: of its plan.
+        head_rows: query rows that a part has room for.
+        query_heads, kv_heads, head_dim: the heads' shape.
+    """
+
+    partials: torch.Tensor
+    row_slots: torch.Tensor
+    context_lengths: torch.Tensor
+    splits: int
+    tile: int
+    head_rows: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @staticmethod
+    def can_merge(query_heads: int, head_dim: int, warps: int) -> bool:
+        """Whether a reader's program of so many warps merges such heads: each thread some dims of one head."""
+        dims = query_heads * head_dim // (32 * warps)
+        is_power = query_heads & (query_heads - 1) == 0
+        return is_power and 4 <= dims <= 16 and 1 <= head_dim // dims <= 32
 
 
 @triton.jit
@@ -281,7 +320,8 @@ def _fused_decode_kernel(
 
 def _check(
     output: torch.Tensor, qkv: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    block_tables: torch.Tensor, row_slots: torch.Tensor, context_lengths: torch.Tensor,
+    block_tables: torch.Tensor, row_slots: torch.Tensor, context_lengths: torch.Tensor, partials: torch.Tensor,
+    counters: torch.Tensor, plan: FusedDecodePlan, leave: bool,
 ) -> None:  # fmt: skip
     check_tensor("qkv", qkv, (None, None), FLOATS)
     check_tensor("key_cache", key_cache, (None, None, None, None), (qkv.dtype, *TOPS), like=qkv)
@@ -298,6 +338,13 @@ def _check(
     check_tensor("context_lengths", context_lengths, (rows,), torch.int32, like=key_cache)
     if rows > MAX_ROWS or query_heads % kv_heads or not supports(head_dim, query_heads // kv_heads, head_dim, 0):
         raise ValueError(f"output: wanted at most {MAX_ROWS} rows of heads that `supports` takes, got {output.shape}")
+    if partials.numel() < plan.workspace_floats or counters.numel() < rows * kv_heads:
+        raise ValueError(
+            f"workspace: wanted {plan.workspace_floats} floats and {rows * kv_heads} counters, "
+            f"got {partials.numel()} and {counters.numel()}"
+        )
+    if leave and (rows != 1 or not plan.leaves_parts):
+        raise ValueError(f"leave: wanted one row and a plan that leaves parts, got {rows} rows and {plan}")
 
 
 def fused_decode_attention(
@@ -317,35 +364,34 @@ def fused_decode_attention(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
     next_caches: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
+    leave: bool = False,
+) -> AttentionParts | None:
     """Store the new tokens' K and V and write their attention to `output`. Shapes: the module's table.
 
     `plan` is `launch_plan` of the bucket. `next_caches`: K and V of the layer that follows, of which what its first
-    tiles will be is brought into the level-2 cache meanwhile. Raises ValueError for a shape, dtype, stride or device
-    that differs from the table, or a workspace that is too small.
+    tiles will be is brought into the level-2 cache meanwhile. `leave`, for a plan that `leaves_parts`: one row's
+    attention stays in the parts that come back, until the workspace is used again, and `output` is only a shape.
+
+    Raises ValueError for a shape, dtype, stride or device that differs from the table, for a workspace that is too
+    small, and for parts that the plan does not leave.
     """
-    _check(output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths)
+    tensors = (output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths, partials, counters)
+    _check(*tensors, plan, leave)
     check_scales(key_cache, key_scales=key_scales, value_scales=value_scales)
     rows, query_heads, head_dim = output.shape
     kv_heads, block_size = key_cache.shape[1:3]
     new.check(qkv, output, kv_heads)
-    if partials.numel() < plan.workspace_floats or counters.numel() < rows * kv_heads:
-        raise ValueError(
-            f"workspace: wanted {plan.workspace_floats} floats and {rows * kv_heads} counters, "
-            f"got {partials.numel()} and {counters.numel()}"
-        )
     if rows == 0:
-        return
+        return None
     group = query_heads // kv_heads
     if plan.single_warps:
         from kernels import fused_decode_warps
 
-        inputs = (output, qkv, key_cache, value_cache, block_tables, row_slots, context_lengths, partials, counters)
         early = launch_options(qkv)["PDL"]
         fused_decode_warps.launch(
-            *inputs, (key_scales, value_scales), next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early
+            *tensors, (key_scales, value_scales), next_caches, plan.splits, plan.tile, new, scale * LOG2_E, early
         )
-        return
+        return None
     options = {
         "FORMAT": cache_format(key_cache.dtype), "NATIVE": is_native(qkv, key_cache), "KV_HEADS": kv_heads,
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "SPLITS": plan.splits, "TILE": plan.tile,
@@ -353,7 +399,7 @@ def fused_decode_attention(
     }  # fmt: skip
     parts, merge_heads = merge_sizes(group, head_dim, 8 * plan.num_warps if plan.is_apart else 64)
     if plan.is_apart:
-        options["HEADS"] = triton.next_power_of_2(group)
+        options |= {"HEADS": triton.next_power_of_2(group), "LEAVE": leave}
     else:
         parts = min(plan.splits, parts)
     kernel = fused_decode_parts_kernel if plan.is_apart else _fused_decode_kernel
@@ -363,3 +409,7 @@ def fused_decode_attention(
         qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale * LOG2_E,
         MERGE_HEADS=merge_heads, PARTS=parts, num_warps=plan.num_warps, **options, **launch_options(qkv),
     )  # fmt: skip
+    if not leave:
+        return None
+    heads = (query_heads, kv_heads, head_dim)
+    return AttentionParts(partials, row_slots, context_lengths, plan.splits, plan.tile, GROUP_ROWS, *heads)

@@ -5,6 +5,10 @@ than for anything else. Here fewer lie on the way: the new token has a program o
 tokens, unless one tile holds them all; queries are normed and rotated as few rows and only then repeated to the height
 of a tensor core's tile; the next tile is loaded only where there is one; a merge takes half as many parts at a time.
 
+With LEAVE nobody merges: the parts stay in `partials` for the output product, whose programs merge them as they read
+(kernels/attention_parts.py). The last to finish would read what the product reads anyway, and between two kernels that
+takes longer than the rest of this one.
+
 Arguments and tensors are those of the other kernel. Called by kernels/fused_decode_attention.py.
 """
 
@@ -31,7 +35,8 @@ def fused_decode_parts_kernel(
     qkv_stride, output_stride, table_stride, eps, scale_log2,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_NEXT: tl.constexpr, HEADS: tl.constexpr, MERGE_HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    HAS_NEXT: tl.constexpr, HEADS: tl.constexpr, MERGE_HEADS: tl.constexpr, PARTS: tl.constexpr, LEAVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # 1. Locate: one part of one K/V head of one row. Nothing read here is written by the kernels just ahead.
     let_next_start(PDL)
@@ -45,7 +50,8 @@ def fused_decode_parts_kernel(
     tiles = tl.cdiv(cached, TILE)
     share = tl.cdiv(tiles, max(SPLITS - 1, 1))
     parts = 1
-    if (SPLITS > 1) & (tiles > 1):
+    ALONE: tl.constexpr = 0 if LEAVE else 1  # tiles that the new token is not a part beside
+    if (SPLITS > 1) & (tiles > ALONE):
         parts = tl.cdiv(tiles, share) + 1  # the last is the new token
     HALF: tl.constexpr = HEAD_DIM // 2
     REPEATS: tl.constexpr = ROWS // HEADS  # a query fills that many rows of a tensor core's tile
@@ -58,7 +64,7 @@ def fused_decode_parts_kernel(
     place = output_place + query[:, None] * HEAD_DIM + column[None, :]
     if is_real == 0:
         wait_for_inputs(PDL)
-        if split == 0:
+        if (split == 0) & (not LEAVE):
             tl.store(place, tl.zeros([ROWS, HEAD_DIM], dtype=output.dtype.element_ty), mask=is_query)
     elif split < parts:
         table = block_tables + slot.to(tl.int64) * table_stride
@@ -99,7 +105,7 @@ def fused_decode_parts_kernel(
                 k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
             )  # fmt: skip
             score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
-            if parts > 1:
+            if LEAVE | (parts > 1):
                 heads = tl.arange(0, HEADS)
                 tl.store(sums_place + heads[:, None] * HEAD_DIM + column[None, :],
                          v + tl.zeros([HEADS, HEAD_DIM], tl.float32))  # fmt: skip
@@ -134,8 +140,10 @@ def fused_decode_parts_kernel(
                 is_first = tile_row % REPEATS == 0
                 tl.store(statistics + part * (2 * ROWS) + query, maximum, mask=is_first)
                 tl.store(statistics + part * (2 * ROWS) + ROWS + query, normaliser, mask=is_first)
-        # 5. Store the result, or let the last to finish merge the parts.
-        if parts == 1:
+        # 5. Leave the parts, or store the result, or let the last to finish merge them.
+        if LEAVE:
+            pass
+        elif parts == 1:
             tl.store(place, (accumulator / normaliser[:, None]).to(output.dtype.element_ty), mask=is_query)
         else:
             tl.debug_barrier()  # all threads' parts are written before the counter says so

@@ -8,9 +8,9 @@
 
 At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it.
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
-row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. For more
-rows Hopper has a third, `skinny_linear_hopper.py`. Which one, and with what tile, comes from a table measured on the
-card (`kernels/tuning`); a shape that the library does faster goes there.
+row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Hopper has
+two more: `skinny_linear_warps.py` for up to 16 rows, and for more `skinny_linear_hopper.py`. Which one, and with what
+tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
 
 | tensor      | axes                           | dtype     | strides     |
 |-------------|--------------------------------|-----------|-------------|
@@ -31,22 +31,17 @@ kernels that read them, a layer takes 17.6 us with 16 rows, 21.4 with 64, 26.4 w
 cf6694d, by the library 35.5, 37.4 and 41.9 from 64 rows on.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
+from kernels.fused_decode_attention import AttentionParts
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
+from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
-from kernels.tuning import LIBRARY, LinearPlan, find_plan, measured_plan, operation_key
-
-MAX_ROWS = 256
-MAX_SPLITS = 16
-COUNTERS = 8192  # one for each output tile of a split product
-FEWEST_TILE_ROWS = 16  # what the tensor cores take
+from kernels.tuning import LIBRARY, LinearPlan, measured_plan, operation_key
 
 
 def skinny_linear_reference(
@@ -72,43 +67,6 @@ def skinny_linear_reference(
 def bytes_moved(rows: int, outputs: int, inputs: int, element_bytes: int) -> int:
     """The fewest bytes that the product reads and writes: W once, x and y once."""
     return element_bytes * (outputs * inputs + rows * (inputs + outputs))
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """What the products need besides their arguments; one serves all layers, since launches follow one another.
-
-    partials  [float32 elements]   partial sums of products that split K
-    counters  [COUNTERS] int32     zero between launches
-    normed    [elements]           x after its norm, where the library does the product
-    wide      [elements]           gate and up, where the library does the product
-    """
-
-    partials: torch.Tensor
-    counters: torch.Tensor
-    normed: torch.Tensor
-    wide: torch.Tensor
-    plans: dict[tuple[int, ...], LinearPlan] = field(default_factory=dict)
-
-    @classmethod
-    def allocate(
-        cls, max_rows: int, max_inputs: int, max_outputs: int, dtype: torch.dtype, device: torch.device
-    ) -> "Workspace":
-        """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K."""
-        skinny = min(max(max_rows, FEWEST_TILE_ROWS), MAX_ROWS)
-        return cls(
-            partials=torch.empty(MAX_SPLITS * skinny * min(max_outputs, 2048), dtype=torch.float32, device=device),
-            counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
-            normed=torch.empty(max_rows * max_inputs, dtype=dtype, device=device),
-            wide=torch.empty(max_rows * max_outputs, dtype=dtype, device=device),
-        )
-
-    def rows(self, name: str, row_count: int, columns: int) -> torch.Tensor:
-        """The first `row_count` x `columns` elements of a buffer as a matrix; ValueError if it is too small."""
-        buffer: torch.Tensor = getattr(self, name)
-        if buffer.numel() < row_count * columns:
-            raise ValueError(f"workspace.{name}: wanted {row_count} x {columns} elements, got {buffer.numel()}")
-        return buffer[: row_count * columns].view(row_count, columns)
 
 
 def tile_rows(rows: int) -> int:
@@ -373,6 +331,12 @@ def run_plan(
         assert residual is None, "a plan of this kind adds no residual"
         _by_hopper(plan, x, weight, out if silu_mul else out[None], silu_mul)
         return
+    if plan.kernel == "warps":
+        from kernels import skinny_linear_warps  # needs a Triton that older installations lack
+
+        early = launch_options(x)["PDL"]
+        skinny_linear_warps.launch(plan, x, weight, out, norm_weight, eps, residual, silu_mul, early)
+        return
     outputs = out.shape[1]
     added = out if residual is None else residual
     gain = weight if norm_weight is None else norm_weight
@@ -479,9 +443,29 @@ def skinny_linear(
     rows = x.shape[0]
     if out.numel() == 0:
         return
-    key = (rows, *weight.shape, norm_weight is not None, residual is not None, silu_mul)
-    plan = workspace.plans.get(key)
-    if plan is None:
-        plan = find_plan(x.device, x.dtype, rows, *weight.shape, silu_mul=silu_mul, has_norm=norm_weight is not None)
-        workspace.plans[key] = plan
+    plan = workspace.plan_of(rows, weight, norm_weight is not None, residual is not None, silu_mul)
     run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming)
+
+
+def merges_parts(workspace: Workspace, weight: torch.Tensor, query_heads: int, head_dim: int) -> bool:
+    """Whether `linear_of_parts` computes one row of a model's attention times such a W here."""
+    plan = workspace.plan_of(1, weight, False, True, False)
+    return plan.kernel == "warps" and AttentionParts.can_merge(query_heads, head_dim, plan.num_warps)
+
+
+def linear_of_parts(
+    parts: AttentionParts, weight: torch.Tensor, out: torch.Tensor, workspace: Workspace, *, residual: torch.Tensor
+) -> None:
+    """Write residual + x W^T to `out` [1, N], x being one row of attention that was left in parts.
+
+    Raises ValueError for a shape, dtype or device that differs from the module's table, and where not `merges_parts`.
+    """
+    check_tensor("weight", weight, (None, parts.query_heads * parts.head_dim), FLOATS, like=parts.partials)
+    check_tensor("out", out, (1, weight.shape[0]), FLOATS, like=weight)
+    check_tensor("residual", residual, (1, weight.shape[0]), out.dtype, like=weight)
+    if not merges_parts(workspace, weight, parts.query_heads, parts.head_dim):
+        raise ValueError(f"weight: no plan for {list(weight.shape)} in {weight.dtype} merges {parts.query_heads} heads")
+    from kernels import skinny_linear_warps
+
+    plan, early = workspace.plan_of(1, weight, False, True, False), launch_options(weight)["PDL"]
+    skinny_linear_warps.launch_on_parts(plan, parts, weight, out, residual, early)

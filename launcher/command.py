@@ -8,11 +8,12 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import setproctitle
 
 from common import log
-from common.cli import program_name
+from common.cli import VerbParser, log_format_in, program_name
 from common.config import DEFAULT_MODEL
 from common.errors import EXIT_CODES, ConfigError, TriremeError, exit_code
 from common.processes import open_standard_files
@@ -59,6 +60,8 @@ def run(argv: Sequence[str]) -> int:
         _report(lost)
         return next((code for code in EXIT_CODES.values() if code == lost.exit_code), exit_code(lost))
     except TriremeError as error:
+        if not log.is_json() and _file_asks_for_json(arguments):
+            log.set_up("supervisor", form="json")
         _report(error)
         return exit_code(error)
     except (BrokenPipeError, ModuleNotFoundError):  # the entry's to report
@@ -74,6 +77,18 @@ def _asks_for_json(arguments: Sequence[str]) -> bool:
     """Whether the command line asks for a log of JSON objects; also one that is refused should be reported in it."""
     words = [argument.replace("_", "-") for argument in arguments]
     return "--log-format=json" in words or ("--log-format", "json") in itertools.pairwise(words)
+
+
+def _file_asks_for_json(arguments: Sequence[str]) -> bool:
+    """The same of a file with options; what the command line says wins."""
+    parser = VerbParser(add_help=False)
+    parser.add_argument("--config")
+    parser.add_argument("--log-format", "--log_format")
+    try:
+        given, _ = parser.parse_known_args(arguments)
+    except ConfigError:
+        return False
+    return given.log_format is None and bool(given.config) and log_format_in(Path(given.config)) == "json"
 
 
 def _is_verb(word: str) -> bool:

@@ -7,6 +7,7 @@ sockets. Called by admission.
 
 from array import array
 from collections.abc import Iterable
+from itertools import chain
 
 from scheduler_proc.draft import Draft
 from scheduler_proc.sequence import Leader, Sequence
@@ -33,15 +34,16 @@ class Leaders:
         start = matched - matched % self._block_size
         end = start + self._block_size
         tokens, root = sequence.tokens, sequence.chain.root
-        for other in self._placed(start, end).get((root, tokens[start:end].tobytes()), ()):
+        placed = self._placed(start, end).get((root, tokens[start:end].tobytes()), ())
+        skipped = (
+            other
+            for other in self._skipped
+            if other.computed_count < end <= len(other.tokens) and other.chain.root == root
+        )
+        for other in chain(placed, skipped):
             shared = _common_length(other.tokens, tokens, start, end)
             if shared >= end:
                 return Leader(other, shared)
-        for other in self._skipped:
-            if other.computed_count < end <= len(other.tokens) and other.chain.root == root:
-                shared = _common_length(other.tokens, tokens, start, end)
-                if shared >= end:
-                    return Leader(other, shared)
         return None
 
     def _placed(self, start: int, end: int) -> _Table:

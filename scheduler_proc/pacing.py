@@ -17,14 +17,14 @@ No sockets; the clock is passed in. Called by the process's loop.
 
 from collections.abc import Callable
 
-from common.messages import ForScheduler, MoreFollows, StepPlan
+from common.messages import AddRequest, ForScheduler, MoreFollows, StepPlan
 from scheduler_proc.core import SchedulerCore
 
 GOOD_STEP_TOKENS = 2048
 GOOD_STEP_REQUESTS = 64
 """A step with so many prompt tokens, or of so many requests, is worth beginning with: a GPU computes it while
 as many again arrive."""
-FIRST_WAIT_S = 0.005
+FIRST_WAIT_S = MoreFollows.BELIEVED_S
 """How long the word that more follow is believed, from the last message on. The frontend says so when nothing follows
 after all, so this is for one that is stuck, and for clients that end in the middle of a batch."""
 LONGEST_WAIT_S = 0.05
@@ -67,7 +67,8 @@ class Pacing:
         if isinstance(message, MoreFollows):
             self._promised_until_s = self._clock() + FIRST_WAIT_S if message.follows else 0.0
             return True
-        self._promised_until_s = 0.0
+        if isinstance(message, AddRequest):
+            self._promised_until_s = 0.0
         return False
 
     def note_result(self) -> None:

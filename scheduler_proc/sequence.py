@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from common.messages import EARLY_POOLINGS, AddRequest, SlotSampling, TokenLogprobs
-from common.sampling_params import TEMPERATURE_FLOOR, sample_seed
+from common.sampling_params import sample_seed
 from scheduler_proc.grammar import Grammar
 from scheduler_proc.prefix_cache import Chain
 
@@ -47,9 +47,10 @@ class Request:
         sequences: one per sample, by sample index.
         live_count: sequences that are not DONE; waiting_count: those that wait for their first slot.
         told_waiting: the frontend has been told that all of them wait, and nothing since.
+        samplings: how its samples are sampled, by their number of prompt log probabilities, if it names many ids.
     """
 
-    __slots__ = ("end_token_ids", "live_count", "message", "sequences", "told_waiting", "waiting_count")
+    __slots__ = ("end_token_ids", "live_count", "message", "samplings", "sequences", "told_waiting", "waiting_count")
 
     def __init__(self, message: AddRequest) -> None:
         self.message = message
@@ -58,6 +59,7 @@ class Request:
         self.live_count = 0
         self.waiting_count = 0
         self.told_waiting = False
+        self.samplings: dict[int, SlotSampling] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +180,6 @@ class Sequence:
         self.next_event_len = min(next_block_end + 1, self.max_len)
 
 
-def slot_sampling(sequence: Sequence) -> SlotSampling:
-    """What the worker needs to sample for the sequence."""
-    return shared_sampling(sequence).with_seed(slot_seed(sequence))
-
-
 def slot_seed(sequence: Sequence) -> int:
     """Of the sequence's sample."""
     message = sequence.request.message
@@ -191,25 +188,33 @@ def slot_seed(sequence: Sequence) -> int:
 
 
 def shared_sampling(sequence: Sequence) -> SlotSampling:
-    """As `slot_sampling`, but for the seed: one object for all that sample in the same way, as most do."""
+    """What the worker needs to sample for the sequence, but for the seed: one object for all that sample in the same
+    way, as most do. What names many ids, a bias or allowed ids is kept for the request's other samples alone."""
     message = sequence.request.message
     params = message.params
     prompt_logprobs = -1 if sequence.prompt_logprobs is None else params.prompt_logprobs or 0
+    if known := sequence.request.samplings.get(prompt_logprobs):
+        return known
     id_count = len(message.end_token_ids) + sum(map(len, message.bad_token_ids))
     sampling = (_sampling if id_count <= REMEMBERED_IDS else _sampling.__wrapped__)(
         _numbers_of(params), prompt_logprobs, message.end_token_ids, message.bad_token_ids,
         sequence.grammar is not None, message.pooling,
     )  # fmt: skip
-    if not (params.logit_bias or params.allowed_token_ids):
+    if params.logit_bias or params.allowed_token_ids:
+        sampling = replace(
+            sampling,
+            bias_token_ids=array("i", params.logit_bias.keys()),
+            bias_values=array("f", params.logit_bias.values()),
+            allowed_token_ids=array("i", params.allowed_token_ids or ()),
+        )
+    elif id_count <= REMEMBERED_IDS:
         return sampling
-    return replace(
-        sampling,
-        bias_token_ids=array("i", params.logit_bias.keys()),
-        bias_values=array("f", params.logit_bias.values()),
-        allowed_token_ids=array("i", params.allowed_token_ids or ()),
-    )
+    sequence.request.samplings[prompt_logprobs] = sampling
+    return sampling
 
 
+TEMPERATURE_FLOOR = 1e-5
+"""Below it a request is greedy: logits divided by less leave the range of float32."""
 REMEMBERED_IDS = 128
 """How a request samples is remembered unless it names more token ids: 256 requests may name many megabytes of them."""
 

@@ -34,7 +34,7 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.prefix_cache import Chain
-from scheduler_proc.sequence import Request, Sequence, slot_sampling
+from scheduler_proc.sequence import Request, Sequence, shared_sampling, slot_seed
 from scheduler_proc.state import Limits
 
 VOCAB_SIZE = 997
@@ -77,7 +77,8 @@ def expected_outputs(messages: Iterable[AddRequest], max_len: int = 1 << 30) -> 
         prompt, params = message.prompt_token_ids, message.params
         limit = min(params.max_tokens or max_len, max_len - len(prompt))
         for sample_index in range(params.n):
-            sampling = slot_sampling(Sequence(Request(message), sample_index, 0, Chain(-1)))
+            sequence = Sequence(Request(message), sample_index, 0, Chain(-1))
+            sampling = shared_sampling(sequence).with_seed(slot_seed(sequence))
             outputs[message.request_id, sample_index] = expected_tokens(prompt, sampling, limit)
     return outputs
 

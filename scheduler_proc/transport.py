@@ -99,10 +99,7 @@ class SocketTransport:
         self._receive_result = receiving(recorder, Link.RESULTS, self._results.recv)
         self._send_plan = sending(recorder, Link.PLANS, self._broadcast)
         self._readable: set[object] = set()  # sockets and descriptors that had something when `wait` returned
-        limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
-        self._busy = busy_poll.BusyPoll(limit_s)
-        if busy_poll.is_io_kept_awake(config.server.busy_poll_io, config.server.busy_poll_ms, config.model.device):
-            self._busy.keep_awake(self._context)
+        self._busy = busy_poll.of_engine(config, self._context)
         self._dropped_count = 0
         self._open_frontend_sockets(config.session)
 

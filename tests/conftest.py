@@ -1,6 +1,7 @@
 """Fixtures for every room's tests."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +16,10 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] /
 import torch
 
 from kernels import interpreter
+
+# Tests make sockets in their folders, and the system takes 107 bytes for a socket's path: some have 20 left in /tmp.
+if len(tempfile.gettempdir()) > len("/tmp") + 20:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")
 
 # Our servers are on this machine, whatever proxy leads to others.
 for name in ("NO_PROXY", "no_proxy"):

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.messages import NOT_A_TOKEN, SlotInit, SlotSampling
-from common.sampling_params import TEMPERATURE_FLOOR
 from worker_proc.logit_rules import LogitRules
 from worker_proc.logprobs import LogprobTable, logprob_table
 from worker_proc.noise import gumbel_noise
@@ -59,8 +58,7 @@ class Sampler:
         """Set up a slot for a new request."""
         sampling = known_ids(init.sampling, self._vocab_size)
         self._rules[init.slot], self._sampling[init.slot] = LogitRules.of(sampling), init.sampling
-        greedy = sampling.temperature < TEMPERATURE_FLOOR
-        self._plain[init.slot] = greedy and self._rules[init.slot] is None and not sampling.masked
+        self._plain[init.slot] = sampling.temperature == 0 and self._rules[init.slot] is None and not sampling.masked
         self._logprob_counts[init.slot] = sampling.logprobs
 
     def sample(
@@ -114,7 +112,7 @@ def choose(logits: np.ndarray, sampling: SlotSampling, position: int) -> int:
     best = int(logits.argmax())  # a NaN counts as the greatest
     if not np.isfinite(logits[best]):
         return NOT_A_TOKEN
-    if sampling.temperature < TEMPERATURE_FLOOR:
+    if sampling.temperature == 0:
         return best
     threshold = keep_threshold(logits, float(logits[best]), sampling)
     if threshold == -np.inf:

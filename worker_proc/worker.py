@@ -77,10 +77,7 @@ class Worker:
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(link.wake_fd, zmq.POLLIN)
-        limit_s = busy_poll.limit_s_for(config.server.busy_poll_ms, config.model.device)
-        self._busy = busy_poll.BusyPoll(limit_s)
-        if busy_poll.is_io_kept_awake(config.server.busy_poll_io, config.server.busy_poll_ms, config.model.device):
-            self._busy.keep_awake(self._context)
+        self._busy = busy_poll.of_engine(config, self._context)
 
     def run(self) -> int:
         """Start, serve until told to stop, return the exit code.

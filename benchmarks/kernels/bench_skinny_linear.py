@@ -62,7 +62,8 @@ def chain_in_parts(shapes: list[LinearShape], rows: int, workspace, by_library: 
 
 def cases(smoke: bool) -> Iterator[Case]:
     """The chain of a model's layers, and its output projection, at every measured number of rows."""
-    from kernels.skinny_linear import MAX_ROWS, Workspace, bytes_moved
+    from kernels.linear_workspace import MAX_ROWS, Workspace
+    from kernels.skinny_linear import bytes_moved
 
     device, dtype = device_and_dtype()
     if smoke:

@@ -18,7 +18,7 @@ from benchmarks.kernels.paged_inputs import card_major, multiprocessor_count
 from benchmarks.kernels.runner import device_and_dtype
 
 if TYPE_CHECKING:
-    from kernels.fused_decode_attention import FusedDecodePlan
+    from kernels.fused_decode_attention import AttentionParts, FusedDecodePlan
     from kernels.paged_kv import HeadShape
 
 BLOCK_SIZE = 16
@@ -41,7 +41,7 @@ class ChainShape:
 QWEN3_06B = ChainShape(28, 16, 8, 128, 1024, 3072)
 SMOKE = ChainShape(1, 2, 1, 64, 64, 96)
 
-Attend = Callable[["DecodeChain", int], None]
+Attend = Callable[["DecodeChain", int], "AttentionParts | None"]  # what it leaves for the output product to merge
 
 
 def mixed_lengths(step: int) -> list[int]:
@@ -65,8 +65,8 @@ class DecodeChain:
     """
 
     def __init__(self, lengths: list[int], cache: str, shape: ChainShape = QWEN3_06B) -> None:
+        from kernels.linear_workspace import Workspace
         from kernels.new_token import NewTokens
-        from kernels.skinny_linear import Workspace
 
         device, dtype = device_and_dtype()
         self.lengths, self.cache, self.shape, self.rows = lengths, cache, shape, len(lengths)
@@ -130,17 +130,19 @@ class DecodeChain:
 
     def run(self, attend: Attend | None) -> None:
         """All layers once."""
-        from kernels.skinny_linear import skinny_linear
+        from kernels.skinny_linear import linear_of_parts, skinny_linear
 
         for index, (qkv, output, gate_up, down) in enumerate(self.weights):
             norm = {"norm_weight": self.norm, "eps": EPS}
             skinny_linear(self.hidden, qkv, self.qkv, self.workspace, **norm, upcoming=self._ahead(output))
-            if attend is not None:
-                attend(self, index)
-            skinny_linear(
-                self.attended.view(self.rows, -1), output, self.hidden, self.workspace, residual=self.hidden,
-                upcoming=self._ahead(gate_up),
-            )  # fmt: skip
+            parts = attend(self, index) if attend is not None else None
+            if parts is not None:
+                linear_of_parts(parts, output, self.hidden, self.workspace, residual=self.hidden)
+            else:
+                skinny_linear(
+                    self.attended.view(self.rows, -1), output, self.hidden, self.workspace, residual=self.hidden,
+                    upcoming=self._ahead(gate_up),
+                )  # fmt: skip
             skinny_linear(
                 self.hidden, gate_up, self.activated, self.workspace, **norm, silu_mul=True, upcoming=self._ahead(down)
             )  # fmt: skip
@@ -189,10 +191,11 @@ def is_specialised(heads: HeadShape, quantised: bool) -> bool:
     return decode_attention.can_specialise(heads, dtype, quantised=quantised, capability_major=major)
 
 
-def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None) -> None:
-    """One launch of the kernel for few rows, by the plan that ships or by another."""
+def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None) -> AttentionParts | None:
+    """One launch of the kernel for few rows, by the plan that ships or by another; one row may be left in parts."""
     from kernels.fused_decode_attention import fused_decode_attention, launch_plan
     from kernels.paged_kv import HeadShape
+    from kernels.skinny_linear import merges_parts
 
     (keys, key_scales), (values, value_scales) = chain.caches[index]
     (next_keys, _), (next_values, _) = chain.caches[(index + 1) % chain.shape.layers]
@@ -201,10 +204,12 @@ def few_rows(chain: DecodeChain, index: int, plan: FusedDecodePlan | None = None
     plan = plan or launch_plan(
         chain.rows, kv_heads, head_dim, single_warps=takes_warps(chain.rows, heads, chain.cache != "auto")
     )
-    fused_decode_attention(
+    sizes = (chain.weights[index][1], chain.shape.query_heads, head_dim)
+    leave = chain.rows == 1 and plan.leaves_parts and merges_parts(chain.workspace, *sizes)
+    return fused_decode_attention(
         chain.attended, chain.qkv, keys, values, chain.tables, chain.slots, chain.context_lengths, chain.partials,
         chain.counters, plan, chain.new, scale=chain.scale, key_scales=key_scales, value_scales=value_scales,
-        next_caches=(next_keys, next_values),
+        next_caches=(next_keys, next_values), leave=leave,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.kernels.linear_shapes import LinearShape
+from kernels import skinny_linear_warps
 from kernels.skinny_linear_hopper import fits
 from kernels.tuning import LIBRARY, LinearPlan
 
@@ -61,6 +62,23 @@ def held_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
                     yield LinearPlan("small_m", block_n, 256, warps, 1, split_k, held=True)
 
 
+def warps_candidates(shape: LinearShape) -> Iterator[LinearPlan]:
+    """Tensor-core tiles with W in registers and K shared among warps: 30 to 800 programs, more for a very wide W."""
+    halves = 2 if "silu" in shape.fusion else 1
+    for block_n in (16, 32, 64):
+        programs = -(-shape.out_columns * halves // block_n)
+        if programs < 30 or (programs > 800 and (shape.outputs < 50_000 or block_n < 64)):
+            continue
+        for warps in (1, 2, 4, 8, 16):
+            share = shape.inputs // warps
+            plan = LinearPlan("warps", block_n, min(64, share & -share), warps)
+            held = block_n * shape.inputs // (64 * warps)
+            if skinny_linear_warps.fits(plan, shape.inputs) and held >= 16:
+                yield plan
+                if held >= 128:  # without a limit they take up to 230
+                    yield replace(plan, max_registers=192)
+
+
 def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
     """Hopper's tiles: 80 to 300 programs; all of W in shared memory, or a ring for one or for two programs of an SM."""
     silu = "silu" in shape.fusion
@@ -106,9 +124,12 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
     if "parts" in shape.fusion or shape.fusion in (("silu",), ()):
         if rows <= 16:
             plans += held_candidates(shape)
+            plans += warps_candidates(shape) if "parts" not in shape.fusion else ()
         return plans + list(resident_candidates(shape, rows))
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
+    if rows <= skinny_linear_warps.MAX_ROWS:
+        plans += warps_candidates(shape)
     if 2 <= rows <= 16:
         plans += held_candidates(shape)
     if 16 <= rows <= 64 or (2 <= rows <= 64 and shape.outputs > 50_000):

@@ -55,13 +55,16 @@ def layer_shapes_in_parts(hidden: int, qkv: int, attention: int, intermediate: i
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's linear layers and how many layers it has; the same layers for batches of more rows."""
+    """A model's linear layers and how many layers it has; the same layers for batches of more rows; its heads."""
 
     name: str
     layer_count: int
     layer: tuple[LinearShape, ...]
     lm_head: LinearShape
     in_parts: tuple[LinearShape, ...]
+    query_heads: int
+    kv_heads: int
+    head_dim: int
 
     @property
     def alone(self) -> LinearShape:
@@ -70,12 +73,14 @@ class ModelShape:
 
 
 def model_shape(
-    name: str, layer_count: int, vocabulary: int, *, hidden: int, qkv: int, attention: int, intermediate: int
-) -> ModelShape:
+    name: str, layer_count: int, vocabulary: int, *, hidden: int, qkv: int, attention: int, intermediate: int,
+    head_dim: int = 128,
+) -> ModelShape:  # fmt: skip
     """The shape of a model whose layers have these sizes: `qkv` heads' elements of a token, `attention` of q alone."""
     sizes = (hidden, qkv, attention, intermediate)
     lm_head = LinearShape("lm_head", vocabulary, hidden, ("norm",), float32_out=True)
-    return ModelShape(name, layer_count, layer_shapes(*sizes), lm_head, layer_shapes_in_parts(*sizes))
+    heads = (attention // head_dim, (qkv - attention) // 2 // head_dim, head_dim)
+    return ModelShape(name, layer_count, layer_shapes(*sizes), lm_head, layer_shapes_in_parts(*sizes), *heads)
 
 
 MODELS = {
@@ -83,7 +88,7 @@ MODELS = {
     for model in (
         model_shape("qwen3-0.6b", 28, 151_936, hidden=1024, qkv=4096, attention=2048, intermediate=3072),
         model_shape("llama-3.1-8b", 32, 128_256, hidden=4096, qkv=6144, attention=4096, intermediate=14_336),
-        model_shape("smollm2-135m", 30, 49_152, hidden=576, qkv=960, attention=576, intermediate=1536),
+        model_shape("smollm2-135m", 30, 49_152, hidden=576, qkv=960, attention=576, intermediate=1536, head_dim=64),
     )
 }
 

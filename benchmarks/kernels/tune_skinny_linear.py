@@ -1,35 +1,42 @@
 """Measure every candidate plan of the skinny products on this card and write the table that ships with the kernels.
 
     python -m benchmarks.kernels.tune_skinny_linear [--models qwen3-0.6b,llama-3.1-8b] [--rows 1,2,...] [--table FILE]
-        [--kinds layer,head,alone,parts]
+        [--kinds layer,head,alone,parts] [--kernels warps]
 
 Candidates are compiled by several processes first (each launches its share once, which fills Triton's cache), then
 timed one by one in a graph, over enough copies of W that it comes from memory. A candidate must agree with the float32
-reference before it is timed. A product that leaves parts is timed with the kernel that reads them, and the fastest few
-of each are then exchanged for one another in a chain of whole layers, where a kernel also meets its neighbours. The
-entries of this card and dtype are replaced, all others are kept.
+reference before it is timed. A product that leaves parts is timed with the kernel that reads them. The fastest few of
+each operation are then exchanged for one another in a chain of whole layers, for few rows with their attention, where a
+kernel also meets its neighbours. The entries of this card and dtype are replaced, all others are kept.
 """
 
 import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import torch
 
+from benchmarks.kernels.decode_chain import ChainShape, DecodeChain, few_rows
 from benchmarks.kernels.harness import argument_parser, copies_to_exceed_l2, device_name, time_us
 from benchmarks.kernels.linear_candidates import candidates
 from benchmarks.kernels.linear_shapes import MODELS, LinearShape, ModelShape, make_arguments, make_reader
 from common.processors import granted_threads
-from kernels.skinny_linear import MAX_ROWS, Workspace, run_parts_plan, run_plan, skinny_linear_reference
-from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, operation_key
+from kernels.fused_decode_attention import MAX_ROWS as MOST_FUSED_ROWS
+from kernels.linear_workspace import MAX_ROWS, Workspace
+from kernels.skinny_linear import run_parts_plan, run_plan, skinny_linear_reference
+from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, measured_plan, operation_key
 
 DTYPE = torch.bfloat16
 CHAIN_CHOICES = 6  # plans of an operation that are tried in the chain
+CHAIN_CONTEXT = 384  # tokens of each row in it
 
 Timed = list[tuple[float, LinearPlan]]  # microseconds, fastest first
+Plans = dict[LinearShape, LinearPlan]
 
 
 def jobs_for(models: list[str], row_counts: list[int], kinds: list[str]) -> list[tuple[LinearShape, int]]:
@@ -77,13 +84,22 @@ def _compile_share(share: list[tuple[LinearShape, int, LinearPlan]], ahead: bool
             print(f"cannot build {shape.name} {plan}: {error!r}"[:300], file=sys.stderr)
 
 
-def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int, ahead: bool) -> None:
-    """Fill Triton's cache. One representative number of rows is enough for the kernel that does not depend on it."""
+def chosen_candidates(shape: LinearShape, rows: int, kernels: set[str]) -> list[LinearPlan]:
+    """The plans to be timed: all, or those of some kernels beside the library's and the one that the table has now."""
+    has_norm, has_silu, in_parts = (name in shape.fusion for name in ("norm", "silu", "parts"))
+    key = operation_key(shape.outputs, shape.inputs, has_silu, has_norm, in_parts)
+    known = (LIBRARY, measured_plan(torch.device("cuda"), DTYPE, rows, key))
+    plans = [plan for plan in candidates(shape, rows) if not kernels or plan.kernel in kernels or plan in known]
+    return plans if known[1] is None or known[1] in plans else [*plans, known[1]]
+
+
+def compile_all(jobs: list[tuple[LinearShape, int]], process_count: int, ahead: bool, kernels: set[str]) -> None:
+    """Fill Triton's cache. One representative number of rows is enough for kernels that do not depend on it."""
     work = {}
     for shape, rows in jobs:
-        for plan in candidates(shape, rows):
+        for plan in chosen_candidates(shape, rows, kernels):
             if plan != LIBRARY:
-                row_class = 0 if plan.kernel == "resident" else rows
+                row_class = {"resident": 0, "warps": 8 if rows <= 8 else 16}.get(plan.kernel, rows)
                 work[shape, row_class, plan] = (shape, rows, plan)
     shares = [list(work.values())[index::process_count] for index in range(process_count)]
     context = multiprocessing.get_context("spawn")
@@ -117,11 +133,11 @@ def short_name(plan: LinearPlan) -> str:
     return f"{plan.kernel[0]}{tile}x{plan.block_k}w{plan.num_warps}{stages}k{plan.split_k}{flags}"
 
 
-def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool) -> Timed:
-    """Time all candidates, the fastest first."""
+def tune(shape: LinearShape, rows: int, workspace: Workspace, ahead: bool, kernels: set[str]) -> Timed:
+    """Time the candidates, the fastest first."""
     copies = [make_item(shape, rows) for _ in range(copies_to_exceed_l2(shape.weight_bytes, at_most=32))]
     timed: Timed = []
-    for plan in candidates(shape, rows):
+    for plan in chosen_candidates(shape, rows, kernels):
         try:
             if not is_right(plan, shape, workspace, copies[0], ahead):
                 print(f"wrong result: {shape.name} rows {rows} {plan}", file=sys.stderr)
@@ -154,31 +170,51 @@ def entry_of(plan: LinearPlan, timed: Timed) -> dict:
 
 
 def best_in_chain(
-    model: ModelShape, rows: int, timed: dict[LinearShape, Timed], workspace: Workspace
-) -> dict[LinearShape, LinearPlan]:
+    name: str, layer: tuple[LinearShape, ...], timed: dict[LinearShape, Timed], chain_us: Callable[[Plans], float]
+) -> Plans:
     """The plans that make a chain of layers fastest, exchanged one operation at a time among the fastest few alone."""
-    layer_bytes = sum(shape.weight_bytes for shape in model.in_parts)
-    layers = [[make_item(shape, rows) for shape in model.in_parts] for _ in range(max(3, (256 << 20) // layer_bytes))]
-    chosen = {shape: timed[shape][0][1] for shape in model.in_parts}
-
-    def chain_us(plans: dict[LinearShape, LinearPlan]) -> float:
-        def chain() -> None:
-            for items in layers:
-                for shape, item in zip(model.in_parts, items, strict=True):
-                    run_candidate(plans[shape], shape, item, workspace)
-
-        return time_us([chain], inner=2, replays=9) / len(layers)
-
+    chosen = {shape: timed[shape][0][1] for shape in layer}
     first_us = best_us = chain_us(chosen)
     for _ in range(2):
-        for shape in model.in_parts:
+        for shape in layer:
             for _, plan in timed[shape][:CHAIN_CHOICES]:
                 us = chain_us(chosen | {shape: plan}) if plan != chosen[shape] else best_us
                 if us < best_us * 0.997:
                     best_us, chosen = us, chosen | {shape: plan}
     names = "  ".join(f"{shape.name} {short_name(plan)}" for shape, plan in chosen.items())
-    print(f"{model.name} rows {rows:3} chain best {best_us:.2f} us a layer, of {first_us:.2f}: {names}", flush=True)
+    print(f"{name} chain best {best_us:.2f} us a layer, of {first_us:.2f}: {names}", flush=True)
     return chosen
+
+
+def chain_in_parts(model: ModelShape, rows: int, workspace: Workspace) -> Callable[[Plans], float]:
+    """Times layers whose products leave parts, with their readers."""
+    layer = model.in_parts
+    layer_bytes = sum(shape.weight_bytes for shape in layer)
+    items = [(shape, make_item(shape, rows)) for _ in range(max(3, (256 << 20) // layer_bytes)) for shape in layer]
+
+    def chain_us(plans: Plans) -> float:
+        def chain() -> None:
+            for shape, item in items:
+                run_candidate(plans[shape], shape, item, workspace)
+
+        return time_us([chain], inner=2, replays=9) / len(items) * len(layer)
+
+    return chain_us
+
+
+def chain_with_attention(model: ModelShape, rows: int) -> Callable[[Plans], float]:
+    """Times layers as decode steps of few rows have them: attention's programs want room beside the products'."""
+    sizes = (model.query_heads, model.kv_heads, model.head_dim, model.layer[0].inputs, model.layer[3].inputs)
+    layers = max(3, (256 << 20) // sum(shape.weight_bytes for shape in model.layer))
+    chain = DecodeChain([CHAIN_CONTEXT] * rows, "auto", ChainShape(layers, *sizes))
+
+    def chain_us(plans: Plans) -> float:
+        for shape, plan in plans.items():
+            fusion = ("norm" in shape.fusion, "residual" in shape.fusion, "silu" in shape.fusion)
+            chain.workspace.plans[rows, shape.outputs, shape.inputs, *fusion] = plan
+        return time_us([lambda: chain.run(few_rows)], inner=2, replays=9) / layers
+
+    return chain_us
 
 
 def merge(table: dict, entries: dict[tuple[LinearShape, int], dict]) -> dict:
@@ -197,22 +233,30 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,smollm2-135m")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
     parser.add_argument("--kinds", default="layer,head,alone,parts", help="products: parts for 4 rows and more")
+    what = "time only plans of these, beside the library's and those of the table"
+    parser.add_argument("--kernels", default="", metavar="KERNEL,...", help=what)
     parser.add_argument("--prefetch", action="store_true", help="each launch prefetches the next one's weight")
     parser.add_argument("--table", type=Path, default=TABLE_PATH)
     options = parser.parse_args()
     row_counts = [int(rows) for rows in options.rows.split(",")]
     jobs = jobs_for(options.models.split(","), row_counts, options.kinds.split(","))
     start_s = time.perf_counter()
-    compile_all(jobs, min(16, granted_threads()), options.prefetch)
+    kernels = {name for name in options.kernels.split(",") if name}
+    compile_all(jobs, min(16, granted_threads()), options.prefetch, kernels)
     print(f"compiled in {time.perf_counter() - start_s:.0f} s", flush=True)
     workspace = make_workspace(151_936)
-    timed = {(shape, rows): tune(shape, rows, workspace, options.prefetch) for shape, rows in jobs}
+    timed = {(shape, rows): tune(shape, rows, workspace, options.prefetch, kernels) for shape, rows in jobs}
     entries = {key: entry_of(plans[0][1], plans) for key, plans in timed.items()}
     for model in (MODELS[name] for name in options.models.split(",")):
-        for rows in row_counts if "parts" in options.kinds else ():
-            of_model = {shape: timed[shape, rows] for shape in model.in_parts}
-            for shape, plan in best_in_chain(model, rows, of_model, workspace).items():
-                entries[shape, rows] = entry_of(plan, of_model[shape])
+        layers = {"layer": model.layer, "parts": model.in_parts}
+        for kind, rows in product((kind for kind in layers if kind in options.kinds), row_counts):
+            if kind == "layer" and rows > MOST_FUSED_ROWS:
+                continue
+            of_rows = {shape: timed[shape, rows] for shape in layers[kind]}
+            in_parts = kind == "parts"
+            chain_us = chain_in_parts(model, rows, workspace) if in_parts else chain_with_attention(model, rows)
+            chosen = best_in_chain(f"{model.name} {kind} rows {rows:3}", layers[kind], of_rows, chain_us)
+            entries |= {(shape, rows): entry_of(plan, of_rows[shape]) for shape, plan in chosen.items()}
     table = json.loads(options.table.read_text()) if options.table.exists() else {}
     options.table.write_text(json.dumps(merge(table, entries), indent=1) + "\n")
 

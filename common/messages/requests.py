@@ -180,10 +180,11 @@ class FlushCache:
 class MoreFollows:
     """Further requests follow at once: those before this message are a part of what came together.
 
-    It holds until the next message, and for a few milliseconds at most. With `follows` False nothing follows after all.
+    It holds until the next request, and for `BELIEVED_S` at most. With `follows` False nothing follows after all.
     """
 
     CODE: ClassVar[int] = 5
+    BELIEVED_S: ClassVar[float] = 0.005
     follows: bool = True
 
     def to_wire(self) -> bytes:

@@ -29,6 +29,7 @@ class SlotSampling:
     """What the worker needs to sample for one slot.
 
     Attributes:
+        temperature: 0 is greedy; never so low that logits divided by it leave the range of float32.
         seed: uint64; the noise at a position depends on seed, position and token id alone.
         min_output_count: while the output is shorter, `end_token_ids` cannot be sampled.
         logprobs, prompt_logprobs: how many likeliest tokens to report; -1 for none at all.
@@ -108,7 +109,7 @@ class SlotSampling:
         """The way back of `packed`, with seed 0; one object for equal bytes, as long as it is remembered."""
         if type(data) is not bytes:
             raise WireError(f"wanted the bytes of a SlotSampling, got {shown(data)}")
-        return _remembered(data) if len(data) <= REMEMBERED_BYTES else cls.from_list(unpack_value(data))
+        return _remembered(data) if len(data) <= REMEMBERED_BYTES else _read(data)
 
     @classmethod
     def from_list(cls, fields: Any) -> "SlotSampling":
@@ -148,9 +149,13 @@ def _special_values(fields: Any) -> dict[str, Any]:
 _NOTHING_SPECIAL: list[Any] = SlotSampling()._special()
 
 
-@lru_cache(256)
-def _remembered(data: bytes) -> SlotSampling:
-    return SlotSampling.from_list(unpack_value(data))
+def _read(data: bytes) -> SlotSampling:
+    sampling = SlotSampling.from_list(unpack_value(data))
+    sampling.__dict__["packed"] = data  # known already
+    return sampling
+
+
+_remembered = lru_cache(256)(_read)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,14 +63,17 @@ async def start(
     deltas: bool,
     pooling: str = "",
 ) -> list[RequestStream]:
-    """Start one engine request per prompt; if one is refused, the others are aborted.
+    """Start one engine request per prompt, telling the scheduler while more follow; if one is refused, the others are
+    aborted.
 
     Raises:
         RequestError: one of them cannot be served.
     """
     streams: list[RequestStream] = []
+    batch = object()
     try:
-        for prompt in prompts:
+        for left_count, prompt in zip(reversed(range(len(prompts))), prompts, strict=True):
+            engine.core.promise(batch, left_count > 0)
             stream = await engine.generate(
                 prompt,
                 params,
@@ -88,6 +91,7 @@ async def start(
             if len(streams) % TURN == 0:
                 await asyncio.sleep(0)
     except BaseException:
+        engine.core.promise(batch, False)
         abort_all(streams)
         raise
     return streams

@@ -40,7 +40,11 @@ Messages = Annotated[
             "items": {
                 "type": "object",
                 "properties": {
-                    "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                    "role": {
+                        **_STRING,
+                        "description": "system, developer, user, assistant or tool; or another that the model's chat "
+                        "template knows",
+                    },
                     "content": _CONTENT,
                     "tool_calls": {"type": "array", "items": {"type": "object"}},
                     "tool_call_id": _STRING,

@@ -12,16 +12,19 @@ from pathlib import Path
 
 import torch
 
+from kernels.launch import capability_major, takes_gluon
+
 TABLE_PATH = Path(__file__).with_name("skinny_linear.json")
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: "matvec", "small_m", "resident" or "library", and the tile for all but the last.
+    """How one product is launched: by the kernel "matvec", "small_m", "warps" or "resident" with a tile, or "library".
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
     launch. block_m, weight_stages: of "resident", rows of a program, and steps of W in shared memory (0: all of them).
+    max_registers: of "warps", what a thread may have (0: all it wants), since other kernels' programs wait beside it.
     """
 
     kernel: str
@@ -34,9 +37,13 @@ class LinearPlan:
     norm_apart: bool = False
     block_m: int = 0
     weight_stages: int = 0
+    max_registers: int = 0
 
 
 LIBRARY = LinearPlan("library")
+WARPS_MOST_ROWS = 16
+WARPS_MOST_BYTES = 34 << 20  # W of 4,096 x 4,096, which takes 11 us and the library 15; of 6,144 x 4,096 20 and 18
+WARPS_WEIGHT_REGISTERS = 144  # of a thread
 
 
 def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool, in_parts: bool = False) -> str:
@@ -55,8 +62,19 @@ def _card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool) -> LinearPlan:
-    """A plan by rule, for a shape or a card that was not measured: one row by matvec, the rest by the library."""
+def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_warps: bool = False) -> LinearPlan:
+    """A plan by rule, for a shape or a card that was not measured.
+
+    `by_warps`: the card runs kernels/skinny_linear_warps.py. Few rows go there, if W is of a size that the card's
+    registers hold; else one or two rows go to matvec, and the rest to the library.
+    """
+    if by_warps and rows <= WARPS_MOST_ROWS and 2 * outputs * inputs <= WARPS_MOST_BYTES:
+        block_n = 32 if outputs >= 4096 and inputs <= 1024 else 16
+        for warps in (2, 4, 8, 16):
+            is_whole = inputs % (32 * warps) == 0
+            if is_whole and block_n * inputs <= 64 * warps * WARPS_WEIGHT_REGISTERS:
+                share = inputs // warps
+                return LinearPlan("warps", block_n, min(64, share & -share), warps)
     halves = 2 if silu_mul else 1
     if rows > 2 or inputs * 2 * halves > 32_768:
         return LIBRARY
@@ -79,4 +97,7 @@ def find_plan(
     measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, has_norm))
     if measured is None and not has_norm:  # what is fast with a norm is so without
         measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, True))
-    return default_plan(rows, outputs, inputs, silu_mul) if measured is None else measured
+    if measured is not None:
+        return measured
+    by_warps = dtype.itemsize == 2 and takes_gluon(capability_major(device))
+    return default_plan(rows, outputs, inputs, silu_mul, by_warps=by_warps)

@@ -1,5 +1,7 @@
 """The benchmark of a request's way through the processes: every part of its timeline is found."""
 
+import sys
+
 import pytest
 
 from benchmarks import hops
@@ -14,6 +16,26 @@ def test_the_parts_of_a_request_add_up(tmp_path):
     assert len(parts_us) == 11 and min(parts_us) > 0
     assert sum(parts_us) == pytest.approx(figures["whole_recorded_us"]["p50"], abs=2)
     assert sizes["frontend to scheduler"] > 4 * hops.PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "durations_ms"),
+    [(["--smoke", "--busy-poll-ms", "0", "7"], [0, 7]), (["--smoke"], [-1]), ([], hops.BUSY_POLL_MS)],
+)
+def test_the_durations_that_are_given_are_measured(monkeypatch, arguments, durations_ms):
+    """`--smoke` passed them over."""
+    measured = []
+
+    def measure(count: int, step_ms: float, durations_ms: list[float], **options: str) -> list:
+        measured.extend(durations_ms)
+        return []
+
+    monkeypatch.setattr(hops, "measure", measure)
+    monkeypatch.setattr(hops, "print_table", lambda *_: sys.exit(0))
+    monkeypatch.setattr(sys, "argv", ["hops", *arguments])
+    with pytest.raises(SystemExit):
+        hops.main()
+    assert measured == list(durations_ms)
 
 
 def test_a_ping_pong_gives_a_time_for_each_size(tmp_path):

@@ -11,7 +11,6 @@ import zmq
 
 from common import busy_poll
 from common.busy_poll import (
-    AUTOMATIC,
     AUTOMATIC_MS,
     CONTESTED_S,
     LEAST_CPUS,
@@ -22,6 +21,7 @@ from common.busy_poll import (
     is_io_kept_awake,
     limit_s_for,
 )
+from common.config import BUSY_POLL_AUTOMATIC
 from common.errors import ConfigError
 from common.sockets import new_context
 
@@ -137,11 +137,11 @@ def test_of_several_that_poll_alone_the_others_sleep():
     [
         (0, "auto", True, 64, 0),
         (20, "cpu", False, 1, 20),
-        (AUTOMATIC, "auto", True, LEAST_CPUS, AUTOMATIC_MS),
-        (AUTOMATIC, "cuda", True, 64, AUTOMATIC_MS),
-        (AUTOMATIC, "cpu", True, 64, 0),
-        (AUTOMATIC, "auto", False, 64, 0),
-        (AUTOMATIC, "auto", True, LEAST_CPUS - 0.5, 0),
+        (BUSY_POLL_AUTOMATIC, "auto", True, LEAST_CPUS, AUTOMATIC_MS),
+        (BUSY_POLL_AUTOMATIC, "cuda", True, 64, AUTOMATIC_MS),
+        (BUSY_POLL_AUTOMATIC, "cpu", True, 64, 0),
+        (BUSY_POLL_AUTOMATIC, "auto", False, 64, 0),
+        (BUSY_POLL_AUTOMATIC, "auto", True, LEAST_CPUS - 0.5, 0),
     ],
 )
 def test_the_machine_decides_unless_the_option_does(monkeypatch, option_ms, device, gpu, cpus, wanted_ms):
@@ -161,11 +161,11 @@ def test_other_milliseconds_are_refused(option_ms):
     ("option", "option_ms", "device", "gpu", "cpus", "wanted"),
     [
         ("always", 5, "cpu", False, 1, True),
-        ("never", AUTOMATIC, "auto", True, 64, False),
-        ("auto", AUTOMATIC, "auto", True, LEAST_IO_CPUS, sys.platform == "linux"),
-        ("auto", AUTOMATIC, "auto", True, LEAST_IO_CPUS - 0.5, False),
-        ("auto", AUTOMATIC, "cpu", True, 64, False),
-        ("auto", AUTOMATIC, "auto", False, 64, False),
+        ("never", BUSY_POLL_AUTOMATIC, "auto", True, 64, False),
+        ("auto", BUSY_POLL_AUTOMATIC, "auto", True, LEAST_IO_CPUS, sys.platform == "linux"),
+        ("auto", BUSY_POLL_AUTOMATIC, "auto", True, LEAST_IO_CPUS - 0.5, False),
+        ("auto", BUSY_POLL_AUTOMATIC, "cpu", True, 64, False),
+        ("auto", BUSY_POLL_AUTOMATIC, "auto", False, 64, False),
         ("auto", 5, "auto", True, 64, False),
         ("auto", 0, "auto", True, 64, False),
     ],
@@ -182,7 +182,7 @@ def test_threads_of_sockets_stay_awake_where_there_are_processors_for_them(
 def test_another_option_for_threads_of_sockets_is_refused(option):
     """It counted as `never`, also in programs that still say True."""
     with pytest.raises(ConfigError, match=f"busy_poll_io is {option!r}; wanted one of auto, always, never"):
-        is_io_kept_awake(option, AUTOMATIC)
+        is_io_kept_awake(option, BUSY_POLL_AUTOMATIC)
 
 
 def test_a_process_without_file_descriptors_does_not_poll(monkeypatch):
@@ -192,7 +192,7 @@ def test_a_process_without_file_descriptors_does_not_poll(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "scandir", find_no_room)
-    assert limit_s_for(AUTOMATIC) == 0
+    assert limit_s_for(BUSY_POLL_AUTOMATIC) == 0
 
 
 class CountedErrands:

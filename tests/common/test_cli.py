@@ -65,6 +65,39 @@ def test_other_engines_names_of_values(flag: str, text: str, wanted: str, tmp_pa
         assert wanted in (config.model.dtype, config.cache.kv_cache_dtype)
 
 
+def refusal(tmp_path, flag: str, value: str) -> str:
+    """What the command line says to it, where a file and a program say the same."""
+    (tmp_path / "options.json").write_text(json.dumps({flag.lstrip("-"): value}))
+    texts = []
+    for refused in (
+        lambda: parse(flag, value),
+        lambda: parse("--config", str(tmp_path / "options.json")),
+        lambda: config_from_options(**{flag.lstrip("-").replace("-", "_"): value}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        texts.append(str(caught.value).partition(": ")[2])
+    assert texts[1].endswith(texts[0]) and texts[2] == texts[0]
+    return texts[0]
+
+
+NUMBERS = [item for _, item in all_options() if item.metadata["count"] or item.type is float]
+
+
+@pytest.mark.parametrize("item", NUMBERS, ids=lambda item: item.name)
+def test_a_value_that_stands_for_another_is_taken_and_named_in_refusals(tmp_path, item):
+    """`--busy-poll-ms -1` was refused though --help names it, and other values in words that did not."""
+    flag = flags_of(item)[0]
+    if item.type is float and item.default < 0:
+        assert parse(flag, f"{item.default:g}") == EngineConfig()
+        assert f", or {item.default:g} for the default, got '-2'" in refusal(tmp_path, flag, "-2")
+    elif item.metadata["count"] and item.default == 0:
+        assert parse(flag, "auto") == parse(flag, "-1") == EngineConfig()
+        assert refusal(tmp_path, flag, "-2").endswith("got '-2'; 'auto' stands for 0")
+    else:
+        assert refusal(tmp_path, flag, "-1").endswith("got '-1'")
+
+
 def test_repeatable_options_collect():
     assert parse("--api-key", "a", "b", "--api-key", "c").server.api_key == ("a", "b", "c")
 
@@ -113,6 +146,8 @@ def test_prefix_cache_switches_of_other_engines(flag: str):
         (["--client-endpoint", "tcp://*:5555"], "--client-endpoint is tcp://*:5555, which other machines reach"),
         (["--client-endpoint", "tcp://[::]:5555"], "--client-endpoint is tcp://[::]:5555, which other machines reach"),
         (["--client-endpoint", "tcp://5555"], "--client-endpoint is tcp://5555; wanted ipc://PATH or tcp://ADDRESS"),
+        (["--client-endpoint", f"ipc:///{'x' * 107}"], "wanted a path of at most 107 bytes, got 108"),
+        (["--uds", "é" * 54], "--uds is éé"),
         (["--client-keys", "k"], "--client-keys is given, but --client-endpoint is an ipc:// one"),
         (["--model"], "argument --model/--model-path: expected one argument"),
         (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: No such file or directory"),
@@ -159,6 +194,9 @@ def test_json_file(tmp_path):
         ('served-model-name: [a, "b\\0"]', "served-model-name: wanted a text without null characters"),
         ("num-kv-blocks: 5\nnum_kv_blocks: 6", "num-kv-blocks and num_kv_blocks are the same option"),
         ("model: a\nmodel-path: b", "model and model-path are the same option"),
+        ("port: 1\nhost: a\nport: 1", "'port' stands in lines 1 and 3; wanted it once"),
+        ('{"port": 1,\n "p\\u006frt": 2}', "'port' stands in lines 1 and 2; wanted it once"),
+        ("model: [{a: 1, a: 2}]", "'a' stands in lines 1 and 1; wanted it once"),
         ("enable-prefix-caching: on\nprefix-cache: off", "enable-prefix-caching and prefix-cache are the same option"),
     ],
 )
@@ -170,6 +208,13 @@ def test_file_refusals_name_the_file(tmp_path, text: str, error: str):
     assert error in str(caught.value)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_option_of_a_file_may_replace_one_that_was_merged_into_it(tmp_path):
+    """Written twice, it would be refused."""
+    (tmp_path / "o.yaml").write_text("seed: 3\n<<: [{port: 1, host: a}, {port: 2}]\nport: 9000\n")
+    server = parse("--config", str(tmp_path / "o.yaml")).server
+    assert (server.port, server.host) == (9000, "a")
 
 
 def test_empty_file_changes_nothing(tmp_path):

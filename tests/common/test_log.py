@@ -154,6 +154,35 @@ def test_what_ends_a_run_before_it_begins_is_an_object(arguments, tmp_path):
     assert found[-1]["level"] == "error" and found[-1]["process"] == "supervisor"
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "is_json"),
+    [
+        ("log-format: json\nprot: 1", [], True),
+        ("port: 1\nport: 2\nlog_format: json", [], True),
+        ('{"log-format": "json", "port": 99999}', [], True),
+        ("log-format: json\nport: 99999", ["--log-format=text"], False),
+        ("log-format: json\nport: 99999", ["--log_format", "text"], False),
+        ("log-format: [json", [], False),
+        ("prot: 1", [], False),
+        ("log-format: json", ["--config"], False),
+    ],
+)
+def test_a_refused_file_is_told_of_in_the_form_that_it_asks_for(
+    monkeypatch, capsys, tmp_path, text, arguments, is_json
+):
+    """It was told in plain text, between objects."""
+    from launcher import command
+
+    monkeypatch.setattr(log._objects, "process", "")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    file = tmp_path / "a=b.yaml"
+    file.write_text(text)
+    assert command.run(["--config", str(file), *arguments]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("{" if is_json else "trireme: ")
+    assert not is_json or entries(line.encode())[-1]["level"] == "error"
+
+
 def test_a_fault_of_the_supervisors_own_is_an_object(monkeypatch, capsys):
     from launcher import command
 

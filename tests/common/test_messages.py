@@ -245,6 +245,14 @@ def test_how_slots_sample_is_one_object_for_equal_bytes_unless_these_are_many():
     assert m.SlotSampling.from_bytes(many.packed) is not m.SlotSampling.from_bytes(many.packed)
 
 
+@pytest.mark.parametrize("id_count", [1, 1000])
+def test_how_a_slot_samples_is_not_packed_once_more_where_it_was_received(monkeypatch, id_count):
+    """The worker did so to see how long it is."""
+    data = m.SlotSampling(top_k=id_count, allowed_token_ids=array("i", range(id_count))).packed
+    monkeypatch.setattr(m.SlotSampling, "to_list", lambda self: pytest.fail("packed again"))
+    assert m.SlotSampling.from_bytes(data).with_seed(3).packed == data
+
+
 GOOD_HEAD = (3, 1, 4, 2, 3, 0, 9)
 """Slot 3: one block, four tokens of which two are computed and three the prompt's, the first sampling, seed 9."""
 

@@ -91,7 +91,7 @@ def test_sockets_fit_and_long_paths_are_passed_over(tmp_path, monkeypatch):
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     assert base_dir() != long
-    monkeypatch.setattr(module, "_SOCKET_PATH_LIMIT", 10)
+    monkeypatch.setattr(module, "SOCKET_PATH_LIMIT", 10)
     with pytest.raises(StartupError, match="set TMPDIR or XDG_RUNTIME_DIR"):
         base_dir()
 

@@ -1,5 +1,6 @@
 """Requests of one batch: sent several at once, answered in their order, and gone if the batch fails."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from common import client_messages as wire
 from common.client_messages import FRAMES_LIMIT, MORE_FOLLOWS
 from common.errors import EngineDeadError, RequestError
 from common.sampling_params import SamplingParams
-from frontend import Client
+from frontend import AsyncClient, Client, client_requests
 from frontend.client_server import ClientServer
 
 FIRST, SECOND = FRAMES_LIMIT // 4, FRAMES_LIMIT // 2
@@ -68,6 +69,23 @@ def test_a_batch_is_sent_several_requests_at_once_and_in_order(message_counts, f
         assert message_counts == [-FIRST, 8 - FIRST, -FIRST, -SECOND, -FRAMES_LIMIT, 7, 1, 2]
     sent = [request.prompt_token_ids[0] for request in frontend.scheduler.added]
     assert sent == [*range(8), *range(2 * FRAMES_LIMIT + 3), 0, 1, 2]
+
+
+def test_an_asynchronous_batch_says_with_each_but_its_last_request_that_more_follow(
+    message_counts, frontend, monkeypatch
+):
+    """Its first requests ran alone. Those for which there is no room yet follow when there is, and nobody waits."""
+
+    async def run() -> None:
+        async with AsyncClient(frontend.endpoint) as client:
+            message_counts.clear()
+            await client.generate_batch([[number] for number in range(5)], SamplingParams(max_tokens=1))
+            await client.embed_batch([[1], [2]])
+            monkeypatch.setattr(client_requests, "BATCH_SAMPLES", 2)
+            await client.generate_batch([[number] for number in range(3)], SamplingParams(max_tokens=1))
+
+    asyncio.run(run())
+    assert message_counts == [-1, -1, -1, -1, 1, -1, 1, -1, 1, 1]
 
 
 def test_long_prompts_do_not_wait_for_one_another(message_counts, frontend):

@@ -8,6 +8,7 @@ import zmq
 
 from common import client_messages as wire
 from common.errors import RequestError
+from common.messages import MoreFollows, decode_for_scheduler
 from frontend import Client
 from frontend.client_records import ClientRecord, ClientSink
 from frontend.pieces import Piece
@@ -108,6 +109,28 @@ def test_requests_that_come_at_once_reach_the_scheduler_at_once(shared_frontend)
     assert followed == [True, True, False]
     shared_frontend.scheduler.wait_until(lambda: len(shared_frontend.scheduler.added) >= 3)
     assert [request.params.max_tokens for request in shared_frontend.scheduler.added[-3:]] == [2, 2, 2]
+
+
+def test_another_clients_message_takes_no_word_of_more_back(shared_frontend, monkeypatch):
+    """It was one flag for all: a batch of which a part was still to come was planned without it."""
+    running, sent = shared_frontend.frontend, []
+    outbox, send = running._engine.core._outbox, running._send_to_scheduler
+
+    def also_keep(data: bytes, more: bool = False) -> None:
+        message = decode_for_scheduler(data)
+        sent.extend([message] if isinstance(message, MoreFollows) else [])
+        send(data, more)
+
+    async def come() -> None:
+        request, ping = (message.to_wire() for message in (generate("r", {"max_tokens": 2}), wire.Ping("p")))
+        for frames in ([b"one", request, wire.MORE_FOLLOWS], [b"other", ping], [b"one", ping]):
+            running._clients.on_frames(frames)
+            running._clients.flush()
+
+    monkeypatch.setattr(outbox, "_send", also_keep)
+    monkeypatch.setattr(outbox, "_clock", lambda: 1.0)  # however long that takes, the first one's word is believed
+    asyncio.run_coroutine_threadsafe(come(), running._ended.get_loop()).result(20)
+    assert sent == [MoreFollows(), MoreFollows(follows=False)], "the second with its own client's next message"
 
 
 def test_refusals_at_once_are_all_sent(connect):

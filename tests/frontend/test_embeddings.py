@@ -23,7 +23,7 @@ def test_any_prompt_can_be_embedded(shared_frontend, prompt):
         assert list(reply.embedding) == VECTOR
         request = shared_frontend.scheduler.added[-1]
         assert reply.prompt_tokens == len(request.prompt_token_ids)
-        assert (request.pooling, request.params.max_tokens, request.params.greedy) == ("last", 1, True)
+        assert (request.pooling, request.params.max_tokens, request.params.temperature) == ("last", 1, 0.0)
         assert client.embed(prompt, pooling="mean", priority=3).embedding == reply.embedding
         request = shared_frontend.scheduler.added[-1]
         assert (request.pooling, request.priority) == ("mean", 3)

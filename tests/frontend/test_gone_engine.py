@@ -5,6 +5,8 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +117,43 @@ def test_an_engine_whose_run_directory_is_gone_is_gone_at_once(
         with pytest.raises(EngineDeadError, match="nobody serves there any more"):
             ask()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def left_socket(tmp_path):
+    """The endpoint of a killed engine in a run directory."""
+    folder = tmp_path / f"{run_dir.PREFIX}x"
+    folder.mkdir()
+    (folder / "lock").touch()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{folder}/client.sock")
+    return f"ipc://{folder}/client.sock"
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_new_client_does_not_wait_at_what_a_killed_engine_left(asking, left_socket, kind):
+    """It waited for all of its `timeout_s`."""
+    with pytest.raises(EngineDeadError, match=r"no engine serves at .* any more: the one that did was killed"):
+        asking(kind, left_socket)
+
+
+def test_a_new_client_waits_wherever_an_engine_may_start_or_serves(left_socket, run_frontend):
+    """The lock's holder is a supervisor whose frontend is still starting; another directory may get another engine."""
+    connection, folder = client_state.Connection(left_socket, None), Path(left_socket.removeprefix("ipc://")).parent
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert connection.hopeless(None) is None
+    other = folder.rename(folder.with_name("own"))
+    assert client_state.Connection(f"ipc://{other}/client.sock", None).hopeless(None) is None
+    assert client_state.Connection(f"ipc://{folder}/client.sock", None).hopeless(None) is None, "not made yet"
+    run_frontend(server={"client_endpoint": f"ipc://{other}/client.sock"})
+    other.rename(folder)
+    assert connection.hopeless(None) is None, "somebody serves, whoever holds the lock"
+
+
+def test_a_client_that_has_waited_in_vain_is_told_whether_anybody_listens(tmp_path):
+    with pytest.raises(EngineDeadError, match=r"within 0\.05 s: nobody listens there$"):
+        Client(f"ipc://{tmp_path}/nothing.sock", timeout_s=0.05)
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

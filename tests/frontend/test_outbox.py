@@ -1,10 +1,12 @@
 """What the scheduler is sent at once, and what it is told of what follows."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks.fake_scheduler import LIMITS
-from common.messages import AddRequest, MoreFollows
-from frontend.outbox import GROUP_SIZE
+from common.messages import AddRequest, FlushCache, MoreFollows, decode_for_scheduler
+from frontend.outbox import GROUP_SIZE, Outbox
 
 
 def test_a_gathered_request_is_sent_before_its_abort(memory_engine, submit):
@@ -44,10 +46,12 @@ def test_what_a_client_says_of_more_is_passed_on_until_it_says_no_more(memory_en
     core, sent = memory_engine.core, memory_engine.sent
     for _ in range(2):  # and once more without a message: the scheduler's messages are handled in between
         core.gather()
+        core.promise("a client", True)
         submit()
-        core.send_gathered(more_follows=True)
-        core.send_gathered(more_follows=True)
+        core.send_gathered()
+        core.send_gathered()
     assert [type(message) for message in sent] == [AddRequest, MoreFollows] * 2
+    core.promise("a client", False)
     core.send_gathered()
     core.send_gathered()
     assert sent[4:] == [MoreFollows(follows=False)]
@@ -64,10 +68,45 @@ def test_a_promise_ends_with_the_scheduler_that_it_was_made_to(memory_engine, su
     """The next one was told first of all that nothing follows, while nothing was to be sent."""
     core, sent = memory_engine.core, memory_engine.sent
     core.gather()
+    core.promise("a client", True)
     submit()
-    core.send_gathered(more_follows=True)
+    core.send_gathered()
+    core.promise("a client", False)
     core.suspend("lost", 1)
     core.send_gathered()
     core.handle(LIMITS)
     core.send_gathered()
     assert [type(message) for message in sent] == [AddRequest, MoreFollows, AddRequest]
+
+
+@pytest.mark.parametrize("gathers", [True, False], ids=["on the client socket", "over HTTP"])
+@pytest.mark.parametrize("says", ["nothing", "no more"])
+def test_another_senders_requests_take_no_word_of_more_back(memory_engine, submit, gathers, says):
+    """A batch whose parts came before and behind them did not share its first step."""
+    core, sent = memory_engine.core, memory_engine.sent
+    core.promise("a client", True)
+    if gathers:
+        core.gather()
+    if says == "no more":
+        core.promise("another", False)
+    submit()
+    core.send_gathered()
+    assert [type(message) for message in sent] == [AddRequest, MoreFollows]
+    assert sent[1].follows
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1e-6])
+def test_word_of_more_is_believed_for_a_while_only(late_s):
+    """A client that had ended in the middle of a batch kept the others' requests waiting, each for a few ms."""
+    now_s, sent = [1.0], []
+    outbox = Outbox(lambda data, more=False: sent.append(decode_for_scheduler(data)), lambda: now_s[0])
+    request = SimpleNamespace(
+        request_id=7, output_count=0, timings=SimpleNamespace(submitted_s=0.0), continued_message=FlushCache
+    )
+    outbox.promise("a client", True)
+    outbox.request(request)
+    now_s[0] += MoreFollows.BELIEVED_S + late_s - 1e-7
+    outbox.flush()
+    outbox.request(request)
+    follows = [message.follows for message in sent if isinstance(message, MoreFollows)]
+    assert follows == ([True, False] if late_s else [True, True])

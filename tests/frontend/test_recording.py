@@ -155,7 +155,7 @@ UNRECORDED = {
     "arrival", "check_serving",  # tell something and change nothing
     "abort_named",  # its aborts are recorded
     "handle",  # its messages are
-    "gather", "send_gathered",  # the same messages in the same order
+    "gather", "promise", "send_gathered",  # the same messages in the same order, but for those that are hints
 }  # fmt: skip
 
 

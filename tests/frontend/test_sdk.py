@@ -137,6 +137,8 @@ def test_clients_outlive_an_engine_that_starts_again(run_frontend, monkeypatch):
                 return (await client.generate("abc", SamplingParams(max_tokens=3))).text
             except RequestError as error:
                 assert error.code == "starting", error
+            except EngineDeadError as error:
+                assert str(error).endswith("is lost"), "it was sent before the loss was seen"
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

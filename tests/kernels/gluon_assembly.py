@@ -60,6 +60,7 @@ _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "prmt.b32": _permuted,
     "lop3.b32": _looked_up,
     "sub.rn.bf16x2": lambda a, b: _words(_halves(a) - _halves(b)),
+    "mul.rn.f16x2": lambda a, b: _words(_halves(a, torch.float16) * _halves(b, torch.float16), torch.float16),
     "mul.rn.bf16x2": lambda a, b: _words(_halves(a) * _halves(b)),
     "fma.rn.bf16x2": lambda a, b, c: _words((_halves(a).double() * _halves(b).double() + _halves(c).double()).float()),
 }
@@ -103,6 +104,9 @@ def inline_asm(text, constraints, args, dtype, is_pure, pack):
             words.to(torch.uint32).view(torch_dtype_of(each)).reshape(shape)
             for words, each in zip(results, dtype, strict=True)
         )
+    if all(each.element_size() == 2 for each in args):
+        (words,) = _executed(text, count, [_packed(each) for each in args])
+        return words.to(torch.uint32).view(torch_dtype_of(dtype)).reshape(shape)
     # Four bytes make two words; what goes with them is the same for the four.
     stored, *others = args
     words = [_packed(stored)]

@@ -53,7 +53,7 @@ def _to(tensor: torch.Tensor, dtype: ElementType | torch.dtype, bitcast: bool = 
     return tensor.view(dtype) if bitcast else plain(tensor, dtype)
 
 
-def _load(pointer, mask=True, other=0, cache_modifier=""):
+def _load(pointer, mask=True, other=0, cache_modifier="", eviction_policy=""):
     shape = torch.broadcast_shapes(pointer.places.shape, torch.as_tensor(mask).shape)
     places, mask = pointer.masked(mask, shape)
     loaded = pointer.storage[torch.where(mask, places, 0)]
@@ -303,7 +303,8 @@ class _Program:
             exp2=lambda x: torch.exp2(torch.as_tensor(x, dtype=torch.float32)),
             max=torch.amax,
             sum=lambda x, axis: torch.sum(x, axis, dtype=x.dtype), expand_dims=torch.unsqueeze,
-            reshape=torch.reshape, rsqrt=torch.rsqrt, broadcast=torch.broadcast_tensors,
+            reshape=torch.reshape, permute=torch.permute, join=lambda a, b: torch.stack((a, b), -1),
+            rsqrt=torch.rsqrt, broadcast=torch.broadcast_tensors,
             associative_scan=lambda x, axis, function: torch.cumsum(x, axis, dtype=x.dtype),
             convert_layout=lambda x, layout: x, cast=lambda x, dtype: torch.as_tensor(x, dtype=dtype),
             inline_asm_elementwise=inline_asm, allocate_shared_memory=self._allocate, num_warps=lambda: num_warps,

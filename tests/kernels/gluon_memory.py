@@ -181,8 +181,8 @@ class Shared:
         return Shared(self.memory[int(index) * size : (int(index) + 1) * size], self.torch_dtype, self.shape[1:],
                       self.layout)  # fmt: skip
 
-    def slice(self, start: int, length: int) -> Slice:
-        assert start >= 0 and start + length <= self.shape[0]
+    def slice(self, start: int, length: int, dim: int = 0) -> Slice:
+        assert dim == 0 and start >= 0 and start + length <= self.shape[0]
         return Slice(self.elements()[start : start + length], [length, *self.shape[1:]])
 
     def permute(self, order: tuple[int, ...]) -> Shared:

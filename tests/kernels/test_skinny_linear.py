@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from kernels import skinny_linear_hopper, tuning
+from kernels import skinny_linear_hopper, skinny_linear_warps, tuning
 from kernels.launch import prefetch_share
+from kernels.linear_workspace import Workspace
 from kernels.skinny_linear import (
-    Workspace,
     bytes_moved,
     linear_parts,
     run_parts_plan,
@@ -142,7 +142,10 @@ def test_every_plan_of_the_table_is_well_formed():
             for operation, buckets in operations.items():
                 for bucket, entry in buckets.items():
                     plan = LinearPlan(**entry["plan"])
-                    assert plan.kernel in ("matvec", "small_m", "resident", "library"), (card, operation, bucket)
+                    kernels = ("matvec", "small_m", "warps", "resident", "library")
+                    assert plan.kernel in kernels, (card, operation, bucket)
+                    inputs = int(operation.split("_")[1][1:])
+                    assert plan.kernel != "warps" or skinny_linear_warps.fits(plan, inputs), (operation, bucket)
                     assert plan.kernel == "library" or (plan.block_n > 0 and plan.block_k > 0)
 
 

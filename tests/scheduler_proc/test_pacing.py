@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.messages import AddRequest, ForFrontend, MoreFollows, QueueNews, StepPlan, StepResult, Stop
+from common.messages import AbortRequests, AddRequest, ForFrontend, MoreFollows, QueueNews, StepPlan, StepResult, Stop
 from scheduler_proc import pacing
 from scheduler_proc.core import SchedulerCore
 from scheduler_proc.grammar import Compilation, Grammars
@@ -158,9 +158,15 @@ def test_a_batch_whose_rest_was_refused_runs_at_once():
     [[{"requests": [MORE]}, requests(7)], [{"requests": [MORE]}, {"requests": [NO_MORE]}, requests(8)]],
     ids=["a request", "none"],
 )
-def test_a_promise_holds_until_the_next_message(turns):
+def test_a_promise_holds_until_the_next_request(turns):
     """One that was kept in mind delayed every single request that came later."""
     assert chunk_counts(Turns(*turns).run()) == [*[[]] * (len(turns) - 1), [1]]
+
+
+def test_what_is_no_request_leaves_a_promise_alone():
+    """Another client's abort in the middle of a batch had its first requests planned alone."""
+    abort = {"requests": [AbortRequests(array("i", [99]))]}
+    assert chunk_counts(Turns(some(2, MORE), abort, some(1, first_id=2)).run()) == [[], [], [3]]
 
 
 def test_nobody_waits_for_ever_for_others_who_always_have_more():

@@ -8,13 +8,13 @@ import pytest
 from common.messages import AddRequest, SlotSampling
 from common.sampling_params import SamplingParams, sample_seed
 from scheduler_proc.prefix_cache import Chain
-from scheduler_proc.sequence import Request, Sequence, _sampling, slot_sampling
+from scheduler_proc.sequence import TEMPERATURE_FLOOR, Request, Sequence, _sampling, shared_sampling, slot_seed
 
 
 def sampling_of(params, sample_index=0, **changes):
     message = AddRequest(request_id=7, prompt_token_ids=array("i", [1, 2, 3]), params=params)
-    request = Request(replace(message, **changes))
-    return slot_sampling(Sequence(request, sample_index, 50, Chain(-1)))
+    sequence = Sequence(Request(replace(message, **changes)), sample_index, 50, Chain(-1))
+    return shared_sampling(sequence).with_seed(slot_seed(sequence))
 
 
 def test_every_parameter_reaches_the_worker():
@@ -49,6 +49,24 @@ def test_only_what_names_few_ids_is_remembered():
     assert _sampling.cache_info().currsize == 1
 
 
+LONG_WORDS = tuple((word, *range(99)) for word in range(9))
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [({"logit_bias": {4: 1.5}}, ()), ({"allowed_token_ids": (4, 9)}, ()), ({}, LONG_WORDS), ({}, ())],
+)  # fmt: skip
+def test_the_samples_of_a_request_share_how_they_are_sampled(params, words):
+    """A bias, or many ids, went to the worker once for each of them."""
+    given = SamplingParams(n=3, prompt_logprobs=2, **params)
+    request = Request(
+        AddRequest(request_id=7, prompt_token_ids=array("i", [1, 2, 3]), params=given, bad_token_ids=words)
+    )
+    first, *others = (shared_sampling(Sequence(request, index, 50, Chain(-1))) for index in range(3))
+    assert others[0] is others[1] and others[0] == replace(first, prompt_logprobs=-1)
+    assert list(first.bias_token_ids) == list(given.logit_bias) and first.bad_token_ids == words
+
+
 @pytest.mark.parametrize("seed", [None, 42])
 def test_each_sample_has_its_seed(seed):
     params = SamplingParams(seed=seed)
@@ -57,5 +75,8 @@ def test_each_sample_has_its_seed(seed):
     assert len(set(seeds)) == 3
 
 
-def test_greedy_has_no_temperature():
-    assert sampling_of(SamplingParams(temperature=0.0)).temperature == 0.0
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, TEMPERATURE_FLOOR / 2])
+def test_greedy_has_no_temperature(temperature):
+    """The worker asks for 0 alone; it divides logits by anything else."""
+    assert sampling_of(SamplingParams(temperature=temperature)).temperature == 0.0
+    assert sampling_of(SamplingParams(temperature=TEMPERATURE_FLOOR)).temperature == TEMPERATURE_FLOOR

@@ -24,12 +24,13 @@ from kernels import prefill_attention as prefill
 from kernels import prefill_plans
 from kernels.embedding import embedding
 from kernels.launch import capability_major, shared_memory_bytes
+from kernels.linear_workspace import MAX_ROWS as MAX_SKINNY_ROWS
+from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
 from kernels.paged_kv import HEAD_DIMS, HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
-from kernels.skinny_linear import MAX_ROWS as MAX_SKINNY_ROWS
-from kernels.skinny_linear import Workspace, linear_parts, parts_plan, skinny_linear
+from kernels.skinny_linear import linear_of_parts, linear_parts, merges_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
@@ -164,6 +165,11 @@ class FusedForward:
             normed = self._workspace.rows("normed", tokens, hidden.shape[1])
             rms_norm(hidden, norm.weight, norm.eps, normed)
             torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
+        if self._leaves_attention(bucket, attention, cache):
+            left = self._attend_few(index, qkv, bucket, inputs, cache, slots, leave=True)
+            assert left is not None
+            linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
+            return
         attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts)
         skinny_linear(
             attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
@@ -177,30 +183,46 @@ class FusedForward:
         """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts."""
         attention = self.model.model.layers[index].self_attn
         query, attended = self._query[: bucket.tokens], self._attended[: bucket.tokens]
-        new = NewTokens(self._rope_table, **head_norms(attention))
-        key_cache, value_cache = cache.key_caches[index], cache.value_caches[index]
-        key_scales, value_scales = cache.key_scales[index], cache.value_scales[index]
         if self._is_fused(bucket, attention):
-            following = min(index + 1, len(cache.key_caches) - 1)
-            plan = self._fused_plan(bucket.rows, self._takes_warps(bucket.rows, key_cache))
-            fused.fused_decode_attention(
-                attended, qkv, key_cache, value_cache, slots.block_tables, inputs.row_slots, inputs.context_lengths,
-                self._partials, self._decode_counters, plan, new, scale=attention.scale,
-                key_scales=key_scales, value_scales=value_scales,
-                next_caches=(cache.key_caches[following], cache.value_caches[following]),
-            )  # fmt: skip
-        else:
-            window, quantised = attention.sliding_window or 0, key_scales is not None
-            has_chunks = bucket.kind != DECODE
-            plan = self._prefill_plan(bucket, cache.block_size, window, quantised) if has_chunks else None
-            reads_fresh = plan is not None and plan.fresh
-            qk_norm_rope_store(
-                qkv, query, key_cache, value_cache, inputs.slot_mapping, inputs.positions, new.rope_table,
-                new.q_weight, new.k_weight, new.eps, key_scales, value_scales, write_back=reads_fresh,
-            )  # fmt: skip
-            fresh = self._own_keys_and_values(qkv) if reads_fresh else None
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
+            self._attend_few(index, qkv, bucket, inputs, cache, slots)
+            return attended
+        new = NewTokens(self._rope_table, **head_norms(attention))
+        window, quantised = attention.sliding_window or 0, cache.key_scales[index] is not None
+        has_chunks = bucket.kind != DECODE
+        plan = self._prefill_plan(bucket, cache.block_size, window, quantised) if has_chunks else None
+        reads_fresh = plan is not None and plan.fresh
+        qk_norm_rope_store(
+            qkv, query, cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions,
+            new.rope_table, new.q_weight, new.k_weight, new.eps, cache.key_scales[index], cache.value_scales[index],
+            write_back=reads_fresh,
+        )  # fmt: skip
+        fresh = self._own_keys_and_values(qkv) if reads_fresh else None
+        self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
         return attended
+
+    def _attend_few(
+        self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
+        leave: bool = False,
+    ) -> fused.AttentionParts | None:  # fmt: skip
+        """The same in one launch, to the buffer of attention's output; or the parts in which one row's is left."""
+        attention, key_cache = self.model.model.layers[index].self_attn, cache.key_caches[index]
+        following = min(index + 1, len(cache.key_caches) - 1)
+        return fused.fused_decode_attention(
+            self._attended[: bucket.rows], qkv, key_cache, cache.value_caches[index], slots.block_tables,
+            inputs.row_slots, inputs.context_lengths, self._partials, self._decode_counters,
+            self._fused_plan(bucket.rows, self._takes_warps(bucket.rows, key_cache)),
+            NewTokens(self._rope_table, **head_norms(attention)), scale=attention.scale,
+            key_scales=cache.key_scales[index], value_scales=cache.value_scales[index],
+            next_caches=(cache.key_caches[following], cache.value_caches[following]), leave=leave,
+        )  # fmt: skip
+
+    def _leaves_attention(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
+        """Whether a row's attention stays in parts, which the output product merges as it reads them."""
+        if bucket.rows != 1 or not self._is_fused(bucket, attention):
+            return False
+        plan = self._fused_plan(1, self._takes_warps(1, cache.key_caches[0]))
+        heads = (self.config.head_count, self.config.head_dim)
+        return plan.leaves_parts and merges_parts(self._workspace, attention.o_proj.weight, *heads)
 
     def _own_keys_and_values(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The step's own, as prefill attention takes them: views [token, kv_head, head_dim] of the product's rows."""
@@ -214,6 +236,8 @@ class FusedForward:
         attention = layer.self_attn
         if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
             return False
+        if self._workspace.plan_of(bucket.tokens, layer.mlp.gate_up_proj.weight, True, False, True).kernel == "warps":
+            return False  # norms cost these next to nothing
         products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
         return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.messages import SlotSampling
-from common.sampling_params import TEMPERATURE_FLOOR
 from kernels.sampling_state import (
     ALLOWED_ROW,
     BAD_WORD_TOKENS,
@@ -117,9 +116,8 @@ def is_penalised(sampling: SlotSampling) -> bool:
 
 def _numbers(sampling: SlotSampling) -> "array[int]":
     """The columns of `SamplingState.numbers`, their bits as int32."""
-    temperature = 0.0 if sampling.temperature < TEMPERATURE_FLOOR else sampling.temperature
     values = (
-        temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty,
+        sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty,
         sampling.frequency_penalty,
     )  # fmt: skip
     return array("i", array("f", values + (0.0,) * (NUMBER_COUNT - len(values))).tobytes())

@@ -125,14 +125,15 @@ class StepProgram:
         return min(found, key=lambda each: (each.tokens, each.rows), default=None)
 
     def prepare(self, bucket: Bucket) -> None:
-        """Have what a bucket's steps need: the graph, or at least the kernels.
+        """Have what a bucket's steps need: the graph, or at least the kernels. One whose capture has failed in a step
+        has run without a graph since, and has its kernels.
 
         Raises:
             CaptureError: there will be no graph.
         """
         if not self.uses_graphs:
             self.rehearse(bucket)
-        elif len(self._graphs) < GRAPH_LIMIT:
+        elif self.takes_graph(bucket):
             self._graph(bucket, sampling=True)
 
     def rehearse(self, bucket: Bucket) -> None:

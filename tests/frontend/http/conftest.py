@@ -14,6 +14,7 @@ from common.messages import (
     AbortRequests,
     AddRequest,
     EngineReady,
+    MoreFollows,
     RequestFailed,
     SampleFinish,
     TokenLogprobs,
@@ -36,6 +37,7 @@ class Scheduler:
         stops: the answer is given once, and ends with `stop`.
         embedding: of every prompt.
         aborted: ids of requests that were aborted.
+        follows: what was said behind requests of more to follow.
         hold_after: tokens after which a request gets no more; None for never.
         fail_after: tokens after which a request fails; None for never.
         refuse: an error for every new request.
@@ -45,6 +47,7 @@ class Scheduler:
         self.engine: Engine
         self.added: list[AddRequest] = []
         self.aborted: list[int] = []
+        self.follows: list[bool] = []
         self.answer = ANSWER
         self.stops = False
         self.embedding = [0.6, 0.0, -0.8]
@@ -52,7 +55,7 @@ class Scheduler:
         self.fail_after: int | None = None
         self.refuse: RequestFailed | None = None
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, more: bool = False) -> None:
         """Take a message from the engine."""
         message = decode_for_scheduler(data)
         if isinstance(message, AddRequest):
@@ -60,6 +63,8 @@ class Scheduler:
             self._later(self._step, message, 0)
         elif isinstance(message, AbortRequests):
             self.aborted += message.request_ids
+        elif isinstance(message, MoreFollows):
+            self.follows.append(message.follows)
 
     def _later(self, call: Any, *arguments: Any) -> None:
         asyncio.get_running_loop().call_soon(call, *arguments)

@@ -121,6 +121,16 @@ def test_content_parts_and_the_developer_role(api):
     assert prompt == "<|start|>system\nBe kind<|end|>\n<|start|>user\nHel\nlo<|end|>\n<|start|>assistant\n"
 
 
+def test_a_role_that_the_chat_template_leaves_out_is_refused(api):
+    """Other roles than OpenAI's are the template's to know, as with vLLM; the usual one here passes any on."""
+    body = {**CHAT, "messages": [*CHAT["messages"], {"role": "critic", "content": "Oh"}]}
+    assert api.post("/v1/chat/completions", body).status_code == 200
+    api.engine.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    reply = api.post("/v1/chat/completions", body)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "messages") and "of the role 'critic'" in error["message"]
+
+
 def test_token_ids_on_request(api):
     body = {**CHAT, "return_token_ids": True, "max_tokens": 3}
     whole = api.post("/v1/chat/completions", body).json()["choices"][0]["token_ids"]

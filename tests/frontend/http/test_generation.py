@@ -1,4 +1,4 @@
-"""Several streams followed as one."""
+"""Several prompts of one request: what is said while they are submitted, and their streams followed as one."""
 
 import asyncio
 
@@ -25,6 +25,27 @@ class Scripted:
 
     def abort(self) -> None:
         self.aborted = True
+
+
+@pytest.fixture
+def stopped(api, monkeypatch):
+    """The same at any pace: word of more does not grow old."""
+    monkeypatch.setattr(api.engine.core._outbox, "_clock", lambda: 1.0)
+    return api
+
+
+@pytest.mark.parametrize("prompts", [["a"], ["a", "b"], [[5]] * (2 * generation.TURN + 1)], ids=len)
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+def test_the_scheduler_hears_with_each_prompt_but_the_last_that_more_follow(stopped, path, field, prompts):
+    """The first ran alone, although the body had held them all."""
+    assert stopped.post(path, {field: prompts}).status_code == 200
+    assert len(stopped.scheduler.added) == len(prompts)
+    assert stopped.scheduler.follows == [True] * (len(prompts) - 1)
+
+
+def test_word_of_prompts_that_are_refused_is_taken_back(stopped):
+    assert stopped.post("/v1/completions", {"prompt": [[5], [6], [7] * 600, [8]]}).status_code == 400
+    assert stopped.scheduler.follows == [True, True, False]
 
 
 def indices(streams: list[Scripted]) -> list[int]:

@@ -68,6 +68,16 @@ def failing_program(driver, fail=None):
     return program
 
 
+def small_program() -> StepProgram:
+    """One that uses graphs, wherever it runs."""
+    program = StepProgram(
+        SimpleNamespace(capturable=True), None, None, torch.zeros(64, dtype=torch.int32), PlanLayout(8, 1),
+        max_tokens=16, vocabulary=8, eager=False,
+    )  # fmt: skip
+    program.uses_graphs = True
+    return program
+
+
 @pytest.fixture
 def pretended_graphs(monkeypatch):
     """Graphs on a CPU: capturing one runs its step, replaying it does nothing."""
@@ -95,10 +105,7 @@ def test_a_failing_capture_names_the_step_the_reason_and_the_way_out(
 
 def test_a_capture_that_cannot_be_ended_costs_neither_the_stream_nor_the_memory_pool(pretended_graphs, monkeypatch):
     """Torch then leaves its own stream in place, and its allocator takes the capture for one that goes on."""
-    program = StepProgram(
-        SimpleNamespace(capturable=True), None, None, torch.zeros(64, dtype=torch.int32), PlanLayout(2, 1),
-        max_tokens=16, vocabulary=8, eager=False,
-    )  # fmt: skip
+    program = small_program()
     logits, failing = torch.empty(0), iter((True, False))
 
     def run(*_):
@@ -121,7 +128,7 @@ def test_a_capture_that_cannot_be_ended_costs_neither_the_stream_nor_the_memory_
         return pretended_capture(graph, **options)
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    program.uses_graphs, program._pool = True, "a pool"
+    program._pool = "a pool"
     with pytest.raises(CaptureError):
         program.prepare(Bucket(DECODE, 2, 2))
     assert streams == [ours, "torch's", ours] and ended == [(0, "a pool")]
@@ -129,16 +136,30 @@ def test_a_capture_that_cannot_be_ended_costs_neither_the_stream_nor_the_memory_
     assert pools == ["a pool", "another pool"] and program.graph_count == 1
 
 
+def test_a_bucket_whose_capture_failed_in_a_step_is_not_tried_again_in_a_pause(pretended_graphs, monkeypatch):
+    """It had been queued for the pause before; that it failed there too ended the preparation of all others."""
+    program = small_program()
+    failing, other = Bucket(CHUNK, 1, 16), Bucket(CHUNK, 2, 16)
+    rehearsed = []
+
+    def rehearse(bucket: Bucket) -> None:
+        rehearsed.append(bucket)
+        if bucket == failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(program, "rehearse", rehearse)
+    monkeypatch.setattr(program, "_run", lambda *_: torch.empty(0))
+    runner = SimpleNamespace(program=program, _unprepared=deque([failing, other]))
+    program.run(failing)
+    assert CudaRunner._prepare_next(runner) and not CudaRunner._prepare_next(runner)
+    assert rehearsed == [failing, other] and program.has_graph(other)
+
+
 def test_no_more_graphs_are_kept_than_memory_is_set_aside_for(pretended_graphs, monkeypatch):
     monkeypatch.setattr(step_program, "GRAPH_LIMIT", 2)
-    program = StepProgram(
-        SimpleNamespace(capturable=True), None, None, torch.zeros(64, dtype=torch.int32), PlanLayout(8, 1),
-        max_tokens=16, vocabulary=8, eager=False,
-    )  # fmt: skip
-    ran = []
+    program, ran = small_program(), []
     monkeypatch.setattr(program, "rehearse", lambda _: None)
     monkeypatch.setattr(program, "_run", lambda _, bucket, sampling: ran.append(bucket.rows) or torch.empty(0))
-    program.uses_graphs = True
     for rows in (1, 2, 4, 1, 4):
         program.run(Bucket(DECODE, rows, rows))
     assert ran == [1, 2, 4, 4], "two are captured and replayed, the third runs each time"
