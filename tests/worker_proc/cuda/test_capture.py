@@ -149,9 +149,10 @@ def test_a_bucket_whose_capture_failed_in_a_step_is_not_tried_again_in_a_pause(p
 
     monkeypatch.setattr(program, "rehearse", rehearse)
     monkeypatch.setattr(program, "_run", lambda *_: torch.empty(0))
-    runner = SimpleNamespace(program=program, _unprepared=deque([failing, other]))
+    runner = CudaRunner.__new__(CudaRunner)
+    runner.program, runner._unprepared, runner._behind = program, deque([failing, other]), None
     program.run(failing)
-    assert CudaRunner._prepare_next(runner) and not CudaRunner._prepare_next(runner)
+    assert runner._prepare_next() and not runner._prepare_next()
     assert rehearsed == [failing, other] and program.has_graph(other)
 
 
