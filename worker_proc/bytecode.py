@@ -21,7 +21,9 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 FOLDER_NAME = "trireme-bytecode"
-PACKAGES = ("torch", "numpy", "triton")
+PACKAGES = ("triton", "torch", "numpy", "kernels", "worker_proc")
+"""In the order in which the worker comes to them."""
+
 NOT_IMPORTED = {"_dynamo", "_inductor", "onnx", "test", "testing", "tests"}
 """Parts of these that no engine needs, a third of all."""
 
@@ -46,12 +48,12 @@ def keep_bytecode(folder: Path) -> None:
 
 def compile_ahead(width: int) -> None:
     """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch."""
-    found = [importlib.util.find_spec(name) for name in PACKAGES]
-    sources = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
-    if not sources or Path(importlib.util.cache_from_source(str(sources[0]))).exists():
+    found = {name: importlib.util.find_spec(name) for name in PACKAGES}
+    sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}
+    if "torch" not in sources or Path(importlib.util.cache_from_source(str(sources["torch"]))).exists():
         return
     command = [sys.executable, "-E", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
-    command += [str(source.parent) for source in sources]
+    command += [str(source.parent) for source in sources.values()]
     threading.Thread(target=_run, args=(command,), name="compile-bytecode", daemon=True).start()
 
 

@@ -96,6 +96,7 @@ def _load_engine(config: EngineConfig, compiler: CompileProcess) -> Engine:
         with timed("prepared the GPU"):
             gpu_runner, size = start.finish()
         return _engine(gpu_runner, size, model_config, name, dtype, gpu_runner.swap, torch.cuda.synchronize)
+    compiler.close()
     with timed("loaded the weights"):
         fill()
     if config.worker.deterministic:

@@ -55,7 +55,7 @@ def kept(torch_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
     spec = SimpleNamespace(origin=str(torch_folder / "torch" / "__init__.py"))
-    monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda name: spec if name == "torch" else None)
 
     def ask():
         keep_bytecode(tmp_path / "triton")

@@ -96,3 +96,13 @@ def test_kernels_are_compiled_while_the_weights_are_loaded(monkeypatch):
     with pytest.raises(ConfigError, match="no such tensor"):
         engine.load_engine(EngineConfig(), compiler)
     assert events[3:] == [("start", 0.0), "fill", "close"]
+
+
+def test_without_a_usable_gpu_the_process_that_compiles_is_closed(tiny_model):
+    """It is started where there seems to be a GPU, which may have no driver."""
+    _, folder = tiny_model("Llama")
+    closed = []
+    cpu, cache = ModelOptions(device="cpu"), CacheOptions(num_kv_blocks=40)
+    config = EngineConfig(model=cpu, cache=cache, model_dir=str(folder))
+    engine.load_engine(config, SimpleNamespace(close=lambda: closed.append(True)))
+    assert closed == [True]
