@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.kernels.paged_inputs import card_major, multiprocessor_count
+from benchmarks.kernels.paged_inputs import card_major, multiprocessor_count, random_cache
 from benchmarks.kernels.runner import device_and_dtype
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class DecodeChain:
         blocks = self.tables.gather(1, (self.positions // BLOCK_SIZE).long()[:, None])[:, 0].long()
         self.slot_mapping = blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE
         self.row_count = torch.tensor([self.rows], **integers)
-        self.caches = [[self._cache(sum(counts), device, dtype) for _ in range(2)] for _ in range(shape.layers)]
+        self.caches = [[self._cache(sum(counts), dtype) for _ in range(2)] for _ in range(shape.layers)]
         head_dim, attention = shape.head_dim, shape.query_heads * shape.head_dim
         table = torch.randn(-(-max(lengths) // 1024) * 1024, head_dim, device=device)
         self.new = NewTokens(table, *(torch.ones(head_dim, device=device, dtype=dtype) for _ in range(2)), EPS)
@@ -108,16 +108,9 @@ class DecodeChain:
         self.partials = torch.empty(1 << 24, device=device)
         self.counters = torch.zeros(self.rows * shape.kv_heads, **integers)
 
-    def _cache(
-        self, blocks: int, device: str, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def _cache(self, blocks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         size = (blocks, self.shape.kv_heads, BLOCK_SIZE, self.shape.head_dim)
-        if self.cache == "auto":
-            return torch.randn(size, device=device, dtype=dtype), None
-        scales = (torch.rand(size[:3], device=device) * 0.02 + 0.001).half()
-        if self.cache == "int8":
-            return torch.randint(-127, 128, size, device=device, dtype=torch.int8), scales
-        return torch.randn(size, device=device, dtype=dtype).to(CACHE_DTYPES[self.cache]), scales
+        return random_cache(size, CACHE_DTYPES.get(self.cache, dtype))
 
     @property
     def bytes_moved(self) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.kernels.harness import has_cuda
 from benchmarks.kernels.shapes import AttentionShape
+from kernels.kv_format import quantise
 
 
 @dataclass
@@ -86,34 +87,32 @@ def cache_dtype_of(shape: AttentionShape) -> torch.dtype:
 
 
 def make_inputs(shape: AttentionShape) -> PagedInputs:
-    """Fresh random tensors for one shape."""
+    """Fresh random tensors for one shape: keys and values are normal vectors, as the type of cache stores them."""
     device, dtype = device_and_dtype()
     blocks_per_row = -(-shape.context // shape.block_size)
     cache_size = (shape.batch * blocks_per_row, shape.kv_heads, shape.block_size, shape.head_dim)
     query = torch.randn(shape.batch * shape.query_tokens, shape.query_heads, shape.head_dim, device=device, dtype=dtype)
     tables = torch.randperm(cache_size[0], device=device).int().view(shape.batch, blocks_per_row)
     rows = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
-    caches = [_random_cache(cache_size, cache_dtype_of(shape)) for _ in range(2)]
-    has_scales = shape.cache != "auto"
-    scales = [torch.rand(cache_size[:3], device=device).half() if has_scales else None for _ in range(2)]
+    (keys, key_scales), (values, value_scales) = (random_cache(cache_size, cache_dtype_of(shape)) for _ in range(2))
     return PagedInputs(
         query=query,
-        key_cache=caches[0],
-        value_cache=caches[1],
+        key_cache=keys,
+        value_cache=values,
         block_tables=tables,
         row_slots=rows[:-1].clone(),
         context_lengths=torch.full((shape.batch,), shape.context, dtype=torch.int32, device=device),
         query_starts=rows * shape.query_tokens,
-        key_scales=scales[0],
-        value_scales=scales[1],
+        key_scales=key_scales,
+        value_scales=value_scales,
     )
 
 
-def _random_cache(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    device = device_and_dtype()[0]
-    if dtype == torch.int8:
-        return torch.randint(-127, 128, size, device=device, dtype=dtype)
-    return torch.randn(size, device=device, dtype=device_and_dtype()[1]).to(dtype)
+def random_cache(size: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Normal vectors as a cache holds them, and their scales; a card's speed depends a little on the numbers."""
+    device, plain = device_and_dtype()
+    vectors = torch.randn(size, device=device, dtype=plain)
+    return (vectors, None) if dtype == plain else quantise(vectors, dtype)
 
 
 SPARE_BLOCKS = 3
@@ -165,12 +164,11 @@ def _poisoned_cache(
     size: tuple[int, ...], dtype: torch.dtype, nobody: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A cache and its scales, with NaN in the positions [blocks, 1, block_size] of `nobody`."""
-    cache = _random_cache(size, dtype)
-    if dtype.itemsize > 1:
+    cache, scales = random_cache(size, dtype)
+    if scales is None:
         return cache.masked_fill_(nobody[..., None], float("nan")), None
     cache.view(torch.uint8).masked_fill_(nobody[..., None], 0x7F)  # the bits of FP8's NaN
-    scales = torch.rand(size[:3], device=cache.device) * 0.02 + 0.001
-    return cache, scales.masked_fill_(nobody, float("nan")).half()
+    return cache, scales.masked_fill_(nobody, float("nan"))
 
 
 def card_major() -> int:
