@@ -80,18 +80,30 @@ class KernelMissing(Exception):
 
 @contextmanager
 def from_disk_only() -> Iterator[None]:
-    """While open, a launch whose kernel would have to be compiled raises KernelMissing instead."""
+    """While open, a launch whose kernel would have to be compiled raises KernelMissing instead. If that ends it, all
+    that has been loaded meanwhile is dropped: in a rehearsal of which some launches are left out, none may be made."""
     from triton.backends.nvidia.compiler import CUDABackend
+
+    loaded: list[Any] = []
+    before, add_stages = knobs.runtime.jit_cache_hook, CUDABackend.add_stages
+
+    def note(*, fn: Any, **details: Any) -> Any:
+        loaded.append(fn.jit_function)
+        return before(fn=fn, **details) if before is not None else False
 
     def missing(*_: object, **__: object) -> None:
         raise KernelMissing
 
-    before = CUDABackend.add_stages  # which Triton calls once it has not found a kernel on disk
-    CUDABackend.add_stages = missing
+    knobs.runtime.jit_cache_hook = note
+    CUDABackend.add_stages = missing  # which Triton calls once it has not found a kernel on disk
     try:
         yield
+    except KernelMissing:
+        for function in loaded:
+            function.device_caches.clear()
+        raise
     finally:
-        CUDABackend.add_stages = before
+        knobs.runtime.jit_cache_hook, CUDABackend.add_stages = before, add_stages
 
 
 class KernelsAhead:

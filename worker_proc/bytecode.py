@@ -46,7 +46,7 @@ def keep_bytecode(folder: Path) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def compile_ahead(width: int) -> None:
+def compile_beside_import(width: int) -> None:
     """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch."""
     found = {name: importlib.util.find_spec(name) for name in PACKAGES}
     sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}

@@ -11,7 +11,7 @@ from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.processors import granted_threads, has_gpu
 from kernels.import_torch import hash_triton, import_torch
-from worker_proc.bytecode import compile_ahead, keep_bytecode
+from worker_proc.bytecode import compile_beside_import, keep_bytecode
 from worker_proc.kernels_on_disk import compile_process, triton_folder
 
 SPIN_COUNT = "1000"
@@ -35,7 +35,7 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
     takes_gpu = config.model.device != "cpu" and has_gpu()
     if takes_gpu:
         keep_bytecode(triton_folder())
-        compile_ahead(granted_threads())
+        compile_beside_import(granted_threads())
     compiler = compile_process(config)  # before the imports below: its own take as long
     if takes_gpu:
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, for what reads it first now

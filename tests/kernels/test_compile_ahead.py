@@ -113,15 +113,23 @@ ahead = compile_ahead.KernelsAhead(compiler)
 ahead.begin_early(needed[:1])
 left = ahead.jobs_left(needed)
 ahead.finish()
-behind, before = compile_ahead.KernelsBehind(compiler, left, lambda: print("ended")), list(map(is_on_disk, needed))
+behind = compile_ahead.KernelsBehind(compiler, left, lambda: print("ended"))
+try:
+    with compile_ahead.from_disk_only():
+        for kernel in needed:
+            kernel.load()
+except compile_ahead.KernelMissing:
+    loaded = sum(len(kernel.function.device_caches) for kernel in needed)
+before = list(map(is_on_disk, needed))
 assert not behind.ready()
 behind._thread.join()
 assert behind.ready() and not compiler.started
 names = [(job.name, job.with_launcher) for job in left]
-print(json.dumps([names, before, list(map(is_on_disk, needed))]))
+print(json.dumps([names, loaded, before, list(map(is_on_disk, needed))]))
 """
-    names, before, after = json.loads(run_script(["-c", SCRIPT + end]))
+    names, loaded, before, after = json.loads(run_script(["-c", SCRIPT + end]))
     assert names == [["_rms_norm_kernel", False], ["_silu_mul_kernel", True]], "launchers are built once"
+    assert loaded == 0, "what was found before one that is missing is not kept"
     assert before == [True, False, False] and after == [True, True, True]
 
 

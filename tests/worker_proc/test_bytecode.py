@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from worker_proc import bytecode
-from worker_proc.bytecode import FOLDER_NAME, compile_ahead, keep_bytecode
+from worker_proc.bytecode import FOLDER_NAME, compile_beside_import, keep_bytecode
 
 IMPORT = """
 import sys
@@ -100,7 +100,7 @@ def compiled(kept, torch_folder, monkeypatch):
         path.write_text("no Python" if name == "wrong" else "")
 
     def ask():
-        compile_ahead(2)
+        compile_beside_import(2)
         for thread in threading.enumerate():
             if thread.name == "compile-bytecode":
                 thread.join()

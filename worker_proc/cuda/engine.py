@@ -126,19 +126,18 @@ class CudaStart:
             self._forward, cache, self._slots, limits, self._vocabulary, behind, eager=config.worker.enforce_eager
         )
         runner.warm_up()
+        if self._compiler.started:
+            behind.begin()
         torch.cuda.synchronize()
         logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
                     time.monotonic() - start)  # fmt: skip
         return runner, size
 
     def _kernels_behind(self) -> KernelsBehind:
-        """Have all kernels that the start needs; the others, on their way if the process that compiles them runs."""
+        """Have all kernels that the start needs; returns the others."""
         config = self._config
         left = (kernels_left(config) or []) if self._is_on_disk else self._compile_the_rest()
-        behind = KernelsBehind(self._compiler, left, lambda: note_kernels(config))
-        if self._compiler.started:
-            behind.begin()
-        return behind
+        return KernelsBehind(self._compiler, left, lambda: note_kernels(config))
 
     def _compile_the_rest(self) -> list[Job]:
         """Wait for what has been ordered, and list meanwhile what else has to be compiled."""
