@@ -13,6 +13,7 @@ Called by the worker's start, before torch is imported.
 import importlib.util
 import os
 import py_compile
+import struct
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ NOT_IMPORTED = {"_dynamo", "_inductor", "onnx", "test", "testing", "tests"}
 """Parts of these that no engine needs, a third of all."""
 
 _NICENESS = 10
+_32_BITS = 0xFFFFFFFF
 
 
 def keep_bytecode(folder: Path) -> None:
@@ -50,7 +52,7 @@ def compile_beside_import(width: int) -> None:
     """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch."""
     found = {name: importlib.util.find_spec(name) for name in PACKAGES}
     sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}
-    if "torch" not in sources or Path(importlib.util.cache_from_source(str(sources["torch"]))).exists():
+    if "torch" not in sources or _has_bytecode(sources["torch"]):
         return
     command = [sys.executable, "-E", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
     command += [str(source.parent) for source in sources.values()]
@@ -66,7 +68,7 @@ def main() -> None:
     """Compile the files of some packages, by so many processes."""
     width, own, *packages = sys.argv[1:]
     sys.pycache_prefix = own or None
-    files = [str(path) for package in packages for path in _imported_files(Path(package))]
+    files = [path for package in packages for path in _imported_files(Path(package))]
     os.nice(_NICENESS)
     forked = []
     for first in range(int(width)):
@@ -85,16 +87,25 @@ def _imported_files(package: Path) -> list[Path]:
     return sorted(path for path in package.rglob("*.py") if not NOT_IMPORTED & set(path.relative_to(package).parts))
 
 
-def _compile(path: str) -> None:
+def _compile(source: Path) -> None:
     with suppress(OSError):  # the import compiles it, or says what is wrong
-        if not os.path.exists(importlib.util.cache_from_source(path)):
-            py_compile.compile(path, quiet=2)
+        if not _has_bytecode(source):
+            py_compile.compile(str(source), quiet=2)
 
 
 def _is_kept_beside(source: Path) -> bool:
-    if Path(importlib.util.cache_from_source(str(source))).exists():
-        return True
-    return not sys.dont_write_bytecode and os.access(source.parent, os.W_OK)
+    return _has_bytecode(source) or (not sys.dont_write_bytecode and os.access(source.parent, os.W_OK))
+
+
+def _has_bytecode(source: Path) -> bool:
+    """Whether an import would find bytecode of this Python and of this state of the file."""
+    try:
+        kept, stat = Path(importlib.util.cache_from_source(str(source))).read_bytes(), source.stat()
+        flags, changed_at_s, size = struct.unpack("<III", kept[4:16])
+    except (OSError, struct.error):
+        return False
+    is_current = flags != 0 or (changed_at_s, size) == (int(stat.st_mtime) & _32_BITS, stat.st_size & _32_BITS)
+    return kept[:4] == importlib.util.MAGIC_NUMBER and is_current
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Where Python's bytecode is kept."""
 
-import importlib.util
 import os
+import py_compile
 import subprocess
 import sys
 import threading
@@ -69,11 +69,20 @@ def test_the_processes_it_starts_keep_it_there_too(kept, tmp_path):
     assert "PYTHONDONTWRITEBYTECODE" not in os.environ and not sys.dont_write_bytecode
 
 
-def test_bytecode_beside_the_files_is_used(kept, torch_folder):
-    beside = Path(importlib.util.cache_from_source(str(torch_folder / "torch" / "__init__.py")))
-    beside.parent.mkdir()
-    beside.write_bytes(b"")
-    assert kept() is None
+@pytest.mark.parametrize(
+    "state", ["current", "checked by its hash", "of another Python", "of an older file", "cut off"]
+)
+def test_bytecode_beside_the_files_is_used_if_an_import_would_use_it(kept, torch_folder, state):
+    source = torch_folder / "torch" / "__init__.py"
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH if "hash" in state else None
+    beside = Path(py_compile.compile(str(source), invalidation_mode=mode))
+    if state == "of another Python":
+        beside.write_bytes(b"none" + beside.read_bytes()[4:])
+    if state == "of an older file":
+        source.write_text("new = True\n")
+    if state == "cut off":
+        beside.write_bytes(beside.read_bytes()[:9])
+    assert (kept() is None) == (state in ("current", "checked by its hash"))
 
 
 def test_a_folder_that_the_user_has_chosen_is_kept(kept, monkeypatch):
@@ -120,7 +129,5 @@ def test_they_are_kept_beside_the_files_where_python_may_do_so(compiled, torch_f
 
 
 def test_what_has_been_compiled_is_not_compiled_again(compiled, torch_folder):
-    beside = Path(importlib.util.cache_from_source(str(torch_folder / "torch" / "__init__.py")))
-    beside.parent.mkdir()
-    beside.write_bytes(b"")
+    py_compile.compile(str(torch_folder / "torch" / "__init__.py"))
     assert compiled() == ["__init__"]
