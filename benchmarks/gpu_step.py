@@ -63,6 +63,8 @@ class StepBench:
         limits = step_limits(config.scheduler, "H200")
         self.runner, self.size = cuda_runner(config, limits, model, specs, model_config.vocab_size)
         self.ready_s = time.perf_counter() - start
+        while self.runner.prepare_next():
+            pass
         self.block_size = config.cache.block_size
         self._pending: queue.SimpleQueue = queue.SimpleQueue()
         self._results: queue.SimpleQueue = queue.SimpleQueue()

@@ -5,6 +5,9 @@ made, which tells which kernels they need (`launches_left_out`), and all of them
 by a process of its own (`kernels.compile_process`), while the caller does something else. If they are on disk already,
 no process is started.
 
+What a start does not wait for is compiled while the engine serves already (`KernelsBehind`). Where a note says that all
+is on disk, nothing is rehearsed beforehand: `from_disk_only` says so if the note is wrong.
+
 Uses Triton's hooks for launches that are about to compile (`triton.knobs.runtime.jit_cache_hook`) and for what has been
 compiled or found on disk (`triton.knobs.compilation.listener`), and `JITFunction.preload`. Called by the GPU worker's
 start.
@@ -12,6 +15,7 @@ start.
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +74,38 @@ def launches_left_out() -> Iterator[list[NeededKernel]]:
         knobs.runtime.jit_cache_hook = before
 
 
+class KernelMissing(Exception):
+    """A kernel that is neither in this process nor on disk."""
+
+
+@contextmanager
+def from_disk_only() -> Iterator[None]:
+    """While open, a launch whose kernel would have to be compiled raises KernelMissing instead. If that ends it, all
+    that has been loaded meanwhile is dropped: in a rehearsal of which some launches are left out, none may be made."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    loaded: list[Any] = []
+    before, add_stages = knobs.runtime.jit_cache_hook, CUDABackend.add_stages
+
+    def note(*, fn: Any, **details: Any) -> Any:
+        loaded.append(fn.jit_function)
+        return before(fn=fn, **details) if before is not None else False
+
+    def missing(*_: object, **__: object) -> None:
+        raise KernelMissing
+
+    knobs.runtime.jit_cache_hook = note
+    CUDABackend.add_stages = missing  # which Triton calls once it has not found a kernel on disk
+    try:
+        yield
+    except KernelMissing:
+        for function in loaded:
+            function.device_caches.clear()
+        raise
+    finally:
+        knobs.runtime.jit_cache_hook, CUDABackend.add_stages = before, add_stages
+
+
 class KernelsAhead:
     """Makes kernels ready in two parts: `begin` has them compiled, `finish` waits for them.
 
@@ -83,10 +119,9 @@ class KernelsAhead:
         self._ordered: list[NeededKernel] = []
         self._signatures: set[str] = set()
 
-    def begin_early(self, needed: Callable[[], list[NeededKernel]]) -> None:
-        """Before it is known what `begin` will be given: order some of it, if none is expected on disk."""
-        if self._compiler.started:
-            self._order(largest_first(needed()))
+    def begin_early(self, needed: list[NeededKernel]) -> None:
+        """Before it is known what `begin` will be given: order some of it. Not if kernels are expected on disk."""
+        self._order(largest_first(needed))
 
     def begin(self, needed: list[NeededKernel]) -> None:
         """Load what is on disk, or order all that may be missing: the largest first, since they take longest. Once."""
@@ -95,6 +130,11 @@ class KernelsAhead:
             if not left.pop().load() and left:
                 self._compiler.start()
         self._order(left)
+
+    def jobs_left(self, needed: list[NeededKernel]) -> list[Job]:
+        """What of these has not been ordered or loaded, as an order for later."""
+        left = largest_first([kernel for kernel in needed if kernel not in self._ordered])
+        return _jobs(left, self._signatures) if left else []
 
     def finish(self) -> None:
         """Load each ordered kernel once it is compiled; one that never was is compiled here, which says why."""
@@ -108,6 +148,42 @@ class KernelsAhead:
         if kernels:
             self._ordered += kernels
             self._compiler.order(_jobs(kernels, self._signatures))
+
+
+class KernelsBehind:
+    """Kernels that are compiled while the engine serves already, into Triton's folder. Closes the process at its end.
+
+    Args:
+        jobs: all that may be missing on disk.
+        on_ended: called once all of them are there, in another thread.
+    """
+
+    def __init__(self, compiler: CompileProcess, jobs: list[Job], on_ended: Callable[[], object]) -> None:
+        self._compiler, self._jobs, self._on_ended = compiler, jobs, on_ended
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        if not jobs:
+            self._ended.set()
+            compiler.close()
+
+    def begin(self) -> None:
+        """Order them, if that has not been done; returns at once."""
+        if self._thread is None and not self._ended.is_set():
+            self._compiler.order(self._jobs, is_awaited=False)
+            self._thread = threading.Thread(target=self._wait, name="kernels-behind", daemon=True)
+            self._thread.start()
+
+    def ready(self) -> bool:
+        """Whether no kernel is waited for any more: all are on disk, or what compiles them was lost. Never waits."""
+        self.begin()
+        return self._ended.is_set()
+
+    def _wait(self) -> None:
+        ended = sum(1 for _ in self._compiler.finished())
+        if ended == len(self._jobs):
+            self._on_ended()
+        self._compiler.close()
+        self._ended.set()
 
 
 def compile_all(needed: list[NeededKernel], processes: int) -> None:

@@ -6,7 +6,8 @@ import torch again each time, which takes as long as the longest compilation. So
 time for each order. The compiled kernels are left in Triton's folder on disk.
 
     parent                                        process
-    [job, job, ...] as a line of JSON      ->     compiles in this order, beside earlier orders and behind the first
+    [is_awaited, [job, job, ...]]          ->     compiles in this order, beside earlier orders and behind the first;
+    as a line of JSON                             what nobody waits for behind everything else that the machine does
                                            <-     a line for each job that has ended: its number, counted from the
                                                   first order's first job
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -40,6 +42,10 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PR_SET_PDEATHSIG = 1
 _LATER_NICENESS = 10
 """Of what is ordered later: a core that has two processes gives the first order's nine tenths of its time."""
+
+_LOWEST_NICENESS = 19
+_SHARE_OF_UNAWAITED = 2
+"""What nobody waits for has one in so many of the cores: the engine serves beside it."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +80,7 @@ class CompileProcess:
         self._width = width
         self._process: subprocess.Popen[str] | None = None
         self._writer: threading.Thread | None = None
-        self._ordered = 0
+        self._ordered, self._answered = 0, 0
 
     @property
     def started(self) -> bool:
@@ -95,24 +101,25 @@ class CompileProcess:
             logger.warning("no process that compiles kernels ahead could be started: %s", error)
             self._width = 0
 
-    def order(self, jobs: Sequence[Job]) -> None:
-        """Have these compiled, the first ones first; returns at once."""
+    def order(self, jobs: Sequence[Job], *, is_awaited: bool = True) -> None:
+        """Have these compiled, the first ones first; returns at once. What is not awaited has a part of the cores."""
         self.start()
         if self._process is not None:
             numbered = list(enumerate(map(asdict, jobs), self._ordered))
             self._ordered += len(numbered)
-            arguments = (self._process.stdin, json.dumps(numbered) + "\n", self._writer)
+            arguments = (self._process.stdin, json.dumps([is_awaited, numbered]) + "\n", self._writer)
             self._writer = threading.Thread(target=_write, args=arguments, name="compile-order", daemon=True)
             self._writer.start()
 
     def finished(self) -> Iterator[int]:
-        """The numbers of all jobs as they end, counted from the first order's first; waits for them. Once."""
-        for ended in range(self._ordered if self._process is not None else 0):
+        """The numbers of all jobs as they end, counted from the first order's first; waits for them. Each once."""
+        while self._process is not None and self._answered < self._ordered:
             line = self._process.stdout.readline()
             if not line:
-                left = self._ordered - ended
+                left = self._ordered - self._answered
                 logger.warning("the process that compiles kernels ahead was lost, with %d kernels left", left)
                 return
+            self._answered += 1
             yield int(line)
 
     def close(self) -> None:
@@ -152,8 +159,12 @@ def main() -> None:
     os.waitpid(utilities, 0)
     signal.signal(signal.SIGCHLD, _end_with_a_lost_order)
     for orders_before, line in enumerate(sys.stdin):
-        order = {number: Job(**job) for number, job in json.loads(line)}
-        _carry_out(order, width, answers, _LATER_NICENESS if orders_before else 0)
+        is_awaited, numbered = json.loads(line)
+        order = {number: Job(**job) for number, job in numbered}
+        if is_awaited:
+            _carry_out(order, width, answers, _LATER_NICENESS if orders_before else 0)
+        else:
+            _carry_out(order, max(1, width // _SHARE_OF_UNAWAITED), answers, _LOWEST_NICENESS)
     with contextlib.suppress(ChildProcessError):
         while os.wait():
             pass
@@ -201,15 +212,18 @@ def _fork_utilities() -> int:
 
 
 def _import_kernels() -> None:
-    """What every job takes from here as it is: modules, and Triton's hash of its own files."""
+    """What every job takes from here as it is: modules, and Triton's hash of its own files. No job lives long enough to
+    collect garbage, and a collection would make it copy what it has in common with this process."""
+    gc.disable()
     import kernels
+    from kernels.import_torch import hash_triton, import_torch
 
+    hashing = hash_triton()
+    import_torch()
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"kernels.{module.name}")
-    with contextlib.suppress(ImportError):  # it only saves time
-        from triton.runtime.cache import triton_key
-
-        triton_key()
+    if hashing is not None:
+        hashing.join()  # before anything is forked
 
 
 def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:

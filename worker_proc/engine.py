@@ -60,7 +60,7 @@ def load_engine(config: EngineConfig, compiler: CompileProcess | None = None) ->
     """Load the model, size the cache, run once.
 
     Args:
-        compiler: what compiles kernels for a GPU, if it was made before; ended here.
+        compiler: what compiles kernels for a GPU, if it was made before; closed here, or once it has nothing to do.
 
     Raises:
         ConfigError: the device, the model or the requested sizes are not available; one line says which.
@@ -68,8 +68,9 @@ def load_engine(config: EngineConfig, compiler: CompileProcess | None = None) ->
     compiler = compiler or compile_process(config)
     try:
         return _load_engine(config, compiler)
-    finally:
+    except BaseException:
         compiler.close()
+        raise
 
 
 def _load_engine(config: EngineConfig, compiler: CompileProcess) -> Engine:
@@ -95,6 +96,7 @@ def _load_engine(config: EngineConfig, compiler: CompileProcess) -> Engine:
         with timed("prepared the GPU"):
             gpu_runner, size = start.finish()
         return _engine(gpu_runner, size, model_config, name, dtype, gpu_runner.swap, torch.cuda.synchronize)
+    compiler.close()
     with timed("loaded the weights"):
         fill()
     if config.worker.deterministic:

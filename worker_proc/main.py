@@ -9,8 +9,10 @@ from contextlib import suppress
 
 from common.child import SupervisorLink
 from common.config import EngineConfig
-from common.processors import has_gpu
-from worker_proc.kernels_on_disk import compile_process
+from common.processors import granted_threads, has_gpu
+from kernels.import_torch import hash_triton, import_torch
+from worker_proc.bytecode import compile_beside_import, keep_bytecode
+from worker_proc.kernels_on_disk import compile_process, triton_folder
 
 SPIN_COUNT = "1000"
 """Turns of the waiting loop. Milliseconds of a decode step of 16 requests, default model, two cores, on an idle machine
@@ -30,10 +32,16 @@ def main(config: EngineConfig, link: SupervisorLink, rank: int) -> int:
     limit_spinning()
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNEL_CACHE_CAPACITY)  # read when torch is imported
     start = time.monotonic()
+    takes_gpu = config.model.device != "cpu" and has_gpu()
+    if takes_gpu:
+        keep_bytecode(triton_folder())
+        compile_beside_import(granted_threads())
     compiler = compile_process(config)  # before the imports below: its own take as long
-    if config.model.device != "cpu" and has_gpu():
+    if takes_gpu:
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does, for what reads it first now
         threading.Thread(target=wake_gpu, name="wake-gpu", daemon=True).start()
+        hash_triton()
+        import_torch()
     from worker_proc.worker import Worker
 
     logger.info("imported torch in %.1f s", time.monotonic() - start)

@@ -10,7 +10,7 @@ import pytest
 from triton.runtime import jit
 
 from benchmarks.kernels.compile_times import all_ready_s
-from kernels import compile_process
+from kernels import compile_ahead, compile_process
 from kernels.compile_process import CompileProcess, Job
 
 SCRIPT = """
@@ -38,10 +38,10 @@ def make_ready(width, *, starts_early):
     for kernel in needed:
         kernel.function.device_caches.clear()
     compiler = CompileProcess(width)
+    ahead = compile_ahead.KernelsAhead(compiler)
     if starts_early:
         compiler.start()
-    ahead = compile_ahead.KernelsAhead(compiler)
-    ahead.begin_early(lambda: needed[1:])
+        ahead.begin_early(needed[1:])
     ahead.begin(needed)
     started = compiler.started
     ahead.finish()
@@ -98,6 +98,62 @@ print(json.dumps([*ways, [(job.name, job.with_launcher) for job in jobs]]))
     assert early == {"compiled here": [], "started": True, "ready": ALL_READY}
 
 
+def test_what_a_start_does_not_wait_for_is_compiled_behind_it(run_script):
+    """And until then is missing on disk, which `from_disk_only` says instead of compiling it."""
+    end = """
+def is_on_disk(kernel):
+    kernel.function.device_caches.clear()
+    try:
+        with compile_ahead.from_disk_only():
+            return kernel.load()
+    except compile_ahead.KernelMissing:
+        return False
+compiler = CompileProcess(2)
+ahead = compile_ahead.KernelsAhead(compiler)
+ahead.begin_early(needed[:1])
+left = ahead.jobs_left(needed)
+ahead.finish()
+behind = compile_ahead.KernelsBehind(compiler, left, lambda: print("ended"))
+try:
+    with compile_ahead.from_disk_only():
+        for kernel in needed:
+            kernel.load()
+except compile_ahead.KernelMissing:
+    loaded = sum(len(kernel.function.device_caches) for kernel in needed)
+before = list(map(is_on_disk, needed))
+assert not behind.ready()
+behind._thread.join()
+assert behind.ready() and not compiler.started
+names = [(job.name, job.with_launcher) for job in left]
+print(json.dumps([names, loaded, before, list(map(is_on_disk, needed))]))
+"""
+    names, loaded, before, after = json.loads(run_script(["-c", SCRIPT + end]))
+    assert names == [["_rms_norm_kernel", False], ["_silu_mul_kernel", True]], "launchers are built once"
+    assert loaded == 0, "what was found before one that is missing is not kept"
+    assert before == [True, False, False] and after == [True, True, True]
+
+
+@pytest.mark.parametrize("answers", [[], [3], [3, 4]])
+def test_only_what_was_compiled_to_its_end_is_said_to_be_there(answers):
+    """A lost process ends the wait too: what is missing is then compiled where it is needed."""
+    events = []
+    compiler = SimpleNamespace(
+        order=lambda jobs, is_awaited: events.append((len(jobs), is_awaited)), finished=lambda: iter(answers),
+        close=lambda: events.append("close"),
+    )  # fmt: skip
+    behind = compile_ahead.KernelsBehind(compiler, [job(), job()], lambda: events.append("ended"))
+    assert events == [], "nothing is begun without being asked for"
+    behind.begin()
+    behind._thread.join()
+    assert behind.ready() and events == [(2, False), *["ended"] * (len(answers) == 2), "close"]
+
+
+def test_nothing_left_needs_no_process():
+    closed = []
+    behind = compile_ahead.KernelsBehind(SimpleNamespace(close=lambda: closed.append(True)), [], pytest.fail)
+    assert behind.ready() and closed
+
+
 def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script):
     """Or what one process has compiled is compiled by the next one again."""
     found = json.loads(run_script(["-c", IN_ANY_ORDER]))
@@ -105,8 +161,8 @@ def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script)
 
 
 def test_the_process_answers_for_what_it_cannot_compile(run_script):
-    orders = [[(0, compile_process.asdict(job())), (1, compile_process.asdict(job("no_such_kernel")))]]
-    line = run_script(["-m", "kernels.compile_process", "1"], "".join(json.dumps(order) + "\n" for order in orders))
+    order = [(0, compile_process.asdict(job())), (1, compile_process.asdict(job("no_such_kernel")))]
+    line = run_script(["-m", "kernels.compile_process", "1"], json.dumps([True, order]) + "\n")
     assert line == "1", "of the last job"
 
 
@@ -161,7 +217,8 @@ process.main()
     command = [sys.executable, "-c", code, "1"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as process:
-        process.stdin.write(json.dumps([(number, compile_process.asdict(job())) for number in range(2)]) + "\n")
+        order = [(number, compile_process.asdict(job())) for number in range(2)]
+        process.stdin.write(json.dumps([True, order]) + "\n")
         process.stdin.flush()
         assert process.stdout.read() == "0\n"
         assert process.wait() == 1

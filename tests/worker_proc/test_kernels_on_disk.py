@@ -1,11 +1,12 @@
 """When the process that compiles kernels is started before anything else."""
 
-from dataclasses import replace
+import os
+from dataclasses import asdict, replace
 
 import pytest
 
 from common.config import CacheOptions, EngineConfig, ModelOptions, ServerOptions
-from kernels.compile_process import CompileProcess
+from kernels.compile_process import CompileProcess, Job
 from worker_proc import kernels_on_disk
 
 pytest.importorskip("triton")
@@ -43,15 +44,39 @@ def test_a_worker_without_a_gpu_does_not_start_it(starts, monkeypatch):
     assert not starts(EngineConfig())
 
 
-@pytest.mark.parametrize("error", [ImportError, PermissionError])
-def test_a_worker_that_cannot_look_begins_all_the_same(starts, monkeypatch, error):
-    """A GPU does not mean that Triton is there, nor that its folder can be read."""
-
-    def fail(_: EngineConfig) -> None:
-        raise error
-
-    monkeypatch.setattr(kernels_on_disk, "_note", fail)
+def test_a_gpu_does_not_mean_that_triton_is_there(starts, monkeypatch):
+    monkeypatch.setattr(kernels_on_disk.importlib.util, "find_spec", lambda _: None)
     assert not starts(EngineConfig())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '[{"module": "kernels"}]'])
+def test_a_note_that_cannot_be_read_is_none(starts, tmp_path, text):
+    """Such as one of an engine that was killed while it wrote, or of another version."""
+    config = EngineConfig()
+    kernels_on_disk.note_kernels(config)
+    (note,) = tmp_path.iterdir()
+    note.write_text(text)
+    assert starts(config) and kernels_on_disk.kernels_left(config) is None
+
+
+def test_the_note_says_what_is_left_until_another_one_takes_its_place(starts):
+    config, left = EngineConfig(), [Job("kernels.noise", "kernel", "{}", ("cuda", 90, 32), with_launcher=True)]
+    assert kernels_on_disk.kernels_left(config) is None
+    kernels_on_disk.note_kernels(config, left)
+    read = kernels_on_disk.kernels_left(config)
+    assert not starts(config) and [asdict(job) | {"target": tuple(job.target)} for job in read] == [asdict(left[0])]
+    kernels_on_disk.note_kernels(config)
+    assert not starts(config) and kernels_on_disk.kernels_left(config) == []
+
+
+def test_the_note_lies_where_triton_keeps_its_kernels(monkeypatch, tmp_path):
+    from triton import knobs
+
+    for names in ({}, {"TRITON_HOME": str(tmp_path)}, {"TRITON_CACHE_DIR": str(tmp_path / "there")}):
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
+        home = knobs.cache_knobs()
+        assert str(kernels_on_disk.triton_folder()) == os.environ.get("TRITON_CACHE_DIR", home.get_triton_dir("cache"))
 
 
 def test_a_folder_that_cannot_be_written_gets_no_note(starts, monkeypatch, tmp_path):

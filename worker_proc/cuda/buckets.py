@@ -28,6 +28,12 @@ _MIDDLE_ROWS = 64
 """Steps with chunks and up to four times as many tokens are prepared for so many rows, larger ones for as many as there
 may be: `wide_buckets`."""
 
+_FIRST_DECODES = (1, 8, 32, 64, 256)
+_FIRST_PROMPT_TOKENS = 128
+_FIRST_FEW_TOKENS = (256, 1024)
+_FIRST_WIDE_TOKENS = (2048, 8192)
+"""What `first_buckets` are made of, beside the largest of each kind."""
+
 _NEARLY_LARGEST = 0.875
 """A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
 
@@ -127,10 +133,24 @@ def _large_sizes(max_tokens: int) -> Iterator[int]:
         yield max_tokens
 
 
+def first_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
+    """What is to be ready before the first request: few, and yet one of them holds any step, if with much padding. One
+    prompt and its decoding come first."""
+    sizes = sorted({min(rows, max_rows) for rows in (*_FIRST_DECODES, max_rows)})
+    decodes = [Bucket(DECODE, rows, rows) for rows in sizes]
+    few, wide = min(_ROW_CLASSES[1], max_rows, max_tokens), min(max_rows, max_tokens)
+    shapes = [(few, size) for size in _FIRST_FEW_TOKENS]
+    shapes += [(wide, size) for size in (*_FIRST_WIDE_TOKENS, max_tokens) if size >= wide]
+    chunks = [Bucket(kind, rows, min(size, max_tokens)) for rows, size in shapes for kind in (CHUNK, MIXED)]
+    prompt = Bucket(CHUNK, 1, min(_FIRST_PROMPT_TOKENS, max_tokens))
+    return list(dict.fromkeys([decodes[0], prompt, *decodes[1:], *chunks]))
+
+
 def start_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
-    """What is to be ready before the first request: one prompt and its decoding, then every decode batch and the usual
-    steps with chunks, then what stands in for all others."""
-    return list(dict.fromkeys([*_usual_buckets(max_rows, max_tokens), *wide_buckets(max_rows, max_tokens)]))
+    """All that is prepared without being asked for: the first ones, then every decode batch and the usual steps with
+    chunks, then what stands in for all others."""
+    usual, wide = _usual_buckets(max_rows, max_tokens), wide_buckets(max_rows, max_tokens)
+    return list(dict.fromkeys([*first_buckets(max_rows, max_tokens), *usual, *wide]))
 
 
 def _usual_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
@@ -141,20 +161,22 @@ def _usual_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
 def compiled_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """Those among which is one for each variant of a kernel that any step needs.
 
-    These are the usual ones of `start_buckets`, and the steps of many rows with chunks that need another variant.
+    These are the first and the usual ones, and the steps of many rows with chunks that need another variant.
     """
     wide = []
     for size in (_ROW_CLASSES[-1], max_rows):
         rows = min(size, max_rows, max_tokens)
         least, most = min(padded_tokens(rows), max_tokens), min(LARGE_TOKENS, max_tokens)
         wide += [Bucket(CHUNK, rows, least), Bucket(MIXED, rows, least), Bucket(CHUNK, rows, most)]
-    return list(dict.fromkeys([*_usual_buckets(max_rows, max_tokens), *wide]))
+    first, usual = first_buckets(max_rows, max_tokens), _usual_buckets(max_rows, max_tokens)
+    return list(dict.fromkeys([*first, *usual, *wide]))
 
 
 def slowest_to_compile(max_rows: int, max_tokens: int) -> list[Bucket]:
-    """A few of `compiled_buckets`, with the kernels that take longest."""
-    one_row = [bucket for bucket in chunk_buckets(max_rows, max_tokens) if bucket.rows == 1]
-    return [*decode_buckets(max_rows)[:2], *one_row[-1:], *largest_buckets(max_rows, max_tokens)]
+    """A few of `first_buckets`, with the kernels that take longest."""
+    first = first_buckets(max_rows, max_tokens)
+    decodes, chunks = ([bucket for bucket in first if bucket.kind == kind] for kind in (DECODE, CHUNK))
+    return list(dict.fromkeys([*decodes[:2], *chunks[-2:], decodes[-1]]))
 
 
 def largest_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:

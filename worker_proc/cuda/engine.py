@@ -7,35 +7,43 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from common.config import EngineConfig, StepLimits
 from common.errors import ConfigError
-from kernels.compile_ahead import KernelsAhead, NeededKernel, launches_left_out, name_alike
-from kernels.compile_process import CompileProcess
+from kernels.compile_ahead import (
+    KernelMissing,
+    KernelsAhead,
+    KernelsBehind,
+    NeededKernel,
+    from_disk_only,
+    launches_left_out,
+    name_alike,
+)
+from kernels.compile_process import CompileProcess, Job
 from kernels.step_layout import PlanLayout
-from worker_proc.cuda.buckets import DECODE, Bucket, compiled_buckets, largest_buckets, slowest_to_compile
+from worker_proc.cuda.buckets import (
+    DECODE,
+    Bucket,
+    compiled_buckets,
+    first_buckets,
+    largest_buckets,
+    slowest_to_compile,
+)
 from worker_proc.cuda.fixed_order_forward import FixedOrderForward
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.cuda.step_program import GRAPH_LIMIT, Forward, StepProgram
-from worker_proc.kernels_on_disk import compile_process, note_kernels
+from worker_proc.kernels_on_disk import compile_process, kernels_left, note_kernels
 from worker_proc.kv_cache import CacheSize, KVCache, LayerCacheSpec, choose_size, gpu_share_bytes, wanted_length
 from worker_proc.models.llama import LlamaForCausalLM
 from worker_proc.slots import TOKEN_MARGIN
 
 logger = logging.getLogger(__name__)
-
-CAPTURE_SECONDS = 2.5
-"""After this long at start, the buckets that are left are prepared while the worker has nothing to do, or when they are
-first used. A request that comes meanwhile waits up to 30 ms. The usual ones take 2 s, and those that stand in for
-all others one more."""
-
-FIRST_CAPTURE_SECONDS = 0.5
-"""The same at a start that had to compile kernels, and has taken long enough."""
 
 THREAD_SWITCH_S = 2e-4
 """How long the thread that issues steps may keep the interpreter while the reporter has a result to send."""
@@ -48,16 +56,18 @@ def cuda_runner(
     compiler = compile_process(config)
     try:
         return CudaStart(config, limits, model, specs, vocabulary, compiler).finish()
-    finally:
+    except BaseException:
         compiler.close()
+        raise
 
 
 class CudaStart:
-    """The start of a GPU worker. Once this is made, its kernels are being compiled; `finish` follows.
+    """The start of a GPU worker. Once this is made, its kernels are there or are being compiled; `finish` follows.
 
     Args:
         model: on the GPU. Its weights may come later, but must be numbers: the library's products are made with them.
-        compiler: see `KernelsAhead`.
+        compiler: started if no kernels are expected on disk. It is closed once it has nothing more to do, which may
+            be after the start, or by the caller if that fails.
 
     Raises:
         ConfigError: --deterministic with a model that it does not cover.
@@ -80,11 +90,18 @@ class CudaStart:
                 limits.max_num_seqs, max_len, config.cache.block_size, model.config.vocab_size, device
             )
             self._trial = Trial(self._forward, self._slots, limits, specs, vocabulary)
-            self._compiler = compiler
-            self._kernels = KernelsAhead(compiler)
-            self._kernels.begin_early(lambda: self._trial.needed_kernels(slowest_to_compile))
-            self._needed = self._trial.needed_kernels(compiled_buckets)
-        self._kernels.begin(self._needed)
+            self._compiler, self._kernels = compiler, KernelsAhead(compiler)
+            pads_steps = self._forward.capturable and not config.worker.enforce_eager
+            self._first = first_buckets if pads_steps else compiled_buckets
+            self._is_on_disk = not compiler.started and self._trial.load(self._first)
+            if not self._is_on_disk:
+                self._compile()
+
+    def _compile(self) -> None:
+        """Order what the start waits for, what takes longest first."""
+        self._compiler.start()
+        self._kernels.begin_early(self._trial.needed_kernels(slowest_to_compile))
+        self._kernels.begin(self._trial.needed_kernels(self._first))
 
     def finish(self) -> tuple[CudaRunner, CacheSize]:
         """A runner that is ready for the first requests, and the size of its cache; once, and with the weights there.
@@ -94,10 +111,8 @@ class CudaStart:
         """
         start = time.monotonic()
         config, limits = self._config, self._limits
-        self._kernels.finish()
-        if self._needed:
-            note_kernels(config)
-        logger.info("%d kernels ready after another %.2f s", len(self._needed), time.monotonic() - start)
+        behind = self._kernels_behind()
+        logger.info("kernels ready after another %.2f s", time.monotonic() - start)
         with torch.inference_mode():
             graph_bytes = self._trial.graph_bytes()
         del self._trial  # gives its memory back
@@ -108,13 +123,29 @@ class CudaStart:
             host_block_count=size.host_block_count, device=self._slots.device,
         )  # fmt: skip
         runner = CudaRunner(
-            self._forward, cache, self._slots, limits, self._vocabulary, eager=config.worker.enforce_eager
+            self._forward, cache, self._slots, limits, self._vocabulary, behind, eager=config.worker.enforce_eager
         )
-        runner.warm_up(FIRST_CAPTURE_SECONDS if self._compiler.started else CAPTURE_SECONDS)
+        runner.warm_up()
+        if self._compiler.started:
+            behind.begin()
         torch.cuda.synchronize()
         logger.info("%d graphs captured, %.2f s after the weights were loaded", runner.program.graph_count,
                     time.monotonic() - start)  # fmt: skip
         return runner, size
+
+    def _kernels_behind(self) -> KernelsBehind:
+        """Have all kernels that the start needs; returns the others."""
+        config = self._config
+        left = (kernels_left(config) or []) if self._is_on_disk else self._compile_the_rest()
+        return KernelsBehind(self._compiler, left, lambda: note_kernels(config))
+
+    def _compile_the_rest(self) -> list[Job]:
+        """Wait for what has been ordered, and list meanwhile what else has to be compiled."""
+        with torch.inference_mode():
+            left = self._kernels.jobs_left(self._trial.needed_kernels(compiled_buckets))
+        self._kernels.finish()
+        note_kernels(self._config, left)
+        return left
 
 
 class Trial:
@@ -133,8 +164,17 @@ class Trial:
         self._options = {"max_tokens": limits.max_num_batched_tokens, "vocabulary": vocabulary}
         self._eager = self._program(eager=True)
 
+    def load(self, buckets: Callable[[int, int], list[Bucket]]) -> bool:
+        """Bring the kernels of such buckets, of the largest number of rows and of tokens, from disk into this process;
+        whether all of them are there."""
+        with suppress(KernelMissing), from_disk_only():
+            for bucket in buckets(*self._sizes):
+                self._eager.rehearse(bucket)
+            return True
+        return False
+
     def needed_kernels(self, buckets: Callable[[int, int], list[Bucket]]) -> list[NeededKernel]:
-        """Those of such buckets, of the largest number of rows and of tokens, that are not in this process yet."""
+        """Those of such buckets that are not in this process yet."""
         with launches_left_out() as needed:
             for bucket in buckets(*self._sizes):
                 self._eager.rehearse(bucket)

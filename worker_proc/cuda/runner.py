@@ -16,9 +16,10 @@ import torch
 
 from common.config import StepLimits
 from common.messages import StepPlan
+from kernels.compile_ahead import KernelsBehind
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.block_swap import BlockSwap
-from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, start_buckets
+from worker_proc.cuda.buckets import Bucket, bucket_of, exact_bucket, first_buckets, start_buckets
 from worker_proc.cuda.lanes import Lane, Lanes
 from worker_proc.cuda.slot_records import is_penalised
 from worker_proc.cuda.slots import DeviceSlots
@@ -32,8 +33,9 @@ from worker_proc.slots import SlotMirror, StateWrites
 from worker_proc.spans import span
 from worker_proc.step_inputs import PackedStep, PromptRows, StepStager
 
-MOST_STAND_INS = 8
-"""So often does another bucket stand in for one without a graph. After that it is captured at once."""
+MOST_PADDING = 4096
+"""Rows and tokens of padding, in all, with which larger buckets stand in for one without a graph. After that it is
+captured at once: that takes about as long as these have."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class CudaRunner:
         forward: the model's pass, on the GPU.
         slots: made for `limits` and the cache's block size.
         vocabulary: ids from here on are never sampled.
+        behind: kernels that only buckets beyond the first ones need; they are not prepared before these are there.
         eager: run every step without a graph.
 
     Attributes:
@@ -53,8 +56,9 @@ class CudaRunner:
     """
 
     def __init__(
-        self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int, *, eager: bool
-    ) -> None:
+        self, forward: Forward, cache: KVCache, slots: DeviceSlots, limits: StepLimits, vocabulary: int,
+        behind: KernelsBehind | None = None, *, eager: bool,
+    ) -> None:  # fmt: skip
         self.swap, self.slots, self._limits = BlockSwap(cache), slots, limits
         self.mirror = SlotMirror(limits.max_num_seqs)
         layout = PlanLayout(limits.max_num_seqs, cache.key_caches[0].shape[0])
@@ -68,7 +72,8 @@ class CudaRunner:
         )  # fmt: skip
         self.pads_steps = self.program.uses_graphs
         self._unprepared = deque(start_buckets(limits.max_num_seqs, limits.max_num_batched_tokens))
-        self._missed: Counter[Bucket] = Counter()
+        self._padding: Counter[Bucket] = Counter()
+        self._behind = behind
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan, in the order that `StepPlan` gives, as far as issuing it.
@@ -96,17 +101,16 @@ class CudaRunner:
         lane.end(self.program.sampled.ids)
         return step
 
-    def warm_up(self, seconds: float = float("inf")) -> None:
-        """Prepare what start-up covers, for so many seconds; `prepare_next` does what is left.
+    def warm_up(self) -> None:
+        """Prepare what is to be ready before the first request; `prepare_next` does what is left.
 
         Raises:
             CaptureError: graphs do not work here.
         """
         gc.collect()
         gc.freeze()  # a capture collects garbage; what is alive by now need not be looked at each time
-        deadline = time.monotonic() + seconds
-        while self._prepare_next() and time.monotonic() < deadline:
-            pass
+        for _ in first_buckets(self._limits.max_num_seqs, self._limits.max_num_batched_tokens):
+            self._prepare_first()
 
     def prepare_next(self) -> bool:
         """Capture the next bucket of start-up, or one that steps have come for since, on an empty plan: nothing is
@@ -125,16 +129,23 @@ class CudaRunner:
             self._unprepared.clear()
             return False
 
-    @torch.inference_mode()
     def _prepare_next(self) -> bool:
-        if self._unprepared:
-            self.program.prepare(self._unprepared.popleft())
+        if self._unprepared and self._has_kernels():
+            self._prepare_first()
         return bool(self._unprepared)
+
+    @torch.inference_mode()
+    def _prepare_first(self) -> None:
+        self.program.prepare(self._unprepared.popleft())
+
+    def _has_kernels(self) -> bool:
+        """Whether a bucket can be captured without compiling."""
+        return self._behind is None or self._behind.ready()
 
     def _bucket(self, packed: PackedStep) -> Bucket:
         """What the step runs in. A capture takes as long as several steps, so a bucket without a graph is captured in
-        the next pause, and a larger one stands in for it until then, or until it has come MOST_STAND_INS times; always
-        for one that cannot be captured any more."""
+        the next pause, and a larger one stands in for it until then, or until that has cost as much; always for one
+        that cannot be captured any more."""
         sizes = (packed.decode_row_count, packed.row_count - packed.decode_row_count, packed.token_count)
         if not self.pads_steps:
             return exact_bucket(*sizes)
@@ -142,12 +153,14 @@ class CudaRunner:
         bucket = bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
         if self.program.has_graph(bucket):
             return bucket
-        self._missed[bucket] += 1
-        captured_now = self._missed[bucket] > MOST_STAND_INS and self.program.takes_graph(bucket)
-        stand_in = None if captured_now else self.program.stand_in(bucket)
-        if stand_in is not None and self._missed[bucket] == 1:
-            self._unprepared.append(bucket)
-        return stand_in or bucket
+        stand_in = self.program.stand_in(bucket)
+        is_due = self._padding[bucket] > MOST_PADDING
+        if stand_in is None or (is_due and self.program.takes_graph(bucket) and self._has_kernels()):
+            return bucket
+        if bucket not in self._padding:
+            self._unprepared.appendleft(bucket)
+        self._padding[bucket] += stand_in.rows - bucket.rows + stand_in.tokens - bucket.tokens
+        return stand_in
 
     def _prepare(self, plan: StepPlan, lane: Lane) -> PackedStep:
         """Everything that changes before the rows run, and the copy of the plan.

@@ -25,9 +25,6 @@ from worker_proc.kv_cache import KVCache
 GRAPH_LIMIT = 256
 """Graphs that are kept at most; a start captures 146. Steps of further buckets run without one, if none stands in."""
 
-MOST_PADDING = 1.5
-"""Times as many tokens as its own bucket has may a step be padded to while that one has no graph."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -122,10 +119,9 @@ class StepProgram:
         return bucket not in self._without_graph and len(self._graphs) < GRAPH_LIMIT
 
     def stand_in(self, bucket: Bucket) -> Bucket | None:
-        """The captured bucket that holds such steps with the least padding, if that is no more than MOST_PADDING."""
-        most = MOST_PADDING * bucket.tokens
+        """The captured bucket that holds such steps with the least padding."""
         captured = (each for each, sampling in self._graphs if sampling and each.kind == bucket.kind)
-        found = (each for each in captured if each.rows >= bucket.rows and bucket.tokens <= each.tokens <= most)
+        found = (each for each in captured if each.rows >= bucket.rows and each.tokens >= bucket.tokens)
         return min(found, key=lambda each: (each.tokens, each.rows), default=None)
 
     def prepare(self, bucket: Bucket) -> None:

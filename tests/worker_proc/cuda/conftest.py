@@ -29,7 +29,7 @@ def fused_sizes() -> dict[str, int]:
 @pytest.fixture
 def library_products(monkeypatch):
     """Leave matrix products to the library, as for large batches: the interpreter takes seconds for small ones."""
-    monkeypatch.setattr(tuning, "default_plan", lambda *_: tuning.LIBRARY)
+    monkeypatch.setattr(tuning, "default_plan", lambda *_, **__: tuning.LIBRARY)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from worker_proc.cuda.buckets import (
     compiled_buckets,
     decode_buckets,
     exact_bucket,
+    first_buckets,
     slowest_to_compile,
     start_buckets,
 )
@@ -69,10 +70,29 @@ def test_one_prompt_and_small_batches_are_prepared():
         assert bucket in prepared, f"{rows} prompts of {tokens} tokens need {bucket}"
 
 
-@pytest.mark.parametrize("limits", [(1, 1), (1, 16), (48, 64), (256, 8192), (1024, 2048)])
-def test_what_is_compiled_first_is_among_what_is_compiled(limits):
-    first, all_of_them = slowest_to_compile(*limits), compiled_buckets(*limits)
-    assert set(first) <= set(all_of_them) and len(first) <= 5
+LIMITS = [(1, 1), (1, 16), (48, 64), (256, 8192), (256, 5000), (1024, 1024), (1024, 32768)]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_any_step_is_held_by_one_of_the_first_buckets(limits):
+    """While nothing else is captured, or its kernels are being compiled, no step may wait for that."""
+    max_rows, max_tokens = limits
+    first, rng = first_buckets(*limits), Random(5)
+    assert len(first) <= 18 and all(bucket.rows <= min(max_rows, bucket.tokens) for bucket in first)
+    for _ in range(2000):
+        rows = rng.randint(1, max_rows)
+        chunks = rng.randint(0, rows)
+        tokens = rows if chunks == 0 else rng.randint(rows, max_tokens)
+        bucket = bucket_of(rows - chunks, chunks, tokens, max_rows=max_rows, max_tokens=max_tokens)
+        holding = [each for each in first if each.kind == bucket.kind]
+        assert any(each.rows >= bucket.rows and each.tokens >= bucket.tokens for each in holding), bucket
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_what_comes_first_is_among_what_comes(limits):
+    slowest, first = set(slowest_to_compile(*limits)), first_buckets(*limits)
+    assert slowest <= set(first) <= set(compiled_buckets(*limits)) and len(slowest) <= 5
+    assert start_buckets(*limits)[: len(first)] == first
 
 
 def test_exact_buckets_are_the_step():

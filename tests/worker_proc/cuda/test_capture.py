@@ -10,7 +10,7 @@ import torch
 from kernels.step_layout import HEADER, PlanLayout
 from worker_proc.cuda import step_program
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
-from worker_proc.cuda.runner import MOST_STAND_INS, CudaRunner
+from worker_proc.cuda.runner import MOST_PADDING, CudaRunner
 from worker_proc.cuda.step_program import CaptureError, StepProgram
 
 MESSAGE = (
@@ -149,9 +149,10 @@ def test_a_bucket_whose_capture_failed_in_a_step_is_not_tried_again_in_a_pause(p
 
     monkeypatch.setattr(program, "rehearse", rehearse)
     monkeypatch.setattr(program, "_run", lambda *_: torch.empty(0))
-    runner = SimpleNamespace(program=program, _unprepared=deque([failing, other]))
+    runner = CudaRunner.__new__(CudaRunner)
+    runner.program, runner._unprepared, runner._behind = program, deque([failing, other]), None
     program.run(failing)
-    assert CudaRunner._prepare_next(runner) and not CudaRunner._prepare_next(runner)
+    assert runner._prepare_next() and not runner._prepare_next()
     assert rehearsed == [failing, other] and program.has_graph(other)
 
 
@@ -178,33 +179,61 @@ def test_a_rehearsal_sees_an_empty_plan_and_leaves_the_real_one(monkeypatch):
     assert plan.tolist() == list(range(1, 65))
 
 
+def bare_runner(*captured: Bucket):
+    """A runner and its program with these graphs, as far as choosing a bucket asks."""
+    program = StepProgram.__new__(StepProgram)
+    program._graphs, program._without_graph = {(bucket, True): None for bucket in captured}, set()
+    runner = CudaRunner.__new__(CudaRunner)
+    runner.pads_steps, runner.program, runner._behind = True, program, None
+    runner._padding, runner._unprepared = Counter(), deque()
+    runner._limits = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192)
+    return runner, program
+
+
+def chosen(runner, rows: int, tokens: int) -> Bucket:
+    """What a step of so many chunks runs in."""
+    return runner._bucket(SimpleNamespace(decode_row_count=0, row_count=rows, token_count=tokens))
+
+
 def test_a_larger_bucket_stands_in_for_one_without_a_graph(monkeypatch):
     """In `b256_128_256` steps of sizes that came for the first time waited 30 ms each for their captures."""
     near, far = Bucket(CHUNK, 16, 1280), Bucket(CHUNK, 256, 2048)
-    program = StepProgram.__new__(StepProgram)
-    program._graphs = {(near, True): None, (far, True): None, (Bucket(MIXED, 64, 1536), True): None}
+    runner, program = bare_runner(near, far, Bucket(MIXED, 64, 1536))
     program._graphs[Bucket(CHUNK, 64, 1536), False] = None
-    program._without_graph = set()
-    runner = SimpleNamespace(pads_steps=True, program=program, _missed=Counter(), _unprepared=deque())
-    runner._limits = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192)
-
-    def bucket(rows: int, tokens: int) -> Bucket:
-        return CudaRunner._bucket(runner, SimpleNamespace(decode_row_count=0, row_count=rows, token_count=tokens))
-
-    assert bucket(10, 1250) == near and bucket(1, 600) == Bucket(CHUNK, 1, 640), "twice its tokens are too much"
-    assert bucket(10, 1000) == near, "the least padding of its kind"
-    assert bucket(40, 1500) == far, "room for its rows, captured with sampling"
-    own = [Bucket(CHUNK, 16, 1024), Bucket(CHUNK, 64, 1536)]
-    assert list(runner._unprepared) == own
-    for _ in range(MOST_STAND_INS - 1):
-        assert bucket(40, 1500) == far
-    assert bucket(40, 1500) == own[1], "it comes often enough to be captured at once"
+    assert chosen(runner, 10, 1250) == near and chosen(runner, 1, 4000) == Bucket(CHUNK, 16, 4096), "nothing holds it"
+    assert chosen(runner, 10, 1000) == near, "the least padding of its kind"
+    assert chosen(runner, 40, 1500) == far, "room for its rows, captured with sampling"
+    own = [Bucket(CHUNK, 64, 1536), Bucket(CHUNK, 16, 1024)]
+    assert list(runner._unprepared) == own, "the last one that came is captured first"
+    each = 256 - 64 + 2048 - 1536
+    for _ in range(MOST_PADDING // each):
+        assert chosen(runner, 40, 1500) == far
+    assert chosen(runner, 40, 1500) == own[0], "padding has cost as much as its capture"
     assert list(runner._unprepared) == own, "and waits once"
-    program._without_graph.add(own[1])
-    assert bucket(40, 1500) == far, "without a graph of its own it would take longer than with padding"
+    program._without_graph.add(own[0])
+    assert chosen(runner, 40, 1500) == far, "without a graph of its own it would take longer than with padding"
     program._without_graph.clear()
     monkeypatch.setattr(step_program, "GRAPH_LIMIT", len(program._graphs))
-    assert bucket(40, 1500) == far, "there is no room for another graph"
+    assert chosen(runner, 40, 1500) == far, "there is no room for another graph"
+
+
+def test_however_much_is_padded_the_first_step_of_a_size_waits_for_no_capture():
+    largest = Bucket(CHUNK, 256, 8192)
+    runner, _ = bare_runner(largest)
+    assert chosen(runner, 1, 100) == largest and chosen(runner, 1, 100) == Bucket(CHUNK, 1, 128)
+
+
+def test_nothing_is_captured_before_its_kernels_are_compiled(monkeypatch):
+    """The worker would compile them itself, for seconds, in a step or a pause."""
+    largest, kernels, prepared = Bucket(CHUNK, 256, 8192), [], []
+    runner, program = bare_runner(largest)
+    runner._behind = SimpleNamespace(ready=lambda: bool(kernels))
+    monkeypatch.setattr(program, "prepare", prepared.append)
+    assert [chosen(runner, 1, 100) for _ in range(3)] == [largest] * 3
+    assert runner.prepare_next() and runner.prepare_next() and prepared == []
+    kernels.append("compiled")
+    assert chosen(runner, 1, 100) == Bucket(CHUNK, 1, 128)
+    assert not runner.prepare_next() and prepared == [Bucket(CHUNK, 1, 128)]
 
 
 class BrokenRehearsal:
@@ -271,7 +300,7 @@ def test_graphs_that_fail_at_the_start_end_the_start(
     program = driver.runner.program
     program._forward, program.uses_graphs = BrokenRehearsal(program._forward), True
     with pytest.raises(CaptureError, match="--enforce-eager runs without graphs"):
-        driver.runner.warm_up(seconds=0.0)
+        driver.runner.warm_up()
 
 
 def wait_for_the_device() -> None:

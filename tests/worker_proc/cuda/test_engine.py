@@ -6,7 +6,7 @@ import torch
 from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits
 from kernels.compile_process import CompileProcess
 from worker_proc.cuda import engine
-from worker_proc.cuda.buckets import start_buckets
+from worker_proc.cuda.buckets import first_buckets, start_buckets
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.kv_cache import SAFETY_BYTES, cache_specs
@@ -52,18 +52,38 @@ def test_a_small_model_starts_and_every_bucket_runs(start):
     assert not runner.slots.known_lengths.any(), "warming up wrote to a slot"
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_what_start_up_leaves_is_prepared_one_by_one(is_first, start, monkeypatch):
-    monkeypatch.setattr(engine, "FIRST_CAPTURE_SECONDS" if is_first else "CAPTURE_SECONDS", 0.0)
-    monkeypatch.setattr(CompileProcess, "started", is_first)
-    runner, _ = start(cache=CacheOptions(num_kv_blocks=40))
+def test_what_start_up_leaves_is_prepared_one_by_one(start, monkeypatch):
+    runner, _ = start(seqs=10, cache=CacheOptions(num_kv_blocks=40))
     prepared = []
     monkeypatch.setattr(runner.program, "prepare", prepared.append)
     turns = 1
     while runner.prepare_next():
         turns += 1
-    assert prepared == start_buckets(2, 16)[1:] and turns == len(prepared)
+    first = len(first_buckets(10, 16))
+    assert prepared == start_buckets(10, 16)[first:] and turns == len(prepared) > 1
     assert not runner.prepare_next() and len(prepared) == turns, "nothing is prepared twice"
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_kernels_are_listed_and_compiled_only_if_one_is_not_on_disk(is_on_disk, start, monkeypatch):
+    """A note says that they are; it may be wrong, and then the process that compiles is started late."""
+    events, load, needed_kernels = [], engine.Trial.load, engine.Trial.needed_kernels
+
+    def list_kernels(trial, buckets):
+        events.append(buckets.__name__)
+        return needed_kernels(trial, buckets)
+
+    monkeypatch.setattr(engine.Trial, "load", lambda trial, buckets: load(trial, buckets) and is_on_disk)
+    monkeypatch.setattr(engine.Trial, "needed_kernels", list_kernels)
+    monkeypatch.setattr(CompileProcess, "start", lambda _: events.append("start"))
+    monkeypatch.setattr(CompileProcess, "close", lambda _: events.append("close"))
+    monkeypatch.setattr(engine, "kernels_left", lambda _: None)
+    monkeypatch.setattr(engine, "note_kernels", lambda _, left: events.append("note"))
+    monkeypatch.setattr(PlainForward, "capturable", True)
+    runner, _ = start(cache=CacheOptions(num_kv_blocks=40))
+    listed = ["start", "slowest_to_compile", "first_buckets", "compiled_buckets", "note"]
+    assert events == [*([] if is_on_disk else listed), "close"]
+    assert runner._behind.ready()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Python's bytecode where it is not beside torch's files: compiled side by side, and kept for later starts.
+
+To import torch takes two seconds on a slow host, and five where its 700 files have to be compiled first: some
+installers leave that to the first import, and a container may forbid it to keep the result (PYTHONDONTWRITEBYTECODE).
+Then it is kept in the folder in which Triton keeps compiled kernels, and a process compiles on all cores what the
+import is about to come to:
+
+    python -E -m worker_proc.bytecode WIDTH OWN_FOLDER PACKAGE_FOLDER ...
+
+Called by the worker's start, before torch is imported.
+"""
+
+import importlib.util
+import os
+import py_compile
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+FOLDER_NAME = "trireme-bytecode"
+PACKAGES = ("triton", "torch", "numpy", "kernels", "worker_proc")
+"""In the order in which the worker comes to them."""
+
+NOT_IMPORTED = {"_dynamo", "_inductor", "onnx", "test", "testing", "tests"}
+"""Parts of these that no engine needs, a third of all."""
+
+_NICENESS = 10
+_32_BITS = 0xFFFFFFFF
+
+
+def keep_bytecode(folder: Path) -> None:
+    """From here on, this process has its bytecode in a folder of its own within that one, and so have processes that
+    it starts; not if torch's is beside its files or will be, or the user has chosen."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or sys.pycache_prefix is not None or _is_kept_beside(Path(spec.origin)):
+        return
+    own = folder / FOLDER_NAME
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+    except OSError:  # nothing could be kept; what lies beside other files is better than nothing
+        return
+    sys.pycache_prefix, sys.dont_write_bytecode = str(own), False
+    os.environ["PYTHONPYCACHEPREFIX"] = str(own)  # for the process that compiles kernels
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def compile_beside_import(width: int) -> None:
+    """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch."""
+    found = {name: importlib.util.find_spec(name) for name in PACKAGES}
+    sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}
+    if "torch" not in sources or _has_bytecode(sources["torch"]):
+        return
+    command = [sys.executable, "-E", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
+    command += [str(source.parent) for source in sources.values()]
+    threading.Thread(target=_run, args=(command,), name="compile-bytecode", daemon=True).start()
+
+
+def _run(command: list[str]) -> None:
+    with suppress(OSError):
+        subprocess.run(command, cwd=_ROOT, check=False)
+
+
+def main() -> None:
+    """Compile the files of some packages, by so many processes."""
+    width, own, *packages = sys.argv[1:]
+    sys.pycache_prefix = own or None
+    files = [path for package in packages for path in _imported_files(Path(package))]
+    os.nice(_NICENESS)
+    forked = []
+    for first in range(int(width)):
+        forked.append(os.fork())
+        if not forked[-1]:
+            try:
+                for path in files[first :: int(width)]:
+                    _compile(path)
+            finally:
+                os._exit(0)
+    for process in forked:
+        os.waitpid(process, 0)
+
+
+def _imported_files(package: Path) -> list[Path]:
+    return sorted(path for path in package.rglob("*.py") if not NOT_IMPORTED & set(path.relative_to(package).parts))
+
+
+def _compile(source: Path) -> None:
+    with suppress(OSError):  # the import compiles it, or says what is wrong
+        if not _has_bytecode(source):
+            py_compile.compile(str(source), quiet=2)
+
+
+def _is_kept_beside(source: Path) -> bool:
+    return _has_bytecode(source) or (not sys.dont_write_bytecode and os.access(source.parent, os.W_OK))
+
+
+def _has_bytecode(source: Path) -> bool:
+    """Whether an import would find bytecode of this Python and of this state of the file."""
+    try:
+        kept, stat = Path(importlib.util.cache_from_source(str(source))).read_bytes(), source.stat()
+        flags, changed_at_s, size = struct.unpack("<III", kept[4:16])
+    except (OSError, struct.error):
+        return False
+    is_current = flags != 0 or (changed_at_s, size) == (int(stat.st_mtime) & _32_BITS, stat.st_size & _32_BITS)
+    return kept[:4] == importlib.util.MAGIC_NUMBER and is_current
+
+
+if __name__ == "__main__":
+    main()
