@@ -15,8 +15,8 @@ from common.messages import STEP_PARTS
 
 TEMPERATURE = 0.6
 SETTLE_S = 10
-"""On a GPU, this engine takes requests at once and captures most of its graphs in pauses, for so long; others capture theirs
-before they take any."""
+"""On a GPU, this engine takes requests at once and captures most of its graphs in pauses, for so long; others capture
+theirs before they take any."""
 
 
 @dataclass(frozen=True)
