@@ -51,8 +51,8 @@ def _loaded(parts_ptr, statistics_ptr, pairs, columns, first, part_count, layout
 
 @gluon.jit
 def merged_row(
-    parts_ptr, statistics_ptr, part_count, dtype: gl.constexpr, SPLITS: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+    parts_ptr, statistics_ptr, part_count, dtype: gl.constexpr, SPLITS: gl.constexpr, ROWS: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The row [HEADS, HEAD_DIM], in `dtype`; zeros without parts."""
     DIMS: gl.constexpr = HEADS * HEAD_DIM // (32 * gl.num_warps())

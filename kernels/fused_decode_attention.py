@@ -413,5 +413,5 @@ def fused_decode_attention(
     )  # fmt: skip
     if not leave:
         return None
-    heads = (query_heads, kv_heads, head_dim)
-    return AttentionParts(partials.view(qkv.dtype), partials, row_slots, context_lengths, plan.splits, plan.tile, GROUP_ROWS, *heads)
+    sizes = (plan.splits, plan.tile, GROUP_ROWS, query_heads, kv_heads, head_dim)
+    return AttentionParts(partials.view(qkv.dtype), partials, row_slots, context_lengths, *sizes)

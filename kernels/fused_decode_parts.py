@@ -5,9 +5,9 @@ than for anything else. Here fewer lie on the way: the new token has a program o
 tokens, unless one tile holds them all; queries are normed and rotated as few rows and only then repeated to the height
 of a tensor core's tile; the next tile is loaded only where there is one; a merge takes half as many parts at a time.
 
-With LEAVE nobody merges: each part is divided by its normaliser and stays, in 16 bits where qkv has 16, in `left`, for the output product, whose programs merge them as they read
-(kernels/attention_parts.py). The last to finish would read what the product reads anyway, and between two kernels that
-takes longer than the rest of this one.
+With LEAVE nobody merges: each part is divided by its normaliser and stays in `left`, in 16 bits where qkv has 16, for
+the output product, whose programs merge the parts as they read them (kernels/attention_parts.py). The last to finish
+would read what the product reads anyway, and between two kernels that takes longer than the rest of this one.
 
 Arguments and tensors are those of the other kernel. Called by kernels/fused_decode_attention.py.
 """

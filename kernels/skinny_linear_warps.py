@@ -133,8 +133,9 @@ def _warps_kernel(
     if SPLITS > 0:
         HEADS: gl.constexpr = K // HEAD_DIM
         row = merged_row(
-            x, statistics_ptr, part_count, weight.dtype.element_ty, SPLITS, HEAD_ROWS, HEADS, KV_HEADS, HEAD_DIM, PARTS_AT_A_TIME
-        )
+            x, statistics_ptr, part_count, weight.dtype.element_ty, SPLITS, HEAD_ROWS, HEADS, KV_HEADS, HEAD_DIM,
+            PARTS_AT_A_TIME,
+        )  # fmt: skip
         merged._reinterpret(weight.dtype.element_ty, [HEADS, HEAD_DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(
             row
         )
