@@ -131,3 +131,20 @@ def test_they_are_kept_beside_the_files_where_python_may_do_so(compiled, torch_f
 def test_what_has_been_compiled_is_not_compiled_again(compiled, torch_folder):
     py_compile.compile(str(torch_folder / "torch" / "__init__.py"))
     assert compiled() == ["__init__"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the files are compiled to their end")
+def test_what_compiles_them_ends_with_the_worker(torch_folder):
+    """A worker that was killed left as many processes as there are cores behind."""
+    compiling = f"""
+import os, signal, sys
+from worker_proc import bytecode
+bytecode._compile = lambda _: (os.write(1, b"begun"), signal.pause())
+sys.argv = ["", "1", "", {str(torch_folder)!r}]
+bytecode.main()
+"""
+    starting = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {compiling!r}])"
+    with subprocess.Popen([sys.executable, "-c", starting], stdout=subprocess.PIPE) as worker:
+        assert worker.stdout.read(5) == b"begun"
+        worker.kill()
+        assert worker.stdout.read() == b"", "nobody holds it any more"
