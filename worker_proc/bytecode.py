@@ -51,7 +51,7 @@ def keep_bytecode(folder: Path) -> None:
 
 
 def compile_beside_import(width: int) -> None:
-    """If torch's bytecode is nowhere, have a process compile `width` files at a time, beside the import of torch; returns
+    """If torch's bytecode is nowhere, have a process compile `width` files at a time beside the import of torch. Returns
     at once."""
     found = {name: importlib.util.find_spec(name) for name in PACKAGES}
     sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}
