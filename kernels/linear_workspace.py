@@ -1,6 +1,6 @@
 """What the skinny products of a model share: buffers for parts of sums, and the plans that were looked up.
 
-One serves all layers, since launches follow one another. Called by kernels/skinny_linear.py.
+Made by the forward pass, once for a model, and used by kernels/skinny_linear.py.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +23,9 @@ class Workspace:
     counters  [COUNTERS] int32     zero between launches
     normed    [elements]           x after its norm, where the library does the product
     wide      [elements]           gate and up, where the library does the product
+    plans                          by operation and rows, once they have been looked up
+
+    `elements` are of the products' dtype.
     """
 
     partials: torch.Tensor
@@ -45,9 +48,10 @@ class Workspace:
         )
 
     def plan_of(
-        self, rows: int, weight: torch.Tensor, has_norm: bool, has_residual: bool, silu_mul: bool
-    ) -> LinearPlan:
-        """The plan of an operation, looked up once."""
+        self, rows: int, weight: torch.Tensor, *, has_norm: bool = False, has_residual: bool = False,
+        silu_mul: bool = False,
+    ) -> LinearPlan:  # fmt: skip
+        """The plan of an operation with `rows` rows of x and a `weight` [N, K], looked up once."""
         key = (rows, *weight.shape, has_norm, has_residual, silu_mul)
         plan = self.plans.get(key)
         if plan is None:

@@ -51,8 +51,8 @@ def keep_bytecode(folder: Path) -> None:
 
 
 def compile_beside_import(width: int) -> None:
-    """If torch's bytecode is nowhere, have a process compile `width` files at a time beside the import of torch. Returns
-    at once."""
+    """If torch's bytecode is nowhere, have a process compile `width` files at a time, beside torch's import. Returns at
+    once."""
     found = {name: importlib.util.find_spec(name) for name in PACKAGES}
     sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}
     if "torch" not in sources or _has_bytecode(sources["torch"]):

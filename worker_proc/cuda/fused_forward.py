@@ -236,7 +236,8 @@ class FusedForward:
         attention = layer.self_attn
         if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
             return False
-        if self._workspace.plan_of(bucket.tokens, layer.mlp.gate_up_proj.weight, True, False, True).kernel == "warps":
+        gate_up = self._workspace.plan_of(bucket.tokens, layer.mlp.gate_up_proj.weight, has_norm=True, silu_mul=True)
+        if gate_up.kernel == "warps":
             return False  # norms cost these next to nothing
         products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
         return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)
