@@ -28,7 +28,8 @@ Qwen3-0.6B's 28 layers in a row take 337 us with one row (2.6 TB/s, 58 % of the 
 565 with 4, 580 with 8, 594 with 16, 822 with 32 and 800 with 64; by the library 1110, 1039, 1029, 931, 948, 972 and
 999. The lm_head takes 71 us with one row (4.4 TB/s, 98 %) and 91 with 64; by the library 85 and 121. In parts, with the
 kernels that read them, a layer takes 17.6 us with 16 rows, 21.4 with 64, 26.4 with 128 and 34.6 with 256 at commit
-cf6694d, by the library 35.5, 37.4 and 41.9 from 64 rows on.
+cf6694d, by the library 35.5, 37.4 and 41.9 from 64 rows on. Since then up to 16 rows have become
+skinny_linear_warps.py's there, which has its own figures.
 """
 
 import torch
