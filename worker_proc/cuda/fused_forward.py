@@ -54,7 +54,7 @@ decode attention, which only waits, took 46.8 us so over 32 x 1024 tokens, 36.8 
 Hopper kernel, which has something to do meanwhile, is."""
 
 FEWEST_PARTS_TOKENS = 2
-"""Below this many tokens the norms are in the products' prologues: one row's products read W once whatever does them."""
+"""Below this many tokens the norms are in the products' prologues: W is read once for one row, whatever does that."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
