@@ -52,7 +52,7 @@ class Workspace:
         silu_mul: bool = False,
     ) -> LinearPlan:  # fmt: skip
         """The plan of an operation with `rows` rows of x and a `weight` [N, K], looked up once."""
-        key = (rows, *weight.shape, has_norm, has_residual, silu_mul)
+        key = plan_key(rows, *weight.shape, has_norm=has_norm, has_residual=has_residual, silu_mul=silu_mul)
         plan = self.plans.get(key)
         if plan is None:
             sizes = (weight.device, weight.dtype, rows, *weight.shape)
@@ -65,3 +65,10 @@ class Workspace:
         if buffer.numel() < row_count * columns:
             raise ValueError(f"workspace.{name}: wanted {row_count} x {columns} elements, got {buffer.numel()}")
         return buffer[: row_count * columns].view(row_count, columns)
+
+
+def plan_key(
+    rows: int, outputs: int, inputs: int, *, has_norm: bool = False, has_residual: bool = False, silu_mul: bool = False
+) -> tuple[int, ...]:
+    """By what a workspace keeps the plan of a product with so many rows of x and a W [outputs, inputs]."""
+    return (rows, outputs, inputs, has_norm, has_residual, silu_mul)

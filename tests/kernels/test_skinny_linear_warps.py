@@ -13,7 +13,7 @@ from kernels.fused_decode_attention import (
     fused_decode_attention_reference,
     launch_plan,
 )
-from kernels.linear_workspace import Workspace
+from kernels.linear_workspace import Workspace, plan_key
 from kernels.new_token import NewTokens
 from kernels.skinny_linear import linear_of_parts, run_plan, skinny_linear_reference
 from kernels.tuning import LIBRARY, LinearPlan, default_plan, find_plan
@@ -191,7 +191,7 @@ def test_attention_left_in_parts_is_attention(length, device):
     parts = fused_decode_attention(output, qkv, *caches, *places, *inputs, scale=0.125, leave=True)
     weight = random_tensor(64, HEADS * HEAD_DIM, dtype=dtype, seed=8, scale=0.1)
     stream, workspace = torch.zeros(1, 64, dtype=dtype, device=DEVICE), workspace_for(dtype)
-    workspace.plans[1, *weight.shape, False, True, False] = PARTS_PLAN
+    workspace.plans[plan_key(1, *weight.shape, has_residual=True)] = PARTS_PLAN
     linear_of_parts(parts, weight, stream, workspace, residual=stream)
     attended = fused_decode_attention_reference(qkv, *copies, *places, new.rope_table, HEADS, scale=0.125)
     assert_as_exact(stream, attended.reshape(1, -1).float() @ weight.float().T, steps=3)
