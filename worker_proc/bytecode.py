@@ -5,7 +5,7 @@ installers leave that to the first import, and a container may forbid it to keep
 Then it is kept in the folder in which Triton keeps compiled kernels, and a process compiles on all cores what the
 import is about to come to:
 
-    python -E -m worker_proc.bytecode WIDTH OWN_FOLDER PACKAGE_FOLDER ...
+    python -E -B -m worker_proc.bytecode WIDTH OWN_FOLDER PACKAGE_FOLDER ...
 
 That process ends with the worker. Called by the worker's start, before torch is imported.
 """
@@ -51,13 +51,15 @@ def keep_bytecode(folder: Path) -> None:
 
 
 def compile_beside_import(width: int) -> None:
-    """If torch's bytecode is nowhere, have a process compile `width` files at a time, beside torch's import. Returns at
-    once."""
+    """If torch's bytecode is nowhere and may be kept, have a process compile `width` files at a time, beside torch's
+    import. Returns at once."""
+    if sys.dont_write_bytecode:
+        return
     found = {name: importlib.util.find_spec(name) for name in PACKAGES}
     sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}
     if "torch" not in sources or _has_bytecode(sources["torch"]):
         return
-    command = [sys.executable, "-E", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
+    command = [sys.executable, "-E", "-B", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
     command += [str(source.parent) for source in sources.values()]
     threading.Thread(target=_run, args=(command,), name="compile-bytecode", daemon=True).start()
 
