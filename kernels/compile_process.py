@@ -6,7 +6,7 @@ import torch again each time, which takes as long as the longest compilation. So
 time for each order. The compiled kernels are left in Triton's folder on disk.
 
     parent                                        process
-    [is_awaited, [job, job, ...]]          ->     compiles in this order, beside earlier orders and behind the first;
+    [is_awaited, [[number, job], ...]]     ->     compiles in this order, beside earlier orders and behind the first;
     as a line of JSON                             what nobody waits for behind everything else that the machine does
                                            <-     a line for each job that has ended: its number, counted from the
                                                   first order's first job
@@ -151,7 +151,7 @@ def _write(pipe: IO[str], line: str, before: threading.Thread | None) -> None:
 def main() -> None:
     """Compile what each line of the input asks for."""
     parent, width = os.getppid(), int(sys.argv[1])
-    _end_with(parent)
+    end_with(parent)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever a compiler prints
     utilities = _fork_utilities()
@@ -187,7 +187,7 @@ def _carry_out(order: dict[int, Job], width: int, answers: IO[str], niceness: in
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _end_with(forking)
+        end_with(forking)
         os.nice(niceness)
         numbers = list(order)
         for index in _compile_all(list(order.values()), width, forking):
@@ -203,7 +203,7 @@ def _fork_utilities() -> int:
     if pid := os.fork():
         return pid
     try:
-        _end_with(forking)
+        end_with(forking)
         from triton.backends.nvidia.driver import CudaUtils
 
         CudaUtils()
@@ -237,13 +237,13 @@ def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:
         if pid := os.fork():
             running[pid] = number
         else:
-            _end_with(forking)
+            end_with(forking)
             _compile(job)
     while running:
         yield running.pop(os.wait()[0])
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have Linux end this process with its parent, also in the middle of what takes long."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -290,7 +290,7 @@ def _build_launcher_beside(function: Any) -> None:
             builders.append(os.fork())
             if not builders[-1]:
                 try:
-                    _end_with(forking)
+                    end_with(forking)
                     build_launcher(source, SimpleNamespace(**metadata))
                 finally:
                     os._exit(0)

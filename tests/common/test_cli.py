@@ -217,6 +217,12 @@ def test_an_option_of_a_file_may_replace_one_that_was_merged_into_it(tmp_path):
     assert (server.port, server.host) == (9000, "a")
 
 
+def test_the_name_of_a_host_may_be_longer_than_a_path(tmp_path):
+    """It was refused as a path."""
+    endpoint = f"tcp://{'.'.join(['x' * 50] * 3)}:5555"
+    assert parse("--client-endpoint", endpoint, "--client-keys", str(tmp_path)).server.client_endpoint == endpoint
+
+
 def test_empty_file_changes_nothing(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
     assert parse("--config", str(tmp_path / "empty.yaml")) == EngineConfig()
