@@ -44,6 +44,9 @@ LIBRARY = LinearPlan("library")
 WARPS_MOST_ROWS = 16
 WARPS_MOST_BYTES = 34 << 20  # W of 4,096 x 4,096, which takes 11 us and the library 15; of 6,144 x 4,096 20 and 18
 WARPS_WEIGHT_REGISTERS = 144  # of a thread
+SIXTEEN_WARPS_WEIGHT_REGISTERS = 96
+"""Of a thread that has 128 registers at most: with 128 of W, which 8,192 inputs take, it spilled 184 bytes, and beside a
+norm 344 with 96."""
 
 
 def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool, in_parts: bool = False) -> str:
@@ -62,7 +65,9 @@ def _card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_warps: bool = False) -> LinearPlan:
+def default_plan(
+    rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_warps: bool = False, has_norm: bool = False
+) -> LinearPlan:
     """A plan by rule, for a shape or a card that was not measured.
 
     `by_warps`: the card runs kernels/skinny_linear_warps.py. Few rows go there, if W is of a size that the card's
@@ -70,9 +75,10 @@ def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_war
     """
     if by_warps and rows <= WARPS_MOST_ROWS and 2 * outputs * inputs <= WARPS_MOST_BYTES:
         block_n = 32 if outputs >= 4096 and inputs <= 1024 else 16
-        for warps in (2, 4, 8, 16):
+        for warps in (2, 4, 8) if has_norm else (2, 4, 8, 16):
+            registers = SIXTEEN_WARPS_WEIGHT_REGISTERS if warps == 16 else WARPS_WEIGHT_REGISTERS
             is_whole = inputs % (32 * warps) == 0
-            if is_whole and block_n * inputs <= 64 * warps * WARPS_WEIGHT_REGISTERS:
+            if is_whole and block_n * inputs <= 64 * warps * registers:
                 share = inputs // warps
                 return LinearPlan("warps", block_n, min(64, share & -share), warps)
     halves = 2 if silu_mul else 1
@@ -100,4 +106,4 @@ def find_plan(
     if measured is not None:
         return measured
     by_warps = dtype.itemsize == 2 and takes_gluon(capability_major(device))
-    return default_plan(rows, outputs, inputs, silu_mul, by_warps=by_warps)
+    return default_plan(rows, outputs, inputs, silu_mul, by_warps=by_warps, has_norm=has_norm)
