@@ -7,7 +7,7 @@ no tensors.
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -99,7 +99,19 @@ def measured_plan(device: torch.device, dtype: torch.dtype, rows: int, operation
 def find_plan(
     device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, silu_mul: bool, has_norm: bool
 ) -> LinearPlan:
-    """The measured plan of this card for the bucket of `rows`, or one by rule. `outputs` counts W's rows."""
+    """The measured plan of this card for the bucket of `rows`, or one by rule. `outputs` counts W's rows.
+
+    With a norm and float16, not one that multiplies the norm's weight into x before it knows the row's scale: what a
+    model's rows hold, times that, may be more than float16 has, or so little that few of its digits are left.
+    """
+    plan = _found_plan(device, dtype, rows, outputs, inputs, silu_mul, has_norm)
+    rounds_early = has_norm and dtype == torch.float16 and plan.kernel in ("warps", "small_m")
+    return replace(plan, norm_apart=True) if rounds_early else plan
+
+
+def _found_plan(
+    device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int, silu_mul: bool, has_norm: bool
+) -> LinearPlan:
     measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, has_norm))
     if measured is None and not has_norm:  # what is fast with a norm is so without
         measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, True))
