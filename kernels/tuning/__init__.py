@@ -45,8 +45,8 @@ WARPS_MOST_ROWS = 16
 WARPS_MOST_BYTES = 34 << 20  # W of 4,096 x 4,096, which takes 11 us and the library 15; of 6,144 x 4,096 20 and 18
 WARPS_WEIGHT_REGISTERS = 144  # of a thread
 SIXTEEN_WARPS_WEIGHT_REGISTERS = 96
-"""Of a thread that has 128 registers at most: with 128 of W, which 8,192 inputs take, it spilled 184 bytes, and beside a
-norm 344 with 96."""
+"""Of a thread that has 128 registers at most: with 128 of W, which 8,192 inputs take, it spilled 184 bytes; 344 with 96
+beside a norm."""
 
 
 def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool, in_parts: bool = False) -> str:
