@@ -39,6 +39,8 @@ from typing import IO, Any, NoReturn
 _ROOT = Path(__file__).resolve().parent.parent
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads must not fork, and numpy's library starts some when it is imported."""
+_FOLDERS = ("TRITON_CACHE_DIR", "TRITON_HOME")
+"""What may name a folder from where the parent is: the process is started in another one."""
 _PR_SET_PDEATHSIG = 1
 _LATER_NICENESS = 10
 """Of what is ordered later: a core that has two processes gives the first order's nine tenths of its time."""
@@ -92,10 +94,11 @@ class CompileProcess:
         if self._process is not None or not self._width:
             return
         command = [sys.executable, "-m", "kernels.compile_process", str(self._width)]
+        folders = {name: os.path.abspath(os.environ[name]) for name in _FOLDERS if os.environ.get(name)}
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT,
-                env=os.environ | _ONE_THREAD,
+                env=os.environ | _ONE_THREAD | folders,
             )  # fmt: skip
         except OSError as error:
             logger.warning("no process that compiles kernels ahead could be started: %s", error)
@@ -151,7 +154,7 @@ def _write(pipe: IO[str], line: str, before: threading.Thread | None) -> None:
 def main() -> None:
     """Compile what each line of the input asks for."""
     parent, width = os.getppid(), int(sys.argv[1])
-    _end_with(parent)
+    end_with(parent)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever a compiler prints
     utilities = _fork_utilities()
@@ -187,7 +190,7 @@ def _carry_out(order: dict[int, Job], width: int, answers: IO[str], niceness: in
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _end_with(forking)
+        end_with(forking)
         os.nice(niceness)
         numbers = list(order)
         for index in _compile_all(list(order.values()), width, forking):
@@ -203,7 +206,7 @@ def _fork_utilities() -> int:
     if pid := os.fork():
         return pid
     try:
-        _end_with(forking)
+        end_with(forking)
         from triton.backends.nvidia.driver import CudaUtils
 
         CudaUtils()
@@ -216,8 +219,9 @@ def _import_kernels() -> None:
     collect garbage, and a collection would make it copy what it has in common with this process."""
     gc.disable()
     import kernels
-    from kernels.import_torch import hash_triton, import_torch
+    from kernels.import_torch import hash_triton, import_torch, mend_bytecode
 
+    mend_bytecode()
     hashing = hash_triton()
     import_torch()
     for module in pkgutil.iter_modules(kernels.__path__):
@@ -237,13 +241,13 @@ def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:
         if pid := os.fork():
             running[pid] = number
         else:
-            _end_with(forking)
+            end_with(forking)
             _compile(job)
     while running:
         yield running.pop(os.wait()[0])
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Have Linux end this process with its parent, also in the middle of what takes long."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -290,7 +294,7 @@ def _build_launcher_beside(function: Any) -> None:
             builders.append(os.fork())
             if not builders[-1]:
                 try:
-                    _end_with(forking)
+                    end_with(forking)
                     build_launcher(source, SimpleNamespace(**metadata))
                 finally:
                     os._exit(0)

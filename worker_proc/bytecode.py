@@ -7,18 +7,26 @@ import is about to come to:
 
     python -E -m worker_proc.bytecode WIDTH OWN_FOLDER PACKAGE_FOLDER ...
 
+Whoever can write there could have this process run anything. So the folder counts only if it is this user's or root's
+and nobody else may write to it; and what a full disk has cut off is compiled anew.
+
 Called by the worker's start, before torch is imported.
 """
 
 import importlib.util
 import os
 import py_compile
+import shutil
+import stat
 import struct
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+
+from kernels.compile_process import end_with
+from kernels.import_torch import mend_bytecode
 
 _ROOT = Path(__file__).resolve().parent.parent
 FOLDER_NAME = "trireme-bytecode"
@@ -29,6 +37,7 @@ NOT_IMPORTED = {"_dynamo", "_inductor", "onnx", "test", "testing", "tests"}
 """Parts of these that no engine needs, a third of all."""
 
 _NICENESS = 10
+_ROOM_BYTES = 256 << 20  # what all of it takes, and some more
 _32_BITS = 0xFFFFFFFF
 
 
@@ -38,21 +47,44 @@ def keep_bytecode(folder: Path) -> None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or sys.pycache_prefix is not None or _is_kept_beside(Path(spec.origin)):
         return
-    own = folder / FOLDER_NAME
-    try:
-        own.mkdir(parents=True, exist_ok=True)
-    except OSError:  # nothing could be kept; what lies beside other files is better than nothing
+    own = Path(os.path.abspath(folder)) / FOLDER_NAME
+    if not _is_safe(own):
         return
-    sys.pycache_prefix, sys.dont_write_bytecode = str(own), False
+    sys.pycache_prefix = str(own)
+    if not (_has_bytecode(Path(spec.origin)) or _has_room(own)):
+        sys.pycache_prefix = None  # what lies beside other files is better than nothing
+        return
+    sys.dont_write_bytecode = False
+    mend_bytecode()
     os.environ["PYTHONPYCACHEPREFIX"] = str(own)  # for the process that compiles kernels
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def _is_safe(own: Path) -> bool:
+    """Whether the folder is there, made if need be, and no other user can have written to it."""
+    try:
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = own.lstat()
+    except OSError:
+        return False
+    is_shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0) and not is_shared
+
+
+def _has_room(own: Path) -> bool:
+    return os.access(own, os.W_OK) and shutil.disk_usage(own).free >= _ROOM_BYTES
+
+
 def compile_beside_import(width: int) -> None:
-    """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch."""
+    """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch; not
+    where Python may not keep it."""
+    if sys.dont_write_bytecode:
+        return
     found = {name: importlib.util.find_spec(name) for name in PACKAGES}
     sources = {name: Path(spec.origin) for name, spec in found.items() if spec is not None and spec.origin is not None}
     if "torch" not in sources or _has_bytecode(sources["torch"]):
+        return
+    if not (sys.pycache_prefix or os.access(sources["torch"].parent, os.W_OK)):
         return
     command = [sys.executable, "-E", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
     command += [str(source.parent) for source in sources.values()]
@@ -66,6 +98,8 @@ def _run(command: list[str]) -> None:
 
 def main() -> None:
     """Compile the files of some packages, by so many processes."""
+    end_with(os.getppid())
+    compiling = os.getpid()
     width, own, *packages = sys.argv[1:]
     sys.pycache_prefix = own or None
     files = [path for package in packages for path in _imported_files(Path(package))]
@@ -75,6 +109,7 @@ def main() -> None:
         forked.append(os.fork())
         if not forked[-1]:
             try:
+                end_with(compiling)
                 for path in files[first :: int(width)]:
                     _compile(path)
             finally:
@@ -100,11 +135,11 @@ def _is_kept_beside(source: Path) -> bool:
 def _has_bytecode(source: Path) -> bool:
     """Whether an import would find bytecode of this Python and of this state of the file."""
     try:
-        kept, stat = Path(importlib.util.cache_from_source(str(source))).read_bytes(), source.stat()
+        kept, found = Path(importlib.util.cache_from_source(str(source))).read_bytes(), source.stat()
         flags, changed_at_s, size = struct.unpack("<III", kept[4:16])
     except (OSError, struct.error):
         return False
-    is_current = flags != 0 or (changed_at_s, size) == (int(stat.st_mtime) & _32_BITS, stat.st_size & _32_BITS)
+    is_current = flags != 0 or (changed_at_s, size) == (int(found.st_mtime) & _32_BITS, found.st_size & _32_BITS)
     return kept[:4] == importlib.util.MAGIC_NUMBER and is_current
 
 

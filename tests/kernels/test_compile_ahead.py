@@ -244,6 +244,22 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     assert "was lost" in caplog.text or "could be started" in caplog.text
 
 
+def test_a_folder_named_from_here_is_the_same_for_the_process(tmp_path, monkeypatch):
+    """It is started in another one: what it compiled for the folder `cache` nobody found."""
+    stand_in = tmp_path / "stand-in"
+    stand_in.write_text('#!/bin/sh\necho "$TRITON_CACHE_DIR" "$TRITON_HOME" > "$TOLD"\n')
+    stand_in.chmod(0o700)
+    monkeypatch.setattr(compile_process, "sys", SimpleNamespace(executable=str(stand_in)))
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"TRITON_CACHE_DIR": "cache", "TRITON_HOME": "../home", "TOLD": tmp_path / "told"}.items():
+        monkeypatch.setenv(name, str(value))
+    compiler = CompileProcess(1)
+    compiler.order([job()])
+    assert list(compiler.finished()) == []
+    compiler.close()
+    assert (tmp_path / "told").read_text().split() == [str(tmp_path / "cache"), str(tmp_path.parent / "home")]
+
+
 @pytest.mark.slow
 def test_compile_times_are_told_for_a_card_that_is_not_there(run_script):
     line = run_script(["-m", "benchmarks.kernels.compile_times", "--only", "silu_mul", "--cores", "1", "3"])

@@ -5,6 +5,7 @@ import py_compile
 import subprocess
 import sys
 import threading
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,6 +55,7 @@ def kept(torch_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    monkeypatch.setattr(SourceFileLoader, "get_code", SourceFileLoader.get_code)
     spec = SimpleNamespace(origin=str(torch_folder / "torch" / "__init__.py"))
     monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda name: spec if name == "torch" else None)
 
@@ -90,9 +92,51 @@ def test_a_folder_that_the_user_has_chosen_is_kept(kept, monkeypatch):
     assert kept() == "chosen" and os.environ["PYTHONPYCACHEPREFIX"] == ""
 
 
-def test_where_nothing_can_be_written_nothing_changes(kept, tmp_path):
-    (tmp_path / "triton").write_text("a file")
-    assert kept() is None and sys.dont_write_bytecode
+@pytest.mark.parametrize("way", ["a file", "a link", "writable by all", "by a group", "another's", "full", "read-only"])
+def test_where_others_may_write_or_nobody_nothing_changes(kept, tmp_path, monkeypatch, way):
+    """A folder that another user has put there, in a cache that all may write to, would be run as this user."""
+    own = tmp_path / "triton" / FOLDER_NAME
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    own.parent.mkdir()
+    if way == "a file":
+        own.write_text("")
+    elif way == "a link":
+        own.symlink_to(tmp_path / "elsewhere")
+    else:
+        own.mkdir()
+        own.chmod({"writable by all": 0o777, "by a group": 0o770}.get(way, 0o700))
+    if way == "another's":
+        monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+        monkeypatch.setattr(Path, "lstat", lambda _: SimpleNamespace(st_mode=0o40_700, st_uid=54_321))
+    if way == "full":
+        monkeypatch.setattr(bytecode.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    if way == "read-only":
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    assert kept() is None and sys.dont_write_bytecode and os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+@pytest.mark.parametrize("owner", [0, 12_345])
+def test_a_folder_with_torchs_bytecode_is_used_where_nothing_can_be_written(kept, compiled, monkeypatch, owner):
+    """As in a container whose image has it."""
+    kept()
+    compiled()
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+    monkeypatch.setattr(Path, "lstat", lambda _: SimpleNamespace(st_mode=0o40_755, st_uid=owner))
+    assert kept() is not None
+
+
+def test_nobody_else_may_write_where_it_is_kept_and_it_is_there_for_any_process(kept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bytecode, "FOLDER_NAME", "own")
+    before = os.umask(0)
+    try:
+        keep_bytecode(Path("triton"))
+    finally:
+        os.umask(before)
+    assert sys.pycache_prefix == os.environ["PYTHONPYCACHEPREFIX"] == str(tmp_path / "triton" / "own")
+    assert (tmp_path / "triton" / "own").stat().st_mode & 0o777 == 0o700
 
 
 def test_without_torch_nothing_changes(kept, monkeypatch):
@@ -124,10 +168,52 @@ def test_files_that_are_imported_are_compiled_by_a_process(compiled, kept, torch
     assert files_of(torch_folder) == [], "they are kept in the folder"
 
 
-def test_they_are_kept_beside_the_files_where_python_may_do_so(compiled, torch_folder):
+def test_they_are_kept_beside_the_files_where_python_may_do_so(compiled, torch_folder, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert compiled() == files_of(torch_folder) == ["__init__", "linear"]
 
 
-def test_what_has_been_compiled_is_not_compiled_again(compiled, torch_folder):
+@pytest.mark.parametrize("place", ["beside the files", "a folder that the user has chosen"])
+def test_nothing_is_compiled_that_python_may_not_keep(compiled, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "chosen") if "chosen" in place else None)
+    assert compiled() == []
+
+
+def test_nothing_is_compiled_that_cannot_be_kept(compiled, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert compiled() == []
+
+
+def test_what_has_been_compiled_is_not_compiled_again(compiled, torch_folder, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     py_compile.compile(str(torch_folder / "torch" / "__init__.py"))
     assert compiled() == ["__init__"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the files are compiled to the last")
+def test_what_compiles_them_ends_with_the_worker(tmp_path):
+    """A worker that was killed left it to work on."""
+    os.mkfifo(tmp_path / "waits.py")
+    code = "import sys; from worker_proc.bytecode import _run; _run([sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, "-c", code, "-E", "-m", "worker_proc.bytecode", "1", "", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as worker, open(tmp_path / "waits.py", "w"):
+        worker.kill()
+        assert worker.stdout.read() == b"", "nobody holds it any more"
+
+
+@pytest.mark.parametrize("left", [17, 40, 1000, -1])
+def test_what_a_full_disk_has_cut_off_is_compiled_anew(kept, torch_folder, tmp_path, left):
+    """Each later start ended with "marshal data too short", until somebody deleted the folder."""
+    kept()
+    source = torch_folder / "torch" / "__init__.py"
+    source.write_text("".join(f"def f{number}():\n    return {number}\n" for number in range(100)))
+    beside = Path(py_compile.compile(str(source)))
+    whole = beside.read_bytes()
+    beside.write_bytes(whole[:left])
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
+    command = [sys.executable, "-c", IMPORT, str(tmp_path / "triton"), str(torch_folder)]
+    for is_whole in (False, True):
+        subprocess.run(command, env=environment, check=True)
+        assert beside.exists() == is_whole, "dropped by the import that found it, kept by the next one"
+    assert beside.read_bytes() == whole
