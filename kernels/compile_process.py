@@ -36,6 +36,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
+from kernels.import_torch import hash_triton, import_torch, mend_bytecode
+
 _ROOT = Path(__file__).resolve().parent.parent
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads must not fork, and numpy's library starts some when it is imported."""
@@ -93,7 +95,8 @@ class CompileProcess:
         """Start the process if it does not run; returns at once."""
         if self._process is not None or not self._width:
             return
-        command = [sys.executable, "-m", "kernels.compile_process", str(self._width)]
+        own = "" if sys.dont_write_bytecode else sys.pycache_prefix or ""
+        command = [sys.executable, "-m", "kernels.compile_process", str(self._width), own]
         folders = {name: os.path.abspath(os.environ[name]) for name in _FOLDERS if os.environ.get(name)}
         try:
             self._process = subprocess.Popen(
@@ -152,9 +155,12 @@ def _write(pipe: IO[str], line: str, before: threading.Thread | None) -> None:
 
 
 def main() -> None:
-    """Compile what each line of the input asks for."""
-    parent, width = os.getppid(), int(sys.argv[1])
+    """Compile what each line of the input asks for, so many kernels at a time; bytecode in a folder, if one is named."""
+    parent, width, own = os.getppid(), int(sys.argv[1]), sys.argv[2]
     end_with(parent)
+    if own:  # from the environment Python itself would start with what is there, cut off or not
+        sys.pycache_prefix, sys.dont_write_bytecode = own, False
+        mend_bytecode()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever a compiler prints
     utilities = _fork_utilities()
@@ -219,9 +225,7 @@ def _import_kernels() -> None:
     collect garbage, and a collection would make it copy what it has in common with this process."""
     gc.disable()
     import kernels
-    from kernels.import_torch import hash_triton, import_torch, mend_bytecode
 
-    mend_bytecode()
     hashing = hash_triton()
     import_torch()
     for module in pkgutil.iter_modules(kernels.__path__):

@@ -42,8 +42,8 @@ _32_BITS = 0xFFFFFFFF
 
 
 def keep_bytecode(folder: Path) -> None:
-    """From here on, this process has its bytecode in a folder of its own within that one, and so have processes that
-    it starts; not if torch's is beside its files or will be, or the user has chosen."""
+    """From here on, this process has its bytecode in a folder of its own within that one, and so has the process that
+    compiles kernels; not if torch's is beside its files or will be, or the user has chosen."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or sys.pycache_prefix is not None or _is_kept_beside(Path(spec.origin)):
         return
@@ -56,8 +56,6 @@ def keep_bytecode(folder: Path) -> None:
         return
     sys.dont_write_bytecode = False
     mend_bytecode()
-    os.environ["PYTHONPYCACHEPREFIX"] = str(own)  # for the process that compiles kernels
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def _is_safe(own: Path) -> bool:

@@ -162,7 +162,7 @@ def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script)
 
 def test_the_process_answers_for_what_it_cannot_compile(run_script):
     order = [(0, compile_process.asdict(job())), (1, compile_process.asdict(job("no_such_kernel")))]
-    line = run_script(["-m", "kernels.compile_process", "1"], json.dumps([True, order]) + "\n")
+    line = run_script(["-m", "kernels.compile_process", "1", ""], json.dumps([True, order]) + "\n")
     assert line == "1", "of the last job"
 
 
@@ -214,7 +214,7 @@ def lost(jobs, width, parent):
 process._import_kernels, process._compile_all = lambda: None, lost
 process.main()
 """
-    command = [sys.executable, "-c", code, "1"]
+    command = [sys.executable, "-c", code, "1", ""]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as process:
         order = [(number, compile_process.asdict(job())) for number in range(2)]
@@ -234,7 +234,7 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     if program is not None:
         stand_in.write_text(f"#!/bin/sh\n{program}\n")
         stand_in.chmod(0o700)
-    monkeypatch.setattr(compile_process, "sys", SimpleNamespace(executable=str(stand_in)))
+    monkeypatch.setattr(sys, "executable", str(stand_in))
     compiler = CompileProcess(1)
     compiler.order([job(specialization="x" * 100_000)] * 2)
     assert list(compiler.finished()) == answered
@@ -249,7 +249,7 @@ def test_a_folder_named_from_here_is_the_same_for_the_process(tmp_path, monkeypa
     stand_in = tmp_path / "stand-in"
     stand_in.write_text('#!/bin/sh\necho "$TRITON_CACHE_DIR" "$TRITON_HOME" > "$TOLD"\n')
     stand_in.chmod(0o700)
-    monkeypatch.setattr(compile_process, "sys", SimpleNamespace(executable=str(stand_in)))
+    monkeypatch.setattr(sys, "executable", str(stand_in))
     monkeypatch.chdir(tmp_path)
     for name, value in {"TRITON_CACHE_DIR": "cache", "TRITON_HOME": "../home", "TOLD": tmp_path / "told"}.items():
         monkeypatch.setenv(name, str(value))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kernels.compile_process import CompileProcess
 from worker_proc import bytecode
 from worker_proc.bytecode import FOLDER_NAME, compile_beside_import, keep_bytecode
 
@@ -66,9 +67,24 @@ def kept(torch_folder, tmp_path, monkeypatch):
     return ask
 
 
-def test_the_processes_it_starts_keep_it_there_too(kept, tmp_path):
-    assert kept() == os.environ["PYTHONPYCACHEPREFIX"] == str(tmp_path / "triton" / FOLDER_NAME)
-    assert "PYTHONDONTWRITEBYTECODE" not in os.environ and not sys.dont_write_bytecode
+COMPILES = """
+import sys
+from kernels import compile_process as process
+process._import_kernels = lambda: print("kept in", sys.pycache_prefix, sys.dont_write_bytecode)
+process.main()
+"""
+
+
+def test_the_process_that_compiles_kernels_keeps_it_there_too(kept, monkeypatch):
+    """Python itself starts with what it had: with files from there that are cut off it could not."""
+    own, commands = kept(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+        CompileProcess(1).start()
+    command = [sys.executable, "-c", COMPILES, *commands[0][3:]]
+    told = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr
+    assert f"kept in {own} False\n" in told
+    assert os.environ["PYTHONPYCACHEPREFIX"] == "" and os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +105,7 @@ def test_bytecode_beside_the_files_is_used_if_an_import_would_use_it(kept, torch
 
 def test_a_folder_that_the_user_has_chosen_is_kept(kept, monkeypatch):
     monkeypatch.setattr(sys, "pycache_prefix", "chosen")
-    assert kept() == "chosen" and os.environ["PYTHONPYCACHEPREFIX"] == ""
+    assert kept() == "chosen" and sys.dont_write_bytecode
 
 
 @pytest.mark.parametrize("way", ["a file", "a link", "writable by all", "by a group", "another's", "full", "read-only"])
@@ -112,7 +128,7 @@ def test_where_others_may_write_or_nobody_nothing_changes(kept, tmp_path, monkey
         monkeypatch.setattr(bytecode.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     if way == "read-only":
         monkeypatch.setattr(os, "access", lambda *_: False)
-    assert kept() is None and sys.dont_write_bytecode and os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert kept() is None and sys.dont_write_bytecode
 
 
 @pytest.mark.parametrize("owner", [0, 12_345])
@@ -135,7 +151,7 @@ def test_nobody_else_may_write_where_it_is_kept_and_it_is_there_for_any_process(
         keep_bytecode(Path("triton"))
     finally:
         os.umask(before)
-    assert sys.pycache_prefix == os.environ["PYTHONPYCACHEPREFIX"] == str(tmp_path / "triton" / "own")
+    assert sys.pycache_prefix == str(tmp_path / "triton" / "own")
     assert (tmp_path / "triton" / "own").stat().st_mode & 0o777 == 0o700
 
 
