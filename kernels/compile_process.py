@@ -2,8 +2,8 @@
 
 Half of Triton's compiler is Python, so threads would wait for the interpreter's lock, and a process for each core would
 import torch again each time, which takes as long as the longest compilation. So one process, started as
-`python -m kernels.compile_process WIDTH`, imports once what kernels need and forks for each kernel, WIDTH of them at a
-time for each order. The compiled kernels are left in Triton's folder on disk.
+`python -m kernels.compile_process WIDTH BYTECODE_FOLDER`, imports once what kernels need and forks for each kernel,
+WIDTH of them at a time for each order. The compiled kernels are left in Triton's folder on disk.
 
     parent                                        process
     [is_awaited, [job, job, ...]]          ->     compiles in this order, beside earlier orders and behind the first;
@@ -155,7 +155,7 @@ def _write(pipe: IO[str], line: str, before: threading.Thread | None) -> None:
 
 
 def main() -> None:
-    """Compile what each line of the input asks for, so many kernels at a time; bytecode in a folder, if one is named."""
+    """Compile what each line of the input asks for, so many kernels at a time; bytecode in a folder, if it is named."""
     parent, width, own = os.getppid(), int(sys.argv[1]), sys.argv[2]
     end_with(parent)
     if own:  # from the environment Python itself would start with what is there, cut off or not
