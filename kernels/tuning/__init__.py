@@ -41,6 +41,7 @@ class LinearPlan:
 
 
 LIBRARY = LinearPlan("library")
+GLUON_KERNELS = ("warps", "resident")
 WARPS_MOST_ROWS = 16
 WARPS_MOST_BYTES = 34 << 20  # W of 4,096 x 4,096, which takes 11 us and the library 15; of 6,144 x 4,096 20 and 18
 WARPS_WEIGHT_REGISTERS = 144  # of a thread
@@ -89,11 +90,15 @@ def default_plan(
 
 
 def measured_plan(device: torch.device, dtype: torch.dtype, rows: int, operation: str) -> LinearPlan | None:
-    """The fastest plan of this card for the next measured number of rows; None where none is measured."""
+    """The fastest plan of this card for the next measured number of rows; None where none is measured, or where it
+    takes a Triton that is not installed."""
     operations = _table().get(_card(device), {}).get(str(dtype).removeprefix("torch."), {})
     measured = operations.get(operation, {})
     bucket = next((str(bucket) for bucket in ROW_BUCKETS if bucket >= rows and str(bucket) in measured), None)
-    return None if bucket is None else LinearPlan(**measured[bucket]["plan"])
+    if bucket is None:
+        return None
+    plan = LinearPlan(**measured[bucket]["plan"])
+    return None if plan.kernel in GLUON_KERNELS and not takes_gluon(capability_major(device)) else plan
 
 
 def find_plan(

@@ -166,6 +166,22 @@ def test_the_process_answers_for_what_it_cannot_compile(run_script):
     assert line == "1", "of the last job"
 
 
+def test_modules_that_need_a_newer_triton_are_left_out(monkeypatch):
+    """It ended when it imported the first one, and the worker compiled one kernel after another."""
+    imported = []
+
+    def import_module(name):
+        imported.append(name)
+        if "warps" in name:
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(compile_process.importlib, "import_module", import_module)
+    monkeypatch.setattr(compile_process, "gc", SimpleNamespace(disable=lambda: None))
+    monkeypatch.setattr(compile_process, "import_torch", lambda: None)
+    compile_process._import_kernels()
+    assert {"kernels.attention_parts", "kernels.skinny_linear_warps", "kernels.truncation"} <= set(imported)
+
+
 def test_the_function_that_launches_is_built_by_another_process_meanwhile(run_script, tmp_path):
     """What it is made of is known by then: of kernels that take descriptors, how those look."""
     end = """
