@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from common.messages import SlotSampling
-from kernels import skinny_linear, tuning
+from kernels import skinny_linear, skinny_linear_warps, tuning
 from kernels.tuning import LinearPlan
+from tests.kernels.gluon_emulator import emulate
 from worker_proc.cuda import fused_forward
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU in this process")
@@ -75,6 +76,35 @@ def test_products_in_parts_give_the_same_tokens(
     for sample in requests:
         ids = sample.tokens[: sample.prompt_count]
         assert sample.output == reference_tokens(reference, ids, 2), f"prompt of {len(ids)}"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [
+        ("Qwen2", "int8"),
+        pytest.param("Qwen3", "auto", marks=pytest.mark.slow),
+        pytest.param("Llama", "fp8", marks=pytest.mark.slow),
+    ],
+)
+def test_one_rows_attention_in_parts_gives_the_same_tokens(
+    family, cache, library_products, tiny_model, make_gpu_driver, fused_sizes, monkeypatch
+):
+    """Where the output product merges it, by the kernel for Hopper: the other products stay with the library."""
+    _, folder = tiny_model(family, **fused_sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    plan = LinearPlan("warps", block_n=16, block_k=32, num_warps=2)
+    merged, outputs, merge = [], [], skinny_linear.linear_of_parts
+    for in_parts in (False, True):
+        if in_parts:
+            emulate(monkeypatch, skinny_linear_warps, "_warps_kernel")
+            pretend_measured(monkeypatch, {"n64_k256": plan}.get)
+            monkeypatch.setattr(fused_forward, "linear_of_parts", lambda *a, **o: merged.append(a) or merge(*a, **o))
+        driver = make_gpu_driver(folder, "cpu", dtype=torch.float16, kv_cache_dtype=cache)
+        request = driver.add(prompt(7))
+        driver.run([request], 3, chunk=7)
+        outputs.append(request.output)
+    assert outputs[0] == outputs[1]
+    assert len(merged) >= 2 * 2, "each layer of each decode step"
 
 
 @devices
