@@ -97,7 +97,7 @@ class CompileProcess:
             return
         own = "" if sys.dont_write_bytecode else sys.pycache_prefix or ""
         command = [sys.executable, "-m", "kernels.compile_process", str(self._width), own]
-        folders = {name: os.path.abspath(os.environ[name]) for name in _FOLDERS if os.environ.get(name)}
+        folders = {name: os.path.abspath(os.environ[name]) for name in _FOLDERS if name in os.environ}
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT,

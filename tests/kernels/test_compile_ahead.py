@@ -260,20 +260,21 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     assert "was lost" in caplog.text or "could be started" in caplog.text
 
 
-def test_a_folder_named_from_here_is_the_same_for_the_process(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("named", "meant"), [("cache", "cache"), ("", "."), ("./a/../b", "b")])
+def test_a_folder_named_from_here_is_the_same_for_the_process(named, meant, tmp_path, monkeypatch):
     """It is started in another one: what it compiled for the folder `cache` nobody found."""
     stand_in = tmp_path / "stand-in"
     stand_in.write_text('#!/bin/sh\necho "$TRITON_CACHE_DIR" "$TRITON_HOME" > "$TOLD"\n')
     stand_in.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(stand_in))
     monkeypatch.chdir(tmp_path)
-    for name, value in {"TRITON_CACHE_DIR": "cache", "TRITON_HOME": "../home", "TOLD": tmp_path / "told"}.items():
+    for name, value in {"TRITON_CACHE_DIR": named, "TRITON_HOME": "../home", "TOLD": tmp_path / "told"}.items():
         monkeypatch.setenv(name, str(value))
     compiler = CompileProcess(1)
     compiler.order([job()])
     assert list(compiler.finished()) == []
     compiler.close()
-    assert (tmp_path / "told").read_text().split() == [str(tmp_path / "cache"), str(tmp_path.parent / "home")]
+    assert (tmp_path / "told").read_text().split() == [str(tmp_path / meant), str(tmp_path.parent / "home")]
 
 
 @pytest.mark.slow
