@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import limits, throughput, workloads
+from benchmarks import compare, limits, throughput, workloads
 from benchmarks.engines import RequestTiming
 from benchmarks.throughput import percentile, summarise
 from common.model_cache import DEFAULT_MODEL_DIR_NAME
@@ -97,3 +97,22 @@ def test_the_default_model_is_a_folder_for_other_engines(monkeypatch, name, mode
     monkeypatch.setattr(throughput, "fetch_model", lambda model: Path("models") / DEFAULT_MODEL_DIR_NAME)
     throughput.run(name, [], throughput.parser("").parse_args([]))
     assert [Path(each).name for each in models] == [model]
+
+
+@pytest.mark.parametrize(
+    ("more", "theirs"),
+    [([], ["b1_16_8", "b4_16_8"]), (["--baseline", "b4_16_8"], ["b4_16_8"])],
+    ids=["same", "baseline"],
+)
+def test_the_other_engine_runs_the_same_workloads_or_the_baseline(monkeypatch, capsys, more, theirs):
+    ran = {}
+
+    def run(engine, names, args):
+        ran[engine] = names
+        return [{"workload": name, "metrics": {"output_tokens_per_s": 10.0}} for name in names]
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr("sys.argv", ["compare", "--smoke", *more])
+    compare.main()
+    assert ran == {"transformers": theirs, "trireme": ["b1_16_8", "b4_16_8"]}
+    assert "1.00 x transformers" in capsys.readouterr().out
