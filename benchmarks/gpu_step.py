@@ -63,7 +63,7 @@ class StepBench:
         limits = step_limits(config.scheduler, "H200")
         self.runner, self.size = cuda_runner(config, limits, model, specs, model_config.vocab_size)
         self.ready_s = time.perf_counter() - start
-        while self.runner.prepare_next():
+        while self.runner.prepare_next():  # what an engine captures in its pauses
             pass
         self.block_size = config.cache.block_size
         self._pending: queue.SimpleQueue = queue.SimpleQueue()

@@ -421,7 +421,7 @@ def _check_server(server: ServerOptions) -> None:
     if not 0 <= server.frontend_workers <= FRONTEND_WORKERS_LIMIT:
         raise ConfigError(f"--frontend-workers is {server.frontend_workers}; wanted 0 to {FRONTEND_WORKERS_LIMIT}")
     _check_client_endpoint(server)
-    for name, path in (("uds", server.uds), ("client-endpoint", server.client_endpoint.removeprefix("ipc://"))):
+    for name, path in (("uds", server.uds), ("client-endpoint", server.client_endpoint.partition("ipc://")[2])):
         if (size := len(path.encode(errors="replace"))) > SOCKET_PATH_LIMIT:
             raise ConfigError(f"--{name} is {path}; wanted a path of at most {SOCKET_PATH_LIMIT} bytes, got {size}")
 

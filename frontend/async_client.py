@@ -210,7 +210,7 @@ class AsyncClient:
         """Run a batch; `result` makes one request, and tells the engine whether others follow it at once."""
         while wanted := batch.begin_round():
             gate = asyncio.Semaphore(batch.window)
-            last = wanted[: batch.window][-1][0]
+            last = wanted[: batch.window][-1][0]  # of those that do not wait for others' ends
             tasks = [
                 asyncio.ensure_future(self._one_of(batch, gate, index, partial(result, prompt, each, index < last)))
                 for index, prompt, each in wanted

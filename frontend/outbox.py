@@ -44,18 +44,26 @@ class Outbox:
         return len(self._held)
 
     def promise(self, sender: object, follows: bool) -> None:
-        """Whether a sender of requests has said with the last ones that more follow; it is believed for a while."""
+        """Whether a sender of requests has said with the last ones that more follow; it is believed for a while.
+
+        Args:
+            sender: what tells it from others; forgotten with its word, once that is old.
+        """
         if follows:
+            self._forget_old_promises()
             self._promised_until_s[sender] = self._clock() + MoreFollows.BELIEVED_S
         else:
             self._promised_until_s.pop(sender, None)
 
     def _more_follows(self) -> bool:
         """Whether anybody's word of more holds."""
+        self._forget_old_promises()
+        return bool(self._promised_until_s)
+
+    def _forget_old_promises(self) -> None:
         if self._promised_until_s:
             now_s = self._clock()
             self._promised_until_s = {who: end_s for who, end_s in self._promised_until_s.items() if now_s < end_s}
-        return bool(self._promised_until_s)
 
     def request(self, request: Request) -> None:
         """Send a request, with the output that it already has; or hold it back while suspended."""

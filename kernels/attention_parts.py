@@ -27,7 +27,7 @@ PARTS_AT_A_TIME = gl.constexpr(8)
 
 @gluon.jit
 def part_count_of(slots_ptr, lengths_ptr, SPLITS: gl.constexpr, TILE: gl.constexpr):
-    """How many parts the row has; 0 of a padding row."""
+    """How many parts the row has, as kernels/fused_decode_parts.py leaves them; 0 of a padding row."""
     length = gl.load(lengths_ptr)
     tiles = (length + (TILE - 2)) // TILE  # of the cached tokens, one fewer than the context
     share = gl.maximum((tiles + (SPLITS - 2)) // (SPLITS - 1), 1)
@@ -37,7 +37,10 @@ def part_count_of(slots_ptr, lengths_ptr, SPLITS: gl.constexpr, TILE: gl.constex
 @gluon.jit
 def _loaded(partials_ptr, pairs, columns, first, part_count, layout: gl.constexpr, STATISTICS: gl.constexpr,
             ROWS: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
-    """Maxima and normalisers [PARTS, HEADS], and sums [PARTS, HEADS, HEAD_DIM], of parts from `first` on."""
+    """Maxima and normalisers [PARTS, HEADS], and sums [PARTS, HEADS, HEAD_DIM], of parts from `first` on.
+
+    `pairs`: for each head, where its K/V head's parts begin, and its row in each of them.
+    """
     parts = first + gl.arange(0, PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None]
     is_part = parts < part_count
     places = pairs[0] + parts

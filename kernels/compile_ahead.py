@@ -6,7 +6,7 @@ by a process of its own (`kernels.compile_process`), while the caller does somet
 no process is started.
 
 What a start does not wait for is compiled while the engine serves already (`KernelsBehind`). Where a note says that all
-is on disk, nothing is rehearsed beforehand: `from_disk_only` says so if the note is wrong.
+is on disk, no list is made: steps are rehearsed as they are, and `from_disk_only` ends that if the note is wrong.
 
 Uses Triton's hooks for launches that are about to compile (`triton.knobs.runtime.jit_cache_hook`) and for what has been
 compiled or found on disk (`triton.knobs.compilation.listener`), and `JITFunction.preload`. Called by the GPU worker's

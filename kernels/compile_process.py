@@ -6,7 +6,7 @@ import torch again each time, which takes as long as the longest compilation. So
 WIDTH of them at a time for each order. The compiled kernels are left in Triton's folder on disk.
 
     parent                                        process
-    [is_awaited, [job, job, ...]]          ->     compiles in this order, beside earlier orders and behind the first;
+    [is_awaited, [[number, job], ...]]     ->     compiles in this order, beside earlier orders and behind the first;
     as a line of JSON                             what nobody waits for behind everything else that the machine does
                                            <-     a line for each job that has ended: its number, counted from the
                                                   first order's first job

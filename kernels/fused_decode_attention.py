@@ -11,7 +11,8 @@ ids and the first tile of keys and values. When they are done only q, k and v of
 
 The tiles of `tile` cached tokens of each (row, K/V head) are shared out between `splits` programs; each leaves a
 maximum, a normaliser and a float32 accumulator, and the last to finish, by an atomic counter, merges them [1]. Split 0
-takes the new token. One captured graph is right for every mix of lengths.
+takes the new token. One captured graph is right for every mix of lengths. One row's parts may also be left for the
+product that reads them (`leave`, kernels/attention_parts.py).
 
 | tensor             | axes                | dtype        | notes                                             |
 |--------------------|---------------------|--------------|---------------------------------------------------|
@@ -193,9 +194,9 @@ class AttentionParts:
     """Attention of one row that was left in parts: where they lie, and what says how many there are.
 
     Attributes:
-        partials: the workspace, as kernels/attention_parts.py describes it.
+        partials: float32, the workspace, as kernels/attention_parts.py describes it.
         row_slots, context_lengths: int32 [1], as `fused_decode_attention` had them.
-        splits, tile: of its plan.
+        splits, tile: of its plan; tile in tokens.
         head_rows: query rows that a part has room for.
         query_heads, kv_heads, head_dim: the heads' shape.
     """

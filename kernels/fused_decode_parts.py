@@ -50,7 +50,7 @@ def fused_decode_parts_kernel(
     tiles = tl.cdiv(cached, TILE)
     share = tl.cdiv(tiles, max(SPLITS - 1, 1))
     parts = 1
-    ALONE: tl.constexpr = 0 if LEAVE else 1  # tiles that the new token is not a part beside
+    ALONE: tl.constexpr = 0 if LEAVE else 1  # up to so many tiles are in one part with the new token
     if (SPLITS > 1) & (tiles > ALONE):
         parts = tl.cdiv(tiles, share) + 1  # the last is the new token
     HALF: tl.constexpr = HEAD_DIM // 2

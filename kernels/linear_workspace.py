@@ -1,6 +1,6 @@
 """What the skinny products of a model share: buffers for parts of sums, and the plans that were looked up.
 
-One serves all layers, since launches follow one another. Called by kernels/skinny_linear.py.
+Made by the forward pass, once for a model, and used by kernels/skinny_linear.py.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +23,9 @@ class Workspace:
     counters  [COUNTERS] int32     zero between launches
     normed    [elements]           x after its norm, where the library does the product
     wide      [elements]           gate and up, where the library does the product
+    plans                          by operation and rows, once they have been looked up
+
+    `elements` are of the products' dtype.
     """
 
     partials: torch.Tensor
@@ -45,10 +48,11 @@ class Workspace:
         )
 
     def plan_of(
-        self, rows: int, weight: torch.Tensor, has_norm: bool, has_residual: bool, silu_mul: bool
-    ) -> LinearPlan:
-        """The plan of an operation, looked up once."""
-        key = (rows, *weight.shape, has_norm, has_residual, silu_mul)
+        self, rows: int, weight: torch.Tensor, *, has_norm: bool = False, has_residual: bool = False,
+        silu_mul: bool = False,
+    ) -> LinearPlan:  # fmt: skip
+        """The plan of an operation with `rows` rows of x and a `weight` [N, K], looked up once."""
+        key = plan_key(rows, *weight.shape, has_norm=has_norm, has_residual=has_residual, silu_mul=silu_mul)
         plan = self.plans.get(key)
         if plan is None:
             sizes = (weight.device, weight.dtype, rows, *weight.shape)
@@ -61,3 +65,10 @@ class Workspace:
         if buffer.numel() < row_count * columns:
             raise ValueError(f"workspace.{name}: wanted {row_count} x {columns} elements, got {buffer.numel()}")
         return buffer[: row_count * columns].view(row_count, columns)
+
+
+def plan_key(
+    rows: int, outputs: int, inputs: int, *, has_norm: bool = False, has_residual: bool = False, silu_mul: bool = False
+) -> tuple[int, ...]:
+    """By what a workspace keeps the plan of a product with so many rows of x and a W [outputs, inputs]."""
+    return (rows, outputs, inputs, has_norm, has_residual, silu_mul)

@@ -28,7 +28,8 @@ Qwen3-0.6B's 28 layers in a row take 337 us with one row (2.6 TB/s, 58 % of the 
 565 with 4, 580 with 8, 594 with 16, 822 with 32 and 800 with 64; by the library 1110, 1039, 1029, 931, 948, 972 and
 999. The lm_head takes 71 us with one row (4.4 TB/s, 98 %) and 91 with 64; by the library 85 and 121. In parts, with the
 kernels that read them, a layer takes 17.6 us with 16 rows, 21.4 with 64, 26.4 with 128 and 34.6 with 256 at commit
-cf6694d, by the library 35.5, 37.4 and 41.9 from 64 rows on.
+cf6694d, by the library 35.5, 37.4 and 41.9 from 64 rows on. Since then up to 16 rows have become
+skinny_linear_warps.py's there, which has its own figures.
 """
 
 import torch
@@ -320,7 +321,7 @@ def run_plan(
 ) -> None:  # fmt: skip
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
-    if (plan.norm_apart or plan.kernel == "resident") and norm_weight is not None:
+    if norm_weight is not None and _is_norm_apart(plan, x.dtype, norm_weight.dtype):
         normed = workspace.rows("normed", rows, inputs)
         rms_norm(x, norm_weight, eps, normed)
         x, norm_weight = normed, None
@@ -361,6 +362,11 @@ def run_plan(
         x, weight, gain, added, out, workspace.partials, workspace.counters, *ahead, rows, outputs, *strides, eps,
         BLOCK_M=block_m, SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=False, **options,
     )  # fmt: skip
+
+
+def _is_norm_apart(plan: LinearPlan, dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
+    """Whether the norm has its own launch: "resident" knows none, and "warps" only one with a weight of x's dtype."""
+    return plan.norm_apart or plan.kernel == "resident" or (plan.kernel == "warps" and norm_dtype != dtype)
 
 
 def _by_hopper(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, silu_mul: bool) -> None:
@@ -434,7 +440,7 @@ def skinny_linear(
     """Write norm(x) W^T, plus the residual or through SiLU * up, to `out`. Shapes: the module's table.
 
     `upcoming` is the weight that a kernel soon after this one reads: a contiguous tensor that no kernel writes. Its
-    first 16 MiB are brought into the level-2 cache meanwhile.
+    first 16 MiB are brought into the level-2 cache meanwhile; not by Hopper's kernels, nor by the library.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace that is too
     small.
@@ -443,20 +449,26 @@ def skinny_linear(
     rows = x.shape[0]
     if out.numel() == 0:
         return
-    plan = workspace.plan_of(rows, weight, norm_weight is not None, residual is not None, silu_mul)
+    fusion = {"has_norm": norm_weight is not None, "has_residual": residual is not None, "silu_mul": silu_mul}
+    plan = workspace.plan_of(rows, weight, **fusion)
     run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming)
 
 
 def merges_parts(workspace: Workspace, weight: torch.Tensor, query_heads: int, head_dim: int) -> bool:
     """Whether `linear_of_parts` computes one row of a model's attention times such a W here."""
-    plan = workspace.plan_of(1, weight, False, True, False)
+    plan = _plan_of_parts(workspace, weight)
     return plan.kernel == "warps" and AttentionParts.can_merge(query_heads, head_dim, plan.num_warps)
+
+
+def _plan_of_parts(workspace: Workspace, weight: torch.Tensor) -> LinearPlan:
+    return workspace.plan_of(1, weight, has_residual=True)
 
 
 def linear_of_parts(
     parts: AttentionParts, weight: torch.Tensor, out: torch.Tensor, workspace: Workspace, *, residual: torch.Tensor
 ) -> None:
-    """Write residual + x W^T to `out` [1, N], x being one row of attention that was left in parts.
+    """Write residual + x W^T to `out` [1, N], x being one row of attention that was left in parts. `out` may be the
+    residual [1, N] itself; `weight` is [N, query_heads * head_dim].
 
     Raises ValueError for a shape, dtype or device that differs from the module's table, and where not `merges_parts`.
     """
@@ -467,5 +479,5 @@ def linear_of_parts(
         raise ValueError(f"weight: no plan for {list(weight.shape)} in {weight.dtype} merges {parts.query_heads} heads")
     from kernels import skinny_linear_warps
 
-    plan, early = workspace.plan_of(1, weight, False, True, False), launch_options(weight)["PDL"]
+    plan, early = _plan_of_parts(workspace, weight), launch_options(weight)["PDL"]
     skinny_linear_warps.launch_on_parts(plan, parts, weight, out, residual, early)

@@ -19,11 +19,12 @@ x may also be one row of attention that was left in parts: kernels/attention_par
 |-----------------|---------------------|---------------------|----------------------------------------------------|
 | x               | [M, K]              | bfloat16 or float16 | M <= 16; K a multiple of `block_k` times the warps |
 | weight          | [N, K]              | as x                | with silu_mul rows [0, N/2) are gate, the rest up  |
-| norm_weight     | [K]                 | as x                |                                                    |
+| norm_weight     | [K]                 | as x                | x times it stays in the dtype's range              |
 | residual, out   | [M, N], or [M, N/2] | any float           | last axis 1; out may be the residual               |
 
 Measured on an H200, the four products of Qwen3-0.6B's 28 layers in a row, us: 326 with one row, 319 with 2, 338 with 8,
-473 with 16; by the kernels of `kernels/skinny_linear.py` 341, 434, 476 and 499.
+473 with 16; by the kernels of `kernels/skinny_linear.py` 341, 434, 477 and 499 (docs/log.md, 2026-11-30).
+`python -m benchmarks.kernels.bench_skinny_linear` measures such chains.
 
 Limits: compute capability 9, Triton 3.6; `fits`. Called by `kernels.skinny_linear` alone, whose reference it is checked
 against.
@@ -41,9 +42,9 @@ from kernels.attention_parts import PARTS_AT_A_TIME, merged_row, part_count_of
 from kernels.decode_warp import block_barrier
 from kernels.fused_decode_attention import AttentionParts
 from kernels.launch_gluon import let_next_start, wait_for_inputs
+from kernels.tuning import WARPS_MOST_ROWS as MAX_ROWS
 from kernels.tuning import LinearPlan
 
-MAX_ROWS = 16
 LANE_ELEMENTS = 8  # neighbouring elements of W or x in a lane: 16 bytes
 FEWEST_COLUMNS = 4 * LANE_ELEMENTS  # of K, which a warp's instruction spans
 MOST_WEIGHT_REGISTERS = 160  # of a thread, of 255
@@ -217,8 +218,8 @@ def _launch(
     plan: LinearPlan, x: torch.Tensor, parts: AttentionParts | None, weight: torch.Tensor, out: torch.Tensor,
     norm_weight: torch.Tensor | None, eps: float, residual: torch.Tensor | None, silu_mul: bool, pdl: bool,
 ) -> None:  # fmt: skip
-    rows, inputs = out.shape[0], weight.shape[1]
-    outputs = out.shape[1]
+    (rows, outputs), inputs = out.shape, weight.shape[1]
+    assert rows <= MAX_ROWS and fits(plan, inputs), f"{rows} rows of {inputs} columns are not for {plan}"
     columns = plan.block_n // 2 if silu_mul else plan.block_n
     added = out if residual is None else residual
     gain = weight if norm_weight is None else norm_weight

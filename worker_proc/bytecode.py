@@ -5,12 +5,12 @@ installers leave that to the first import, and a container may forbid it to keep
 Then it is kept in the folder in which Triton keeps compiled kernels, and a process compiles on all cores what the
 import is about to come to:
 
-    python -E -m worker_proc.bytecode WIDTH OWN_FOLDER PACKAGE_FOLDER ...
+    python -E -B -m worker_proc.bytecode WIDTH OWN_FOLDER PACKAGE_FOLDER ...
 
 Whoever can write there could have this process run anything. So the folder counts only if it is this user's or root's
 and nobody else may write to it; and what a full disk has cut off is compiled anew.
 
-Called by the worker's start, before torch is imported.
+That process ends with the worker. Called by the worker's start, before torch is imported.
 """
 
 import importlib.util
@@ -42,8 +42,8 @@ _32_BITS = 0xFFFFFFFF
 
 
 def keep_bytecode(folder: Path) -> None:
-    """From here on, this process has its bytecode in a folder of its own within that one, and so has the process that
-    compiles kernels; not if torch's is beside its files or will be, or the user has chosen."""
+    """From here on, this process has its bytecode in FOLDER_NAME within `folder`, and so has the process that compiles
+    kernels; not if torch's is beside its files or will be, or the user has chosen."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or sys.pycache_prefix is not None or _is_kept_beside(Path(spec.origin)):
         return
@@ -74,8 +74,8 @@ def _has_room(own: Path) -> bool:
 
 
 def compile_beside_import(width: int) -> None:
-    """If torch's bytecode is nowhere, have a process compile so many files at a time, beside the import of torch; not
-    where Python may not keep it."""
+    """If torch's bytecode is nowhere and may be kept, have a process compile `width` files at a time, beside torch's
+    import. Returns at once."""
     if sys.dont_write_bytecode:
         return
     found = {name: importlib.util.find_spec(name) for name in PACKAGES}
@@ -84,7 +84,7 @@ def compile_beside_import(width: int) -> None:
         return
     if not (sys.pycache_prefix or os.access(sources["torch"].parent, os.W_OK)):
         return
-    command = [sys.executable, "-E", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
+    command = [sys.executable, "-E", "-B", "-m", "worker_proc.bytecode", str(width), sys.pycache_prefix or ""]
     command += [str(source.parent) for source in sources.values()]
     threading.Thread(target=_run, args=(command,), name="compile-bytecode", daemon=True).start()
 
@@ -97,17 +97,16 @@ def _run(command: list[str]) -> None:
 def main() -> None:
     """Compile the files of some packages, by so many processes."""
     end_with(os.getppid())
-    compiling = os.getpid()
     width, own, *packages = sys.argv[1:]
     sys.pycache_prefix = own or None
     files = [path for package in packages for path in _imported_files(Path(package))]
     os.nice(_NICENESS)
-    forked = []
+    forking, forked = os.getpid(), []
     for first in range(int(width)):
         forked.append(os.fork())
         if not forked[-1]:
             try:
-                end_with(compiling)
+                end_with(forking)
                 for path in files[first :: int(width)]:
                     _compile(path)
             finally:

@@ -20,6 +20,8 @@ from common.processors import granted_threads, has_gpu
 from kernels.compile_process import CompileProcess, Job
 
 _ROOT = Path(__file__).resolve().parent.parent
+_NAMING_KERNELS = ("kernels/**/*.py", "kernels/tuning/*.json", "worker_proc/cuda/**/*.py")
+"""What settles which kernels a start needs, beside its options."""
 
 
 def compile_process(config: EngineConfig) -> CompileProcess:
@@ -61,7 +63,7 @@ def _note(config: EngineConfig) -> Path:
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         digest.update(Path(triton.origin).read_bytes())  # it says the version
-    for folder in ("kernels", "worker_proc/cuda"):
-        for path in sorted((_ROOT / folder).rglob("*.py")):
+    for files in _NAMING_KERNELS:
+        for path in sorted(_ROOT.glob(files)):
             digest.update(path.read_bytes())
     return triton_folder() / f"trireme-{digest.hexdigest()[:32]}"

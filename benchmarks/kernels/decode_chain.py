@@ -2,7 +2,8 @@
 
 What attention costs in a step is not what it takes alone: it starts while the product ahead still runs, and the product
 behind starts while it runs. So a way to do it is timed as the difference of two chains of layers, each with its own
-weights and its own cache, with attention and without. Called by bench_fused_decode_attention and attention_trials.
+weights and its own cache, with attention and without. Called by bench_fused_decode_attention,
+attention_trials and tune_skinny_linear.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from benchmarks.kernels.linear_candidates import candidates
 from benchmarks.kernels.linear_shapes import MODELS, LinearShape, ModelShape, make_arguments, make_reader
 from common.processors import granted_threads
 from kernels.fused_decode_attention import MAX_ROWS as MOST_FUSED_ROWS
-from kernels.linear_workspace import MAX_ROWS, Workspace
+from kernels.linear_workspace import MAX_ROWS, Workspace, plan_key
 from kernels.skinny_linear import run_parts_plan, run_plan, skinny_linear_reference
 from kernels.tuning import LIBRARY, ROW_BUCKETS, TABLE_PATH, LinearPlan, measured_plan, operation_key
 
@@ -210,8 +210,9 @@ def chain_with_attention(model: ModelShape, rows: int) -> Callable[[Plans], floa
 
     def chain_us(plans: Plans) -> float:
         for shape, plan in plans.items():
-            fusion = ("norm" in shape.fusion, "residual" in shape.fusion, "silu" in shape.fusion)
-            chain.workspace.plans[rows, shape.outputs, shape.inputs, *fusion] = plan
+            has_norm, has_residual, has_silu = (name in shape.fusion for name in ("norm", "residual", "silu"))
+            fusion = {"has_norm": has_norm, "has_residual": has_residual, "silu_mul": has_silu}
+            chain.workspace.plans[plan_key(rows, shape.outputs, shape.inputs, **fusion)] = plan
         return time_us([lambda: chain.run(few_rows)], inner=2, replays=9) / layers
 
     return chain_us

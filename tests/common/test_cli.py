@@ -186,7 +186,9 @@ def test_json_file(tmp_path):
         ("http: maybe", "http: wanted true or false, got 'maybe'"),
         ("dtype: int3", "dtype: wanted one of auto, float32, bfloat16, float16; got 'int3'"),
         ("- 1", "must hold a mapping"),
-        ("a: [", "neither YAML nor JSON"),
+        ("a: [", "neither YAML nor JSON: expected the node content, but found '<stream end>' in line 1, column 5"),
+        ("port: 1\nhost: a: b", "neither YAML nor JSON: mapping values are not allowed here in line 2, column 8"),
+        ("a: \x01", "neither YAML nor JSON: unacceptable character #x0001"),
         ("seed: 2024-02-30", "neither YAML nor JSON: day is out of range"),
         ("seed: 0x_", "neither YAML nor JSON: invalid literal"),
         ("seed: " + 20_000 * "[", "neither YAML nor JSON: maximum recursion depth"),
@@ -215,6 +217,12 @@ def test_an_option_of_a_file_may_replace_one_that_was_merged_into_it(tmp_path):
     (tmp_path / "o.yaml").write_text("seed: 3\n<<: [{port: 1, host: a}, {port: 2}]\nport: 9000\n")
     server = parse("--config", str(tmp_path / "o.yaml")).server
     assert (server.port, server.host) == (9000, "a")
+
+
+def test_the_name_of_a_host_may_be_longer_than_a_path(tmp_path):
+    """It was refused as a path."""
+    endpoint = f"tcp://{'.'.join(['x' * 50] * 3)}:5555"
+    assert parse("--client-endpoint", endpoint, "--client-keys", str(tmp_path)).server.client_endpoint == endpoint
 
 
 def test_empty_file_changes_nothing(tmp_path):

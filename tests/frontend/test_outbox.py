@@ -110,3 +110,13 @@ def test_word_of_more_is_believed_for_a_while_only(late_s):
     outbox.request(request)
     follows = [message.follows for message in sent if isinstance(message, MoreFollows)]
     assert follows == ([True, False] if late_s else [True, True])
+
+
+def test_senders_are_forgotten_with_their_words():
+    """Clients of which each said so once, and sent no request that could be read, were all remembered."""
+    now_s = [1.0]
+    outbox = Outbox(lambda *_: None, lambda: now_s[0])
+    for number in range(9):
+        outbox.promise(number, True)
+        now_s[0] += 0.4 * MoreFollows.BELIEVED_S
+    assert sorted(outbox._promised_until_s) == [6, 7, 8]

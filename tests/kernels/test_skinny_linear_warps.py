@@ -13,7 +13,8 @@ from kernels.fused_decode_attention import (
     fused_decode_attention_reference,
     launch_plan,
 )
-from kernels.linear_workspace import Workspace
+from kernels.kv_format import quantise
+from kernels.linear_workspace import Workspace, plan_key
 from kernels.new_token import NewTokens
 from kernels.skinny_linear import linear_of_parts, run_plan, skinny_linear, skinny_linear_reference
 from kernels.tuning import LIBRARY, LinearPlan, default_plan, find_plan
@@ -192,12 +193,18 @@ def test_a_padding_row_adds_nothing(slot, length, device):
 
 
 @pytest.mark.parametrize("length", [1, 2, 33, 100])
-def test_attention_left_in_parts_is_attention(length, device):
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["plain", "int8", "fp8"])
+def test_attention_left_in_parts_is_attention(length, cache_dtype, device):
     """The whole way: keys and values in blocks, the decode kernel without its merge, the product that merges."""
     dtype, block_size = torch.float16, 16
     qkv = random_tensor(1, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype, seed=10)
     caches = [random_tensor(12, KV_HEADS, block_size, HEAD_DIM, dtype=dtype, seed=seed) for seed in (11, 12)]
-    copies = [cache.clone() for cache in caches]
+    scales = {}
+    if cache_dtype is not None:
+        stored = [quantise(cache, cache_dtype) for cache in caches]
+        caches = [cache for cache, _ in stored]
+        scales = {"key_scales": stored[0][1], "value_scales": stored[1][1]}
+    copies, copied = [cache.clone() for cache in caches], {name: each.clone() for name, each in scales.items()}
     integers = {"dtype": torch.int32, "device": DEVICE}
     places = (
         torch.randperm(12, generator=torch.Generator().manual_seed(13))[None].to(**integers),
@@ -209,13 +216,17 @@ def test_attention_left_in_parts_is_attention(length, device):
     output = torch.full((1, HEADS, HEAD_DIM), float("nan"), dtype=dtype, device=DEVICE)
     new = NewTokens(random_tensor(128, HEAD_DIM, seed=14))
     inputs = (partials, counters, plan, new)
-    parts = fused_decode_attention(output, qkv, *caches, *places, *inputs, scale=0.125, leave=True)
+    parts = fused_decode_attention(output, qkv, *caches, *places, *inputs, scale=0.125, leave=True, **scales)
     weight = random_tensor(64, HEADS * HEAD_DIM, dtype=dtype, seed=8, scale=0.1)
-    stream = torch.zeros(1, 64, dtype=dtype, device=DEVICE)
-    skinny_linear_warps.launch_on_parts(PARTS_PLAN, parts, weight, stream, stream, device == "cuda")
-    attended = fused_decode_attention_reference(qkv, *copies, *places, new.rope_table, HEADS, scale=0.125)
-    assert_as_exact(stream, attended.reshape(1, -1).float() @ weight.float().T, steps=3)
-    assert all(torch.equal(*pair) for pair in zip(caches, copies, strict=True)) and output.isnan().all()
+    stream, workspace = torch.zeros(1, 64, dtype=dtype, device=DEVICE), workspace_for(dtype)
+    workspace.plans[plan_key(1, *weight.shape, has_residual=True)] = PARTS_PLAN
+    linear_of_parts(parts, weight, stream, workspace, residual=stream)
+    attended = fused_decode_attention_reference(qkv, *copies, *places, new.rope_table, HEADS, scale=0.125, **copied)
+    steps = 3 if cache_dtype is None else 12  # a card may round what it stores to the next level
+    assert_as_exact(stream, attended.reshape(1, -1).float() @ weight.float().T, steps=steps)
+    assert output.isnan().all() and not counters.any()
+    if cache_dtype is None:
+        assert all(torch.equal(*pair) for pair in zip(caches, copies, strict=True))
 
 
 def test_what_leaves_no_parts_is_refused():
@@ -268,11 +279,34 @@ def test_float16_has_room_for_a_row_before_its_norm(rows, largest, gain, device,
     assert_as_exact(out, skinny_linear_reference(x, weight, norm_weight=norm_weight, eps=eps), steps=3)
 
 
-def test_a_norm_apart_is_for_float16_alone(monkeypatch):
+@pytest.mark.parametrize(("dtype", "is_apart"), [(torch.bfloat16, False), (torch.float16, True)])
+def test_by_rule_float16_has_its_norms_apart(dtype, is_apart, monkeypatch):
     monkeypatch.setattr(tuning, "takes_gluon", lambda _: True)
-    for dtype, has_norm in itertools.product((torch.float16, torch.bfloat16), (False, True)):
-        plan = find_plan(torch.device("cpu"), dtype, 4, 1024, 1024, silu_mul=False, has_norm=has_norm)
-        assert (plan.kernel, plan.norm_apart) == ("warps", has_norm and dtype == torch.float16)
+    for has_norm in (True, False):
+        sizes = (torch.device("cpu"), dtype, 4, 1024, 1024)
+        plan = find_plan(*sizes, silu_mul=False, has_norm=has_norm)
+        assert (plan.kernel, plan.norm_apart) == ("warps", has_norm and is_apart)
+
+
+@pytest.mark.parametrize(
+    ("norm_dtype", "largest", "is_apart"), [(torch.float16, 1e4, True), (torch.float32, 1.0, False)]
+)
+def test_a_norm_of_its_own_launch_suits_any_range_and_weight(norm_dtype, largest, is_apart, device):
+    """10,000 times a weight of 30 is no float16, nor are pairs of float16 multiplied by float32."""
+    x, weight, out, norm_weight, *others = make_case(3, 64, 256, torch.float16, "norm")
+    x *= largest / x.abs().max()
+    norm_weight = (30 * norm_weight).to(norm_dtype)
+    case = (x, weight, out, norm_weight, *others)
+    run_plan(replace(PLANS[2], norm_apart=is_apart), *case, workspace_for(torch.float16))
+    assert_as_exact(out, reference(*case), steps=3)
+
+
+def test_more_rows_or_registers_than_there_are_are_not_launched():
+    case, workspace = make_case(17, 64, 256, torch.float16, "plain"), workspace_for(torch.float16)
+    with pytest.raises(AssertionError, match="17 rows of 256 columns are not for"):
+        run_plan(PLANS[2], *case, workspace)
+    with pytest.raises(AssertionError, match="1 rows of 256 columns are not for"):
+        run_plan(replace(PLANS[2], block_k=128), *make_case(1, 64, 256, torch.float16, "plain"), workspace)
 
 
 @pytest.mark.gpu

@@ -38,6 +38,23 @@ def test_a_first_start_starts_it_and_a_later_one_with_the_same_options_does_not(
     assert starts(replace(config, model_dir="other"))
 
 
+NAMING_KERNELS = ["kernels/noise.py", "kernels/tuning/skinny_linear.json", "worker_proc/cuda/lanes.py"]
+
+
+@pytest.mark.parametrize("changed", NAMING_KERNELS)
+def test_other_kernels_or_plans_start_it_again(starts, tmp_path, monkeypatch, changed):
+    """A table that had been measured again left the note in force, and a pause compiled what it had chosen."""
+    root = tmp_path / "engine"
+    for name in NAMING_KERNELS:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("before")
+    monkeypatch.setattr(kernels_on_disk, "_ROOT", root)
+    kernels_on_disk.note_kernels(EngineConfig())
+    assert not starts(EngineConfig())
+    (root / changed).write_text("after")
+    assert starts(EngineConfig())
+
+
 def test_a_worker_without_a_gpu_does_not_start_it(starts, monkeypatch):
     assert not starts(EngineConfig(model=ModelOptions(device="cpu")))
     monkeypatch.setattr(kernels_on_disk, "has_gpu", lambda: False)

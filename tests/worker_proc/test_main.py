@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.config import EngineConfig
+from common.config import EngineConfig, ModelOptions
 from worker_proc import main, worker
 
 
@@ -44,6 +44,21 @@ def test_few_compiled_products_are_kept_unless_told_otherwise(users_choice, expe
     monkeypatch.setattr(worker, "Worker", IdleWorker)
     assert main.main(EngineConfig(), None, 0) == 0
     assert os.environ[name] == expected
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_what_makes_the_import_of_torch_short_is_begun_before_it_where_there_is_a_gpu(device, monkeypatch):
+    begun = []
+    for name in ("keep_bytecode", "compile_beside_import", "compile_process", "hash_triton", "import_torch"):
+        monkeypatch.setattr(main, name, lambda *_, name=name: begun.append(name))
+    monkeypatch.setattr(main, "has_gpu", lambda: True)
+    monkeypatch.setattr(main, "wake_gpu", lambda: None)
+    monkeypatch.setattr(worker, "Worker", IdleWorker)
+    for name in ("GOMP_SPINCOUNT", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "CUDA_MODULE_LOADING"):
+        monkeypatch.setenv(name, "7")
+    assert main.main(EngineConfig(model=ModelOptions(device=device)), None, 0) == 0
+    before, behind = ["keep_bytecode", "compile_beside_import"], ["hash_triton", "import_torch"]
+    assert begun == (["compile_process"] if device == "cpu" else [*before, "compile_process", *behind])
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,20 @@
 """One forward pass of the Llama family on a GPU with as few launches as the kernels allow.
 
 Per layer: q/k/v product with the norm before it; q/k norm, rotation and K/V store; attention; output product with the
-residual; gate and up products with the norm before and SiLU * up after; down product with the residual. Five launches
-at the smallest batches, nine at large ones, where the library does the products. Between them, up to 256 tokens on a
-card that was measured, products leave parts instead: the q/k/v product's are added up as they rotate, the others' by
-the norm that follows, residual included; eight launches. It works in buffers that are allocated once, so a call can be
-captured in a CUDA Graph, and it takes the parameters of a loaded model as they are.
+residual; gate and up products with the norm before and SiLU * up after; down product with the residual. That is
+
+- five launches for a few decode rows, where each product takes its neighbours along, and one kernel does all between
+  the q/k/v and the output product; of a single row the output product may merge attention, which stays in parts;
+- six for as few tokens of prompts;
+- up to 256 tokens on a card that was measured, eight: products leave parts, the q/k/v product's are added up as they
+  rotate, the others' by the norm that follows, residual included (seven for a few decode rows). Not where the kernel of
+  few rows does the gate and up products (kernels/skinny_linear_warps.py), to which a norm costs next to nothing;
+- nine for more, where the library does the products.
+
+Decode rows beside prompts are one more, since they have an attention of their own.
+
+It works in buffers that are allocated once, so a call can be captured in a CUDA Graph, and it takes the parameters of a
+loaded model as they are.
 
 Knows nothing of requests, plans or sampling. `unsupported_reason` says which models the plain modules must serve
 instead (`plain_forward`). Called by the GPU runner.
@@ -45,7 +54,7 @@ decode attention, which only waits, took 46.8 us so over 32 x 1024 tokens, 36.8 
 Hopper kernel, which has something to do meanwhile, is."""
 
 FEWEST_PARTS_TOKENS = 2
-"""Below this many tokens the norms are in the products' prologues: one row has its own kernel, which reads W once."""
+"""Below this many tokens the norms are in the products' prologues: W is read once for one row, whatever does that."""
 
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
@@ -204,7 +213,7 @@ class FusedForward:
         self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
         leave: bool = False,
     ) -> fused.AttentionParts | None:  # fmt: skip
-        """The same in one launch, to the buffer of attention's output; or the parts in which one row's is left."""
+        """The same of a few decode rows in one launch; with `leave` the parts in which one row's attention is left."""
         attention, key_cache = self.model.model.layers[index].self_attn, cache.key_caches[index]
         following = min(index + 1, len(cache.key_caches) - 1)
         return fused.fused_decode_attention(
@@ -236,7 +245,8 @@ class FusedForward:
         attention = layer.self_attn
         if not FEWEST_PARTS_TOKENS <= bucket.tokens <= MAX_SKINNY_ROWS or attention.qkv_proj.bias is not None:
             return False
-        if self._workspace.plan_of(bucket.tokens, layer.mlp.gate_up_proj.weight, True, False, True).kernel == "warps":
+        gate_up = self._workspace.plan_of(bucket.tokens, layer.mlp.gate_up_proj.weight, has_norm=True, silu_mul=True)
+        if gate_up.kernel == "warps":
             return False  # norms cost these next to nothing
         products = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
         return all(parts_plan(bucket.tokens, product.weight) is not None for product in products)

@@ -129,6 +129,29 @@ def test_the_head_takes_the_plan_of_the_product_that_it_is(measured, monkeypatch
     assert chosen == (["small_m", "library"] if measured == "n40_k64" else ["library", "small_m"])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kernel", "measured", "leaves"),
+    [(1, "small_m", True, False), (2, "small_m", True, True), (2, "small_m", False, False), (2, "warps", True, False)],
+)
+def test_products_leave_parts_where_that_was_measured_and_norms_cost_something(
+    tokens, kernel, measured, leaves, monkeypatch
+):
+    """Few rows' products on Hopper multiply by the norm's weight in passing: three launches less a layer."""
+    monkeypatch.setattr(fused_forward, "parts_plan", lambda *_: LIBRARY if measured else None)
+    asked = []
+    product = SimpleNamespace(weight=torch.empty(64, 64), bias=None)
+    layer = SimpleNamespace(
+        self_attn=SimpleNamespace(qkv_proj=product, o_proj=product),
+        mlp=SimpleNamespace(gate_up_proj=product, down_proj=product),
+    )
+    pass_ = SimpleNamespace(
+        model=SimpleNamespace(model=SimpleNamespace(layers=[layer])),
+        _workspace=SimpleNamespace(plan_of=lambda *a, **fusion: asked.append(fusion) or LinearPlan(kernel)),
+    )
+    assert FusedForward._leaves_parts(pass_, Bucket(DECODE, tokens, tokens)) is leaves
+    assert asked == [{"has_norm": True, "silu_mul": True}] * (tokens > 1)
+
+
 class OnePrompt:
     """A prompt's rows of queries, keys and values, and a pass of one layer whose attention takes them in pieces.
 
