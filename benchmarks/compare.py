@@ -12,14 +12,14 @@ import argparse
 import json
 
 from benchmarks import records
-from benchmarks.throughput import chosen_workloads, parser, run
+from benchmarks.throughput import chosen_workloads, parser, run, workload_name
 
 
 def main() -> None:
     """Parse, measure both, print the ratios, save."""
     parsed = parser(__doc__.split("\n\n")[0])
     parsed.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
-    parsed.add_argument("--baseline", default="", help="the one workload that the other engine runs")
+    parsed.add_argument("--baseline", type=workload_name, help="the one workload that the other engine runs")
     parsed.add_argument("--other-dtype", default="", help="the other engine's dtype, if it differs")
     args = parsed.parse_args()
     names = chosen_workloads(args)

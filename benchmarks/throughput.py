@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 
 from benchmarks import limits, records, workloads
 from benchmarks.engines import ENGINES, Engine, RequestTiming
+from common.config import DEFAULT_MODEL
+from worker_proc.fetch_model import fetch_model
 
 SMOKE_WORKLOADS = ("b1_16_8", "b4_16_8")
 CPU_WORKLOADS = ("b1_128_64", "b16_128_64")
@@ -72,10 +75,11 @@ def measure(engine: Engine, name: str, repeats: int) -> dict[str, Any]:
 
 def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """All workloads on one engine, as records; prints a table row for each."""
-    engine = ENGINES[engine_name](args.model, engine_options(args))
+    engine = _start(engine_name, args)
     entries = []
     try:
         for name in names:
+            print(f"{name}: a run to warm up, then {args.repeats} timed", file=sys.stderr)
             metrics = measure(engine, name, args.repeats)
             print(table_row(engine_name, name, metrics), flush=True)
             entries.append(
@@ -98,6 +102,16 @@ def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[di
     return entries
 
 
+def _start(engine_name: str, args: argparse.Namespace) -> Engine:
+    model = args.model
+    if model == DEFAULT_MODEL and engine_name != "trireme":
+        model = str(fetch_model(model))  # other engines do not know it by this name
+    try:
+        return ENGINES[engine_name](model, engine_options(args))
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--engine {engine_name} needs the package {error.name}, which is not installed") from None
+
+
 def table_row(engine_name: str, name: str, metrics: dict[str, Any]) -> str:
     """One line of the printed table."""
     return (
@@ -110,9 +124,30 @@ def table_row(engine_name: str, name: str, metrics: dict[str, Any]) -> str:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, under the names that the engines' classes take."""
     options = {"dtype": args.dtype, "load_format": args.load_format, "max_model_len": args.max_model_len}
-    given = (pair.split("=", 1) for pair in args.option)
-    options |= {name: {"true": True, "false": False}.get(value, value) for name, value in given}
+    options |= {name: {"true": True, "false": False}.get(value, value) for name, value in args.option}
     return {key: value for key, value in options.items() if value}
+
+
+def workload_name(text: str) -> str:
+    """A workload's name from the command line, if there is one of this name."""
+    try:
+        workloads.load(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _named_value(text: str) -> tuple[str, str]:
+    name, is_given, value = text.partition("=")
+    if not name or not is_given:
+        raise argparse.ArgumentTypeError(f"wanted NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
@@ -122,12 +157,13 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     add("--model", default="default", help="model folder, .gguf file or hub id (default: the embedded model)")
     add("--model-label", metavar="NAME", default="", help="the model's name in the results")
     what = "such as b16_128_64: a batch of 16, 128 tokens in and 64 out each (default: what suits the device)"
-    add("--workloads", metavar="NAME", nargs="+", default=[], help=what)
-    add("--load-format", default="", choices=("", "auto", "dummy"), help="dummy draws random weights")
+    add("--workloads", metavar="NAME", nargs="+", type=workload_name, default=[], help=what)
+    add("--load-format", default="", choices=("auto", "dummy"), help="dummy draws random weights")
     add("--dtype", default="", help="as in serve")
     add("--max-model-len", metavar="N", type=int, default=0, help="as in serve")
-    add("--option", action="append", default=[], metavar="NAME=VALUE", help="further options, such as run_ahead=0")
-    add("--repeats", metavar="N", type=int, default=3, help="timed runs of each workload (default: 3)")
+    add("--option", action="append", type=_named_value, default=[], metavar="NAME=VALUE",
+        help="further options, such as run_ahead=0")  # fmt: skip
+    add("--repeats", metavar="N", type=_count, default=3, help="timed runs of each workload (default: 3)")
     add("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
     add("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
     add("--output", metavar="FILE", default=str(records.RESULTS_DIR / "throughput.jsonl"),

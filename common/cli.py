@@ -200,10 +200,18 @@ def _load_mapping(path: Path) -> tuple[dict[Any, Any], str]:
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no such day
-        raise ConfigError(f"--config: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config: {path} is neither YAML nor JSON: {_unreadable(error)}") from None
     if not isinstance(values, dict | None):
         raise ConfigError(f"--config: {path} must hold a mapping from option names to values")
     return values or {}, repeated
+
+
+def _unreadable(error: Exception) -> str:
+    """What a reader of YAML objects to, and where, in one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"{problem} in line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _repeated_key(document: Any) -> str:

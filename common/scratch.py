@@ -35,7 +35,12 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 def unwritable(folder: Path) -> str:
     """Why nothing can be made in a folder, which need not exist yet; empty if it can."""
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    for path in (folder, *folder.parents):
+        if path.exists():
+            nearest = path
+            break
+        if path.is_symlink():
+            return f"{path} is a link to what is not there"
     if not nearest.is_dir():
         return os.strerror(errno.ENOTDIR)
     return "" if os.access(nearest, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)

@@ -2,8 +2,8 @@
 
 Half of Triton's compiler is Python, so threads would wait for the interpreter's lock, and a process for each core would
 import torch again each time, which takes as long as the longest compilation. So one process, started as
-`python -m kernels.compile_process WIDTH`, imports once what kernels need and forks for each kernel, WIDTH of them at a
-time for each order. The compiled kernels are left in Triton's folder on disk.
+`python -m kernels.compile_process WIDTH BYTECODE_FOLDER`, imports once what kernels need and forks for each kernel,
+WIDTH of them at a time for each order. The compiled kernels are left in Triton's folder on disk.
 
     parent                                        process
     [is_awaited, [[number, job], ...]]     ->     compiles in this order, beside earlier orders and behind the first;
@@ -36,9 +36,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
+from kernels.import_torch import hash_triton, import_torch, mend_bytecode
+
 _ROOT = Path(__file__).resolve().parent.parent
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads must not fork, and numpy's library starts some when it is imported."""
+_FOLDERS = ("TRITON_CACHE_DIR", "TRITON_HOME")
+"""What may name a folder from where the parent is: the process is started in another one."""
 _PR_SET_PDEATHSIG = 1
 _LATER_NICENESS = 10
 """Of what is ordered later: a core that has two processes gives the first order's nine tenths of its time."""
@@ -91,11 +95,13 @@ class CompileProcess:
         """Start the process if it does not run; returns at once."""
         if self._process is not None or not self._width:
             return
-        command = [sys.executable, "-m", "kernels.compile_process", str(self._width)]
+        own = "" if sys.dont_write_bytecode else sys.pycache_prefix or ""
+        command = [sys.executable, "-m", "kernels.compile_process", str(self._width), own]
+        folders = {name: os.path.abspath(os.environ[name]) for name in _FOLDERS if name in os.environ}
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT,
-                env=os.environ | _ONE_THREAD,
+                env=os.environ | _ONE_THREAD | folders,
             )  # fmt: skip
         except OSError as error:
             logger.warning("no process that compiles kernels ahead could be started: %s", error)
@@ -149,9 +155,12 @@ def _write(pipe: IO[str], line: str, before: threading.Thread | None) -> None:
 
 
 def main() -> None:
-    """Compile what each line of the input asks for."""
-    parent, width = os.getppid(), int(sys.argv[1])
+    """Compile what each line of the input asks for, so many kernels at a time; bytecode in a folder, if it is named."""
+    parent, width, own = os.getppid(), int(sys.argv[1]), sys.argv[2]
     end_with(parent)
+    if own:  # from the environment Python itself would start with what is there, cut off or not
+        sys.pycache_prefix, sys.dont_write_bytecode = own, False
+        mend_bytecode()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever a compiler prints
     utilities = _fork_utilities()
@@ -216,12 +225,12 @@ def _import_kernels() -> None:
     collect garbage, and a collection would make it copy what it has in common with this process."""
     gc.disable()
     import kernels
-    from kernels.import_torch import hash_triton, import_torch
 
     hashing = hash_triton()
     import_torch()
     for module in pkgutil.iter_modules(kernels.__path__):
-        importlib.import_module(f"kernels.{module.name}")
+        with contextlib.suppress(ImportError):  # some need a newer Triton than there is, and then nobody launches them
+            importlib.import_module(f"kernels.{module.name}")
     if hashing is not None:
         hashing.join()  # before anything is forked
 

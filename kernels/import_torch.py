@@ -4,13 +4,38 @@ Importing this module takes neither torch nor Triton. Called by the GPU worker a
 """
 
 import gc
+import importlib.util
 import os
 import threading
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
 
 _SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",  # of numpy's library, which would start a thread for each core and wait for them
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # else every installed package is asked whether it brings a kind of device
 }
+
+
+def mend_bytecode() -> None:
+    """From here on, an import compiles anew what bytecode has been cut off, and drops that.
+
+    Python 3.11 keeps as much as a full disk had room for, and each later import of the file fails.
+    """
+    get_code = SourceFileLoader.get_code
+
+    def mended(loader: SourceFileLoader, name: str) -> CodeType | None:
+        try:
+            return get_code(loader, name)
+        except (EOFError, TypeError, ValueError):  # what reading it ends with
+            path = loader.get_filename(name)
+            with suppress(OSError):
+                Path(importlib.util.cache_from_source(path)).unlink()
+            code: CodeType = loader.source_to_code(loader.get_data(path), path)
+            return code
+
+    SourceFileLoader.get_code = mended  # type: ignore[method-assign]
 
 
 def import_torch() -> None:

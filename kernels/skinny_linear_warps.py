@@ -11,7 +11,7 @@ the same order, so that nothing is exchanged between lanes. W is the left operan
 
 The norm costs no meeting of its own: its weight is multiplied into x as pairs, and the sum of a row's squares is the
 diagonal of x times itself, by one instruction more on the same registers (a right operand's are those of half a left
-one).
+one). In float16 the products of pairs may be too large or too small, so there `kernels.tuning` has the norm apart.
 
 x may also be one row of attention that was left in parts: kernels/attention_parts.py.
 

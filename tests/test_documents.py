@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.cli import OptionParser
+from common.cli import OptionParser, config_from
 from common.errors import ConfigError
 from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from common.other_engines import INSTEAD
@@ -56,6 +56,14 @@ def test_options_that_a_document_names_exist(name, options):
     absent = {"--trust-remote-code"}  # said not to exist
     unknown = named(text) - options - VERB_OPTIONS - OTHER_PROGRAMS.get(name, set()) - absent
     assert unknown == set()
+
+
+def test_the_file_of_options_in_running_md_is_taken(tmp_path):
+    [text] = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "running.md").read_text(), re.DOTALL)
+    (tmp_path / "options.yaml").write_text(text)
+    config = config_from(serve.parse(["--config", str(tmp_path / "options.yaml"), "--port", "9001"]))
+    assert (config.server.port, config.model.max_model_len, config.model.model) == (9001, 8192, "path/to/folder")
+    assert config.model.served_model_name == ("small", "tiny")
 
 
 def migration_rows() -> list[tuple[str, set[str], str, set[str]]]:

@@ -41,9 +41,13 @@ class LinearPlan:
 
 
 LIBRARY = LinearPlan("library")
+GLUON_KERNELS = ("warps", "resident")
 WARPS_MOST_ROWS = 16
 WARPS_MOST_BYTES = 34 << 20  # W of 4,096 x 4,096, which takes 11 us and the library 15; of 6,144 x 4,096 20 and 18
 WARPS_WEIGHT_REGISTERS = 144  # of a thread
+SIXTEEN_WARPS_WEIGHT_REGISTERS = 96
+"""Of a thread that has 128 registers at most: with 128 of W, which 8,192 inputs take, it spilled 184 bytes; 344 with 96
+beside a norm."""
 
 
 def operation_key(outputs: int, inputs: int, silu_mul: bool, has_norm: bool, in_parts: bool = False) -> str:
@@ -62,7 +66,9 @@ def _card(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_warps: bool = False) -> LinearPlan:
+def default_plan(
+    rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_warps: bool = False, has_norm: bool = False
+) -> LinearPlan:
     """A plan by rule, for a shape or a card that was not measured.
 
     `by_warps`: the card runs kernels/skinny_linear_warps.py. Few rows go there, if W is of a size that the card's
@@ -70,9 +76,10 @@ def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_war
     """
     if by_warps and rows <= WARPS_MOST_ROWS and 2 * outputs * inputs <= WARPS_MOST_BYTES:
         block_n = 32 if outputs >= 4096 and inputs <= 1024 else 16
-        for warps in (2, 4, 8, 16):
+        for warps in (2, 4, 8) if has_norm else (2, 4, 8, 16):
+            registers = SIXTEEN_WARPS_WEIGHT_REGISTERS if warps == 16 else WARPS_WEIGHT_REGISTERS
             is_whole = inputs % (32 * warps) == 0
-            if is_whole and block_n * inputs <= 64 * warps * WARPS_WEIGHT_REGISTERS:
+            if is_whole and block_n * inputs <= 64 * warps * registers:
                 share = inputs // warps
                 return LinearPlan("warps", block_n, min(64, share & -share), warps)
     halves = 2 if silu_mul else 1
@@ -83,23 +90,37 @@ def default_plan(rows: int, outputs: int, inputs: int, silu_mul: bool, *, by_war
 
 
 def measured_plan(device: torch.device, dtype: torch.dtype, rows: int, operation: str) -> LinearPlan | None:
-    """The fastest plan of this card for the next measured number of rows; None where none is measured."""
+    """The fastest plan of this card for the next measured number of rows; None where none is measured, or where it
+    takes a Triton that is not installed."""
     operations = _table().get(_card(device), {}).get(str(dtype).removeprefix("torch."), {})
     measured = operations.get(operation, {})
     bucket = next((str(bucket) for bucket in ROW_BUCKETS if bucket >= rows and str(bucket) in measured), None)
-    return None if bucket is None else LinearPlan(**measured[bucket]["plan"])
+    if bucket is None:
+        return None
+    plan = LinearPlan(**measured[bucket]["plan"])
+    return None if plan.kernel in GLUON_KERNELS and not takes_gluon(capability_major(device)) else plan
 
 
 def find_plan(
     device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int, *, silu_mul: bool, has_norm: bool
 ) -> LinearPlan:
-    """The measured plan of this card for the bucket of `rows`, or one by rule. `outputs` counts W's rows."""
+    """The measured plan of this card for the bucket of `rows`, or one by rule. `outputs` counts W's rows.
+
+    With a norm and float16, not one that multiplies the norm's weight into x before it knows the row's scale: what a
+    model's rows hold, times that, may be more than float16 has, or so little that few of its digits are left.
+    """
+    plan = _found_plan(device, dtype, rows, outputs, inputs, silu_mul, has_norm)
+    rounds_early = has_norm and dtype == torch.float16 and plan.kernel in ("warps", "small_m")
+    return replace(plan, norm_apart=True) if rounds_early else plan
+
+
+def _found_plan(
+    device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int, silu_mul: bool, has_norm: bool
+) -> LinearPlan:
     measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, has_norm))
     if measured is None and not has_norm:  # what is fast with a norm is so without
         measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, True))
     if measured is not None:
         return measured
     by_warps = dtype.itemsize == 2 and takes_gluon(capability_major(device))
-    plan = default_plan(rows, outputs, inputs, silu_mul, by_warps=by_warps)
-    # That kernel multiplies x by the norm's weight before it knows the scale, which may leave the range of float16.
-    return replace(plan, norm_apart=plan.kernel == "warps" and has_norm and dtype == torch.float16)
+    return default_plan(rows, outputs, inputs, silu_mul, by_warps=by_warps, has_norm=has_norm)

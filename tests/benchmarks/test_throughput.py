@@ -4,9 +4,12 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
-from benchmarks import limits, throughput, workloads
+import pytest
+
+from benchmarks import compare, limits, throughput, workloads
 from benchmarks.engines import RequestTiming
 from benchmarks.throughput import percentile, summarise
+from common.model_cache import DEFAULT_MODEL_DIR_NAME
 
 
 def test_figures_of_a_run():
@@ -51,3 +54,65 @@ def test_bounds_are_kept_where_they_are_asked_for(monkeypatch):
         [entry] = throughput.run("trireme", ["b1_128_512"], throughput.parser("").parse_args([*arguments, *more]))
         assert set(entry["limit"]) == kept
         assert (entry["model"], entry["weights"]) == ("qwen3-0.6b", "random")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--workloads", "b1_128_512", "b1_128"], "unknown workload 'b1_128'"),
+        (["--workloads", "b0_128_512"], "unknown workload 'b0_128_512'"),
+        (["--workloads", "b1_128_0"], "unknown workload 'b1_128_0'"),
+        (["--repeats", "0"], "wanted a whole number above 0, got '0'"),
+        (["--repeats", "few"], "wanted a whole number above 0, got 'few'"),
+        (["--option", "run_ahead"], "wanted NAME=VALUE, got 'run_ahead'"),
+        (["--option", "=1"], "wanted NAME=VALUE, got '=1'"),
+        (["--load-format", ""], "invalid choice"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_an_engine_starts(monkeypatch, capsys, arguments, error):
+    """They ended in a traceback once the engine ran."""
+    monkeypatch.setattr(throughput, "ENGINES", {})
+    with pytest.raises(SystemExit) as caught:
+        throughput.main([*arguments, "--output", ""])
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_an_engine_that_is_not_installed_is_named(monkeypatch):
+    def absent(*_):
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setitem(throughput.ENGINES, "vllm", absent)
+    arguments = ["--engine", "vllm", "--model", "some/model", "--smoke"]
+    with pytest.raises(SystemExit, match="--engine vllm needs the package vllm, which is not installed"):
+        throughput.main(arguments)
+
+
+@pytest.mark.parametrize(("name", "model"), [("trireme", "default"), ("transformers", DEFAULT_MODEL_DIR_NAME)])
+def test_the_default_model_is_a_folder_for_other_engines(monkeypatch, name, model):
+    """They looked for it on the hub."""
+    models = []
+    engine = SimpleNamespace(options={}, close=lambda: None)
+    monkeypatch.setitem(throughput.ENGINES, name, lambda model, options: models.append(model) or engine)
+    monkeypatch.setattr(throughput, "fetch_model", lambda model: Path("models") / DEFAULT_MODEL_DIR_NAME)
+    throughput.run(name, [], throughput.parser("").parse_args([]))
+    assert [Path(each).name for each in models] == [model]
+
+
+@pytest.mark.parametrize(
+    ("more", "theirs"),
+    [([], ["b1_16_8", "b4_16_8"]), (["--baseline", "b4_16_8"], ["b4_16_8"])],
+    ids=["same", "baseline"],
+)
+def test_the_other_engine_runs_the_same_workloads_or_the_baseline(monkeypatch, capsys, more, theirs):
+    ran = {}
+
+    def run(engine, names, args):
+        ran[engine] = names
+        return [{"workload": name, "metrics": {"output_tokens_per_s": 10.0}} for name in names]
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr("sys.argv", ["compare", "--smoke", *more])
+    compare.main()
+    assert ran == {"transformers": theirs, "trireme": ["b1_16_8", "b4_16_8"]}
+    assert "1.00 x transformers" in capsys.readouterr().out

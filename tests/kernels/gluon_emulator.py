@@ -270,7 +270,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, ah
 
 def _argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        value = Pointer(value.view(-1))
+        span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
+        value = Pointer(value.as_strided((span if value.numel() else 0,), (1,)))
     elif isinstance(value, TensorDescriptor):
         value = SimpleNamespace(dtype=value.base.dtype, box=list(value.block_shape),
                                 tensor=value.base.as_strided(tuple(value.shape), tuple(value.strides)))  # fmt: skip

@@ -162,8 +162,24 @@ def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script)
 
 def test_the_process_answers_for_what_it_cannot_compile(run_script):
     order = [(0, compile_process.asdict(job())), (1, compile_process.asdict(job("no_such_kernel")))]
-    line = run_script(["-m", "kernels.compile_process", "1"], json.dumps([True, order]) + "\n")
+    line = run_script(["-m", "kernels.compile_process", "1", ""], json.dumps([True, order]) + "\n")
     assert line == "1", "of the last job"
+
+
+def test_modules_that_need_a_newer_triton_are_left_out(monkeypatch):
+    """It ended when it imported the first one, and the worker compiled one kernel after another."""
+    imported = []
+
+    def import_module(name):
+        imported.append(name)
+        if "warps" in name:
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(compile_process.importlib, "import_module", import_module)
+    monkeypatch.setattr(compile_process, "gc", SimpleNamespace(disable=lambda: None))
+    monkeypatch.setattr(compile_process, "import_torch", lambda: None)
+    compile_process._import_kernels()
+    assert {"kernels.attention_parts", "kernels.skinny_linear_warps", "kernels.truncation"} <= set(imported)
 
 
 def test_the_function_that_launches_is_built_by_another_process_meanwhile(run_script, tmp_path):
@@ -214,7 +230,7 @@ def lost(jobs, width, parent):
 process._import_kernels, process._compile_all = lambda: None, lost
 process.main()
 """
-    command = [sys.executable, "-c", code, "1"]
+    command = [sys.executable, "-c", code, "1", ""]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as process:
         order = [(number, compile_process.asdict(job())) for number in range(2)]
@@ -234,7 +250,7 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     if program is not None:
         stand_in.write_text(f"#!/bin/sh\n{program}\n")
         stand_in.chmod(0o700)
-    monkeypatch.setattr(compile_process, "sys", SimpleNamespace(executable=str(stand_in)))
+    monkeypatch.setattr(sys, "executable", str(stand_in))
     compiler = CompileProcess(1)
     compiler.order([job(specialization="x" * 100_000)] * 2)
     assert list(compiler.finished()) == answered
@@ -242,6 +258,23 @@ def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered,
     compiler.close()
     assert not compiler.started
     assert "was lost" in caplog.text or "could be started" in caplog.text
+
+
+@pytest.mark.parametrize(("named", "meant"), [("cache", "cache"), ("", "."), ("./a/../b", "b")])
+def test_a_folder_named_from_here_is_the_same_for_the_process(named, meant, tmp_path, monkeypatch):
+    """It is started in another one: what it compiled for the folder `cache` nobody found."""
+    stand_in = tmp_path / "stand-in"
+    stand_in.write_text('#!/bin/sh\necho "$TRITON_CACHE_DIR" "$TRITON_HOME" > "$TOLD"\n')
+    stand_in.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"TRITON_CACHE_DIR": named, "TRITON_HOME": "../home", "TOLD": tmp_path / "told"}.items():
+        monkeypatch.setenv(name, str(value))
+    compiler = CompileProcess(1)
+    compiler.order([job()])
+    assert list(compiler.finished()) == []
+    compiler.close()
+    assert (tmp_path / "told").read_text().split() == [str(tmp_path / meant), str(tmp_path.parent / "home")]
 
 
 @pytest.mark.slow

@@ -128,3 +128,37 @@ def test_every_kernel_of_a_models_steps_compiles(cache, run_script):
     found = json.loads(run_script(["-c", SCRIPT, cache, *parts], timeout=590))
     assert len(found) > 12
     check(found)
+
+
+WIDEST = """
+import itertools, json
+import torch
+from benchmarks.kernels.compiled_kernels import resources
+from benchmarks.kernels.pretended_gpu import CARD, Card, pretended_gpu
+from kernels.compile_ahead import compile_all, launches_left_out
+from kernels.linear_workspace import Workspace
+from kernels.skinny_linear import run_plan
+from kernels.tuning import default_plan
+
+widest = {}
+for has_norm, outputs, inputs in itertools.product((False, True), (1024, 4096), range(32, 16_384, 32)):
+    plan = default_plan(16, outputs, inputs, False, by_warps=True, has_norm=has_norm)
+    if plan.kernel == "warps":
+        widest[plan.num_warps, plan.block_n, has_norm] = (plan, outputs, inputs)
+with pretended_gpu(Card()), torch.inference_mode(), launches_left_out() as needed:
+    tensor = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16, device="cuda")
+    workspace = Workspace.allocate(16, 8192, 8192, torch.bfloat16, CARD)
+    for ((*_, has_norm), (plan, outputs, inputs)), rows in itertools.product(widest.items(), (8, 16)):
+        out, gain = tensor(rows, outputs), tensor(inputs) if has_norm else None
+        added = None if has_norm else out
+        run_plan(plan, tensor(rows, inputs), tensor(outputs, inputs), out, gain, 1e-6, added, False, workspace)
+compile_all(needed, 2)
+print(json.dumps([resources(kernel) for kernel in needed]))
+"""
+
+
+def test_products_by_rule_fit_into_registers(run_script):
+    """Of each number of warps the longest rows of W, with a norm and with a residual: once 184 bytes were spilled."""
+    found = json.loads(run_script(["-c", WIDEST], timeout=110))
+    assert {kernel["threads"] for kernel in found} == {64, 128, 256, 512}
+    check(found)

@@ -136,6 +136,17 @@ def test_a_plan_serves_down_to_the_measured_size_below(monkeypatch):
     assert measured_plan(torch.device("cpu"), torch.float16, 1, "n8_k17_parts") is None
 
 
+@pytest.mark.parametrize("kernel", ["warps", "resident"])
+@pytest.mark.parametrize("triton_takes_it", [True, False])
+def test_measured_plans_are_for_a_triton_that_has_their_kernels(kernel, triton_takes_it, monkeypatch):
+    """Triton 3.4 and 3.5 on a measured card: the first step could not import them."""
+    plan = LinearPlan(kernel, block_n=16, block_k=32)
+    monkeypatch.setattr(tuning, "_table", lambda: {"cpu": {"bfloat16": {"n8_k64": {"4": {"plan": asdict(plan)}}}}})
+    monkeypatch.setattr(tuning, "takes_gluon", lambda _: triton_takes_it)
+    found = find_plan(torch.device("cpu"), torch.bfloat16, 4, 8, 64, silu_mul=False, has_norm=False)
+    assert found == (plan if triton_takes_it else LIBRARY)
+
+
 def test_every_plan_of_the_table_is_well_formed():
     for card, dtypes in json.loads(TABLE_PATH.read_text()).items():
         for operations in dtypes.values():

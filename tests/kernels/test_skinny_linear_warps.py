@@ -16,7 +16,7 @@ from kernels.fused_decode_attention import (
 from kernels.kv_format import quantise
 from kernels.linear_workspace import Workspace, plan_key
 from kernels.new_token import NewTokens
-from kernels.skinny_linear import linear_of_parts, run_plan, skinny_linear_reference
+from kernels.skinny_linear import linear_of_parts, run_plan, skinny_linear, skinny_linear_reference
 from kernels.tuning import LIBRARY, LinearPlan, default_plan, find_plan
 from tests.kernels.closeness import DEVICE, assert_as_exact, assert_replay_equals_eager, random_tensor
 from tests.kernels.gluon_emulator import KernelAhead, emulate
@@ -76,6 +76,27 @@ def test_matches_float32(rows, outputs, inputs, dtype, plan, fusion, device):
     case = make_case(rows, outputs, inputs, dtype, fusion)
     run_plan(plan, *case, workspace_for(dtype))
     assert_as_exact(case[2], reference(*case), steps=3)  # the normed row is rounded for the tensor cores
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 576), (7, 24, 1536), (9, 100, 576), (16, 34, 768)])
+def test_rows_that_lie_apart_in_wider_ones(rows, outputs, inputs, fusion, device):
+    """As views, all that is beside them NaN, which stays there; by the plans of the rule."""
+    case = make_case(rows, outputs, inputs, torch.float16, fusion)
+    apart = [in_wider_rows(each) if torch.is_tensor(each) and each.dim() == 2 else each for each in case]
+    plan = default_plan(rows, outputs, inputs, case[-1], by_warps=True)
+    assert plan.kernel == "warps"
+    run_plan(plan, *apart, workspace_for(torch.float16))
+    assert_as_exact(apart[2], reference(*case), steps=3)
+    apart[2].fill_(float("nan"))
+    assert apart[2]._base.isnan().all()
+
+
+def in_wider_rows(rows):
+    """The same rows as a view of longer ones, with a row before and one behind."""
+    wide = torch.full((rows.shape[0] + 2, rows.shape[1] + 24), float("nan"), dtype=rows.dtype, device=rows.device)
+    wide[1:-1, 8:-16].copy_(rows)
+    return wide[1:-1, 8:-16]
 
 
 @pytest.mark.parametrize("rows", [2, 9])
@@ -243,6 +264,18 @@ def test_plans_by_rule_fit_and_cover_the_usual_sizes():
     assert default_plan(17, 1024, 1024, False, by_warps=True) == LIBRARY
     assert default_plan(8, 28_672, 4096, True, by_warps=True) == LIBRARY
     assert default_plan(1, 1024, 1024, False).kernel == "matvec"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize(("largest", "gain"), [(30_000, 4), (1e-3, 1e-3), (65_504, 1), (1e-6, 1)])
+def test_float16_has_room_for_a_row_before_its_norm(rows, largest, gain, device, monkeypatch):
+    """30,000 times 4 was infinity, and a millionth had a tenth of its digits."""
+    monkeypatch.setattr(tuning, "takes_gluon", lambda _: True)
+    x, weight, out, norm_weight, eps, _, _ = make_case(rows, 64, 256, torch.float16, "norm")
+    x.mul_(largest / float(x.abs().max()))
+    norm_weight.fill_(gain)
+    skinny_linear(x, weight, out, workspace_for(torch.float16), norm_weight=norm_weight, eps=eps)
+    assert_as_exact(out, skinny_linear_reference(x, weight, norm_weight=norm_weight, eps=eps), steps=3)
 
 
 @pytest.mark.parametrize(("dtype", "is_apart"), [(torch.bfloat16, False), (torch.float16, True)])

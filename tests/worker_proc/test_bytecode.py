@@ -5,11 +5,13 @@ import py_compile
 import subprocess
 import sys
 import threading
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from kernels.compile_process import CompileProcess
 from worker_proc import bytecode
 from worker_proc.bytecode import FOLDER_NAME, compile_beside_import, keep_bytecode
 
@@ -54,6 +56,7 @@ def kept(torch_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    monkeypatch.setattr(SourceFileLoader, "get_code", SourceFileLoader.get_code)
     spec = SimpleNamespace(origin=str(torch_folder / "torch" / "__init__.py"))
     monkeypatch.setattr(bytecode.importlib.util, "find_spec", lambda name: spec if name == "torch" else None)
 
@@ -64,9 +67,24 @@ def kept(torch_folder, tmp_path, monkeypatch):
     return ask
 
 
-def test_the_processes_it_starts_keep_it_there_too(kept, tmp_path):
-    assert kept() == os.environ["PYTHONPYCACHEPREFIX"] == str(tmp_path / "triton" / FOLDER_NAME)
-    assert "PYTHONDONTWRITEBYTECODE" not in os.environ and not sys.dont_write_bytecode
+COMPILES = """
+import sys
+from kernels import compile_process as process
+process._import_kernels = lambda: print("kept in", sys.pycache_prefix, sys.dont_write_bytecode)
+process.main()
+"""
+
+
+def test_the_process_that_compiles_kernels_keeps_it_there_too(kept, monkeypatch):
+    """Python itself starts with what it had: with files from there that are cut off it could not."""
+    own, commands = kept(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+        CompileProcess(1).start()
+    command = [sys.executable, "-c", COMPILES, *commands[0][3:]]
+    told = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True).stderr
+    assert f"kept in {own} False\n" in told
+    assert os.environ["PYTHONPYCACHEPREFIX"] == "" and os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
 @pytest.mark.parametrize("state", ["current", "without a date", "of another Python", "of an older file", "cut off"])
@@ -85,12 +103,54 @@ def test_bytecode_beside_the_files_is_used_if_an_import_would_use_it(kept, torch
 
 def test_a_folder_that_the_user_has_chosen_is_kept(kept, monkeypatch):
     monkeypatch.setattr(sys, "pycache_prefix", "chosen")
-    assert kept() == "chosen" and os.environ["PYTHONPYCACHEPREFIX"] == ""
+    assert kept() == "chosen" and sys.dont_write_bytecode
 
 
-def test_where_nothing_can_be_written_nothing_changes(kept, tmp_path):
-    (tmp_path / "triton").write_text("a file")
+@pytest.mark.parametrize("way", ["a file", "a link", "writable by all", "by a group", "another's", "full", "read-only"])
+def test_where_others_may_write_or_nobody_nothing_changes(kept, tmp_path, monkeypatch, way):
+    """A folder that another user has put there, in a cache that all may write to, would be run as this user."""
+    own = tmp_path / "triton" / FOLDER_NAME
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    own.parent.mkdir()
+    if way == "a file":
+        own.write_text("")
+    elif way == "a link":
+        own.symlink_to(tmp_path / "elsewhere")
+    else:
+        own.mkdir()
+        own.chmod({"writable by all": 0o777, "by a group": 0o770}.get(way, 0o700))
+    if way == "another's":
+        monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+        monkeypatch.setattr(Path, "lstat", lambda _: SimpleNamespace(st_mode=0o40_700, st_uid=54_321))
+    if way == "full":
+        monkeypatch.setattr(bytecode.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    if way == "read-only":
+        monkeypatch.setattr(os, "access", lambda *_: False)
     assert kept() is None and sys.dont_write_bytecode
+
+
+@pytest.mark.parametrize("owner", [0, 12_345])
+def test_a_folder_with_torchs_bytecode_is_used_where_nothing_can_be_written(kept, compiled, monkeypatch, owner):
+    """As in a container whose image has it."""
+    kept()
+    compiled()
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 12_345)
+    monkeypatch.setattr(Path, "lstat", lambda _: SimpleNamespace(st_mode=0o40_755, st_uid=owner))
+    assert kept() is not None
+
+
+def test_nobody_else_may_write_where_it_is_kept_and_it_is_there_for_any_process(kept, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bytecode, "FOLDER_NAME", "own")
+    before = os.umask(0)
+    try:
+        keep_bytecode(Path("triton"))
+    finally:
+        os.umask(before)
+    assert sys.pycache_prefix == str(tmp_path / "triton" / "own")
+    assert (tmp_path / "triton" / "own").stat().st_mode & 0o777 == 0o700
 
 
 def test_without_torch_nothing_changes(kept, monkeypatch):
@@ -127,8 +187,16 @@ def test_they_are_kept_beside_the_files_where_python_may_do_so(compiled, torch_f
     assert compiled() == files_of(torch_folder) == ["__init__", "linear"]
 
 
-def test_nothing_is_compiled_that_python_may_not_keep(compiled):
+@pytest.mark.parametrize("place", ["beside the files", "a folder that the user has chosen"])
+def test_nothing_is_compiled_that_python_may_not_keep(compiled, tmp_path, monkeypatch, place):
     """Where the folder could not be written, files were compiled beside their sources all the same."""
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "chosen") if "chosen" in place else None)
+    assert compiled() == []
+
+
+def test_nothing_is_compiled_that_cannot_be_kept(compiled, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(os, "access", lambda *_: False)
     assert compiled() == []
 
 
@@ -153,3 +221,20 @@ bytecode.main()
         assert worker.stdout.read(5) == b"begun"
         worker.kill()
         assert worker.stdout.read() == b"", "nobody holds it any more"
+
+
+@pytest.mark.parametrize("left", [17, 40, 1000, -1])
+def test_what_a_full_disk_has_cut_off_is_compiled_anew(kept, torch_folder, tmp_path, left):
+    """Each later start ended with "marshal data too short", until somebody deleted the folder."""
+    kept()
+    source = torch_folder / "torch" / "__init__.py"
+    source.write_text("".join(f"def f{number}():\n    return {number}\n" for number in range(100)))
+    beside = Path(py_compile.compile(str(source)))
+    whole = beside.read_bytes()
+    beside.write_bytes(whole[:left])
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": ""}
+    command = [sys.executable, "-c", IMPORT, str(tmp_path / "triton"), str(torch_folder)]
+    for is_whole in (False, True):
+        subprocess.run(command, env=environment, check=True)
+        assert beside.exists() == is_whole, "dropped by the import that found it, kept by the next one"
+    assert beside.read_bytes() == whole

