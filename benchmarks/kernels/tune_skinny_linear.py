@@ -233,7 +233,7 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,smollm2-135m")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
-    parser.add_argument("--kinds", default="layer,head,alone,parts", help="products: parts for 4 rows and more")
+    parser.add_argument("--kinds", default="layer,head,alone,parts", help="products: which of them")
     what = "time only plans of these, beside the library's and those of the table"
     parser.add_argument("--kernels", default="", metavar="KERNEL,...", help=what)
     parser.add_argument("--prefetch", action="store_true", help="each launch prefetches the next one's weight")
