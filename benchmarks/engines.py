@@ -71,7 +71,7 @@ class TriremeEngine:
         write_stand_in_tokenizer(Path(model))
         self._llm = LLM(model, prefix_cache="off", **options)
         self._figures: dict[str, int] = {}
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and options.get("device") != "cpu":
             time.sleep(SETTLE_S)
 
     def run(self, workload: Workload) -> list[RequestTiming]:

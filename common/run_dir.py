@@ -136,10 +136,10 @@ def remove_stale(base: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file of mode 0600 beside its place and move it there."""
+def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a file beside its place and move it there; of a mode from which the process's umask takes its part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)
     temporary.replace(path)
 

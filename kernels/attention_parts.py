@@ -23,6 +23,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.decode_warp import with_parts
+
 PARTS_AT_A_TIME = gl.constexpr(8)
 
 
@@ -76,13 +78,9 @@ def merged_row(
         logarithms, attended = _loaded(
             parts_ptr, statistics_ptr, pairs, columns, first, part_count, layout, STATISTICS, ROWS, HEAD_DIM, PARTS
         )
-        new_maximum = gl.maximum(maximum, gl.max(logarithms, axis=0))
-        weights = gl.exp2(logarithms - new_maximum[None, :])
-        shrink = gl.exp2(maximum - new_maximum)
-        normaliser = normaliser * shrink + gl.sum(weights, axis=0)
-        shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, row_layout)), 1)
-        row = row * shrink + gl.sum(attended.to(gl.float32) * gl.expand_dims(weights, 2), axis=0)
-        maximum = new_maximum
+        maximum, normaliser, row = with_parts(
+            (maximum, normaliser, row), logarithms, 1.0, attended.to(gl.float32), row_layout, MAY_BE_EMPTY=False
+        )
     share = 1.0 / gl.where(part_count > 0, normaliser, 1.0)
     row = row * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, row_layout)), 1)
     return row.to(dtype)

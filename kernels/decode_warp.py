@@ -1,8 +1,8 @@
 """What the decode kernels on Hopper have in common: tiles by the copy engine, products with columns, merging.
 
 A tile holds some tokens of one K/V head, in blocks that are contiguous boxes of the cache; a group's queries are the
-eight columns of what products give. Called by kernels/decode_attention_hopper.py, kernels/decode_attention_team.py and
-kernels/fused_decode_warps.py.
+eight columns of what products give. Called by kernels/decode_attention_hopper.py, kernels/decode_attention_team.py,
+kernels/fused_decode_warps.py and, for merging, kernels/attention_parts.py.
 """
 
 from __future__ import annotations
@@ -164,6 +164,26 @@ def _load_parts(
 
 
 @gluon.jit
+def with_parts(state, maxima, normalisers, parts, row_layout: gl.constexpr, MAY_BE_EMPTY: gl.constexpr):
+    """(maximum [HEADS], normaliser [HEADS], sums [HEADS, HEAD_DIM]) with some parts in: a running softmax.
+
+    maxima, normalisers: [PARTS, HEADS]; parts: sums [PARTS, HEADS, HEAD_DIM]. MAY_BE_EMPTY: there are heads without a
+    maximum in any part.
+    """
+    maximum, normaliser, sums = state
+    new_maximum = gl.maximum(maximum, gl.max(maxima, axis=0))
+    base = new_maximum
+    if MAY_BE_EMPTY:
+        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = gl.exp2(maxima - base[None, :])
+    shrink = gl.exp2(maximum - base)
+    normaliser = normaliser * shrink + gl.sum(normalisers * weights, axis=0)
+    shrink = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, row_layout)), 1)
+    sums = sums * shrink + gl.sum(parts * gl.expand_dims(weights, 2), axis=0)
+    return new_maximum, normaliser, sums
+
+
+@gluon.jit
 def merge(
     output_ptr, partials_ptr, statistics_ptr, first_place, step, first_shift, part_count,
     GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, NUMBERS: gl.constexpr,
@@ -194,14 +214,9 @@ def merge(
         part_sums, part_maximum, part_normaliser = loaded
         if AHEAD and first_part + PARTS < part_count:
             loaded = _load_parts(source, first_part + PARTS, part_count, layout, GROUP, HEADS, HEAD_DIM, PARTS)
-        new_maximum = gl.maximum(maximum, gl.max(part_maximum, axis=0))
-        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # edge: heads past the group
-        weights = gl.exp2(part_maximum - base[None, :])
-        shrink = gl.exp2(maximum - base)
-        normaliser = normaliser * shrink + gl.sum(part_normaliser * weights, axis=0)
-        shrink_rows = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, row_layout)), 1)
-        sums = sums * shrink_rows + gl.sum(part_sums * gl.expand_dims(weights, 2), axis=0)
-        maximum = new_maximum
+        maximum, normaliser, sums = with_parts(
+            (maximum, normaliser, sums), part_maximum, part_normaliser, part_sums, row_layout, MAY_BE_EMPTY=True
+        )  # heads past the group have no part
     share = 1.0 / gl.where(heads < GROUP, normaliser, 1.0)
     result = sums * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, row_layout)), 1)
     row_heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, row_layout))

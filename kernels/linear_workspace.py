@@ -47,12 +47,10 @@ class Workspace:
             wide=torch.empty(max_rows * max_outputs, dtype=dtype, device=device),
         )
 
-    def plan_of(
-        self, rows: int, weight: torch.Tensor, *, has_norm: bool = False, has_residual: bool = False,
-        silu_mul: bool = False,
-    ) -> LinearPlan:  # fmt: skip
-        """The plan of an operation with `rows` rows of x and a `weight` [N, K], looked up once."""
-        key = plan_key(rows, *weight.shape, has_norm=has_norm, has_residual=has_residual, silu_mul=silu_mul)
+    def plan_of(self, rows: int, weight: torch.Tensor, *, has_norm: bool = False, silu_mul: bool = False) -> LinearPlan:
+        """The plan of an operation with `rows` rows of x and a `weight` [N, K], with a residual or without; looked up
+        once."""
+        key = plan_key(rows, *weight.shape, has_norm=has_norm, silu_mul=silu_mul)
         plan = self.plans.get(key)
         if plan is None:
             sizes = (weight.device, weight.dtype, rows, *weight.shape)
@@ -68,7 +66,7 @@ class Workspace:
 
 
 def plan_key(
-    rows: int, outputs: int, inputs: int, *, has_norm: bool = False, has_residual: bool = False, silu_mul: bool = False
+    rows: int, outputs: int, inputs: int, *, has_norm: bool = False, silu_mul: bool = False
 ) -> tuple[int, ...]:
     """By what a workspace keeps the plan of a product with so many rows of x and a W [outputs, inputs]."""
-    return (rows, outputs, inputs, has_norm, has_residual, silu_mul)
+    return (rows, outputs, inputs, has_norm, silu_mul)

@@ -449,19 +449,14 @@ def skinny_linear(
     rows = x.shape[0]
     if out.numel() == 0:
         return
-    fusion = {"has_norm": norm_weight is not None, "has_residual": residual is not None, "silu_mul": silu_mul}
-    plan = workspace.plan_of(rows, weight, **fusion)
+    plan = workspace.plan_of(rows, weight, has_norm=norm_weight is not None, silu_mul=silu_mul)
     run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming)
 
 
 def merges_parts(workspace: Workspace, weight: torch.Tensor, query_heads: int, head_dim: int) -> bool:
     """Whether `linear_of_parts` computes one row of a model's attention times such a W here."""
-    plan = _plan_of_parts(workspace, weight)
+    plan = workspace.plan_of(1, weight)
     return plan.kernel == "warps" and AttentionParts.can_merge(query_heads, head_dim, plan.num_warps)
-
-
-def _plan_of_parts(workspace: Workspace, weight: torch.Tensor) -> LinearPlan:
-    return workspace.plan_of(1, weight, has_residual=True)
 
 
 def linear_of_parts(
@@ -479,5 +474,5 @@ def linear_of_parts(
         raise ValueError(f"weight: no plan for {list(weight.shape)} in {weight.dtype} merges {parts.query_heads} heads")
     from kernels import skinny_linear_warps
 
-    plan, early = _plan_of_parts(workspace, weight), launch_options(weight)["PDL"]
+    plan, early = workspace.plan_of(1, weight), launch_options(weight)["PDL"]
     skinny_linear_warps.launch_on_parts(plan, parts, weight, out, residual, early)

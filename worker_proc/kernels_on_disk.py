@@ -17,11 +17,14 @@ from pathlib import Path
 
 from common.config import EngineConfig
 from common.processors import granted_threads, has_gpu
+from common.run_dir import write_atomically
 from kernels.compile_process import CompileProcess, Job
 
 _ROOT = Path(__file__).resolve().parent.parent
 _NAMING_KERNELS = ("kernels/**/*.py", "kernels/tuning/*.json", "worker_proc/cuda/**/*.py")
 """What settles which kernels a start needs, beside its options."""
+_FOR_ALL = 0o666
+"""The note's mode: others may have this folder too, or may be given it in an image."""
 
 
 def compile_process(config: EngineConfig) -> CompileProcess:
@@ -37,10 +40,7 @@ def note_kernels(config: EngineConfig, left: Sequence[Job] = ()) -> None:
     """Leave the note: all that a start with this configuration waits for is on disk, and these are not, perhaps. Not
     where the folder is read-only."""
     with contextlib.suppress(OSError):
-        path = _note(config)
-        written = path.with_name(f"{path.name}.{os.getpid()}")
-        written.write_text(json.dumps([asdict(job) for job in left]))
-        written.replace(path)
+        write_atomically(_note(config), json.dumps([asdict(job) for job in left]), _FOR_ALL)
 
 
 def kernels_left(config: EngineConfig) -> list[Job] | None:

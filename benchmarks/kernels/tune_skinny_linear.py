@@ -210,8 +210,7 @@ def chain_with_attention(model: ModelShape, rows: int) -> Callable[[Plans], floa
 
     def chain_us(plans: Plans) -> float:
         for shape, plan in plans.items():
-            has_norm, has_residual, has_silu = (name in shape.fusion for name in ("norm", "residual", "silu"))
-            fusion = {"has_norm": has_norm, "has_residual": has_residual, "silu_mul": has_silu}
+            fusion = {"has_norm": "norm" in shape.fusion, "silu_mul": "silu" in shape.fusion}
             chain.workspace.plans[plan_key(rows, shape.outputs, shape.inputs, **fusion)] = plan
         return time_us([lambda: chain.run(few_rows)], inner=2, replays=9) / layers
 
@@ -233,7 +232,7 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--models", default="qwen3-0.6b,llama-3.1-8b,smollm2-135m")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
-    parser.add_argument("--kinds", default="layer,head,alone,parts", help="products: parts for 4 rows and more")
+    parser.add_argument("--kinds", default="layer,head,alone,parts", help="products: which of them")
     what = "time only plans of these, beside the library's and those of the table"
     parser.add_argument("--kernels", default="", metavar="KERNEL,...", help=what)
     parser.add_argument("--prefetch", action="store_true", help="each launch prefetches the next one's weight")

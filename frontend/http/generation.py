@@ -72,8 +72,8 @@ async def start(
     streams: list[RequestStream] = []
     batch = object()
     try:
-        for left_count, prompt in zip(reversed(range(len(prompts))), prompts, strict=True):
-            engine.core.promise(batch, left_count > 0)
+        for number, prompt in enumerate(prompts, 1):
+            engine.core.promise(batch, number < len(prompts))
             stream = await engine.generate(
                 prompt,
                 params,

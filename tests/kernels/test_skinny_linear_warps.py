@@ -218,7 +218,7 @@ def test_attention_left_in_parts_is_attention(length, cache_dtype, device):
     parts = fused_decode_attention(output, qkv, *caches, *places, *inputs, scale=0.125, leave=True, **scales)
     weight = random_tensor(64, HEADS * HEAD_DIM, dtype=dtype, seed=8, scale=0.1)
     stream, workspace = torch.zeros(1, 64, dtype=dtype, device=DEVICE), workspace_for(dtype)
-    workspace.plans[plan_key(1, *weight.shape, has_residual=True)] = PARTS_PLAN
+    workspace.plans[plan_key(1, *weight.shape)] = PARTS_PLAN
     linear_of_parts(parts, weight, stream, workspace, residual=stream)
     attended = fused_decode_attention_reference(qkv, *copies, *places, new.rope_table, HEADS, scale=0.125, **copied)
     steps = 3 if cache_dtype is None else 12  # a card may round what it stores to the next level

@@ -107,3 +107,13 @@ def test_another_kernel_means_another_note(starts, monkeypatch, tmp_path):
     (tmp_path / "kernels").mkdir()
     monkeypatch.setattr(kernels_on_disk, "_ROOT", tmp_path)
     assert starts(EngineConfig())
+
+
+def test_the_note_can_be_read_by_whoever_is_given_the_folder(starts, tmp_path):
+    earlier = os.umask(0o022)
+    try:
+        kernels_on_disk.note_kernels(EngineConfig())
+    finally:
+        os.umask(earlier)
+    (note,) = tmp_path.iterdir()
+    assert note.stat().st_mode & 0o777 == 0o644
