@@ -35,7 +35,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -176,7 +175,7 @@ def _consume(
     place = staged.index(WARP_GROUP)
     own_residual = residual_full.index(WARP_GROUP)
     read = 0
-    done = 0
+    phase = 0
     wait_for_inputs(PDL)
     for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m, n = _place(tile, m_tiles, n_tiles, GROUP_M)
@@ -231,7 +230,7 @@ def _consume(
                 gate, up = gl.split(gl.permute(gl.reshape(total, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
                 result = _silu(gate) * up
             elif FOLLOWS == 1:
-                mbarrier.wait(own_residual, done & 1)
+                mbarrier.wait(own_residual, phase)
                 result = total + place.load(layout).to(gl.float32)
             else:
                 result = total
@@ -240,7 +239,7 @@ def _consume(
             place.store(result.to(dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [first_row, n * place.shape[1]], place)
-        done += 1
+        phase = phase ^ 1
     tma.store_wait(pendings=0)
 
 
