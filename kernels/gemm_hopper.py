@@ -4,7 +4,7 @@
     out[m, n]   = y[m, n]                                                   plain
                 | residual[m, n] + y[m, n]                                  with a residual
                 | SiLU(y[m, n]) * y[m, N/2 + n]                             with silu_mul
-    q, k, v     = heads of y[m], normed and rotated, k and v stored in a paged cache             with `Heads`
+    q, k, v     = heads of y[m], normed and rotated, k and v stored in a paged cache             with a `HeadStore`
 
 A program stays on its multiprocessor and computes one tile after another: 128 rows of x by 256 or 128 of W (with
 silu_mul half of them gate's and half up's). One warp asks the tensor copy engine for tiles of K; two warp groups
@@ -15,15 +15,15 @@ what follows to its sums and stores them, the tensor cores have the other's prod
     warps 4-7    rows 64-127    the same, OFFSET steps later
     warp 8       x[i % stages], W[i % stages]
 
-| tensor   | axes                 | dtype               | notes                                                    |
-|----------|----------------------|---------------------|----------------------------------------------------------|
-| x        | [M, K]               | bfloat16 or float16 | rows of 16-byte multiples; K a multiple of 64            |
-| weight   | [N, K]               | as x                | as x; rows [0, N/2) are gate, the others up (silu_mul)   |
-| residual | [M, N]               | as x                | as x; may be out                                         |
-| out      | [M, N] or [M, N/2]   | as x                | as x; with `Heads` [M, query heads * head_dim]           |
+| tensor   | axes               | dtype               | notes                                                      |
+|----------|--------------------|---------------------|------------------------------------------------------------|
+| x        | [M, K]             | bfloat16 or float16 | rows of 16-byte multiples; K a multiple of 64              |
+| weight   | [N, K]             | as x                | as x; rows [0, N/2) are gate, the others up (silu_mul)     |
+| residual | [M, N]             | as x                | as x; may be out                                           |
+| out      | [M, N] or [M, N/2] | as x                | as x; with a `HeadStore` [M, query heads * head_dim]       |
 
-N is a multiple of the tile's columns; with `Heads` so are the columns of q and those of k. Rows past M read as zeros
-and are not stored.
+N is a multiple of the tile's columns; with a `HeadStore` so are the columns of q and those of k. Rows past M read as
+zeros and are not stored.
 
 A row's heads come to be in a thread and its three neighbours, a rotation's pairs in one thread, since a tensor core's
 sums lie so: norm and rotation cost no exchange through memory. The arithmetic is that of kernels/qk_norm_rope_store.py,
@@ -31,8 +31,6 @@ without rounding to 16 bits between the product and the norm.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -48,7 +46,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.launch import HOPPER_SHARED_BYTES
 from kernels.launch_gluon import let_next_start, wait_for_inputs
-from kernels.new_token import NewTokens
+from kernels.project_heads import HeadStore
 
 TILE_M, TILE_K = 128, 64
 OFFSET = 1
@@ -301,20 +299,6 @@ def _gemm_kernel(
         [4, 1],
         [COMPUTE_REGISTERS, 24],
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class HeadStore:
-    """What becomes of a q/k/v product's heads: the arguments of `kernels.qk_norm_rope_store`, in its shapes and dtypes.
-
-    Over a plain cache of the product's dtype whose key and value caches have the same strides; all dims rotate.
-    """
-
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    slot_mapping: torch.Tensor
-    positions: torch.Tensor
-    new: NewTokens
 
 
 def stage_count(tile_n: int, follows: int) -> int:
