@@ -6,14 +6,14 @@
 In one launch of kernels/gemm_hopper.py: what the product leaves in registers is never written as it is. It saves the
 step's largest intermediate result a way to memory and back, and the kernel that would read it.
 
-| tensor       | axes                          | dtype               | notes                                               |
-|--------------|-------------------------------|---------------------|-----------------------------------------------------|
-| x            | [T, K]                        | bfloat16 or float16 | rows of 16-byte multiples                           |
-| weight       | [(hq + 2 hkv) d, K]           | as x                | q's rows, then k's, then v's                        |
-| q_out        | [T, hq, d]                    | as x                | contiguous                                          |
-| caches       | [block, kv head, position, d] | as x                | strides alike in both, a head's positions adjacent  |
-| slot_mapping | [T]                           | int64               | -1: K and V of this token are not stored            |
-| positions    | [T]                           | int32 or int64      | below max_position                                  |
+| tensor       | axes                          | dtype               | notes                                            |
+|--------------|-------------------------------|---------------------|--------------------------------------------------|
+| x            | [T, K]                        | bfloat16 or float16 | rows of 16-byte multiples                        |
+| weight       | [(hq + 2 hkv) d, K]           | as x                | q's rows, then k's, then v's                     |
+| q_out        | [T, hq, d]                    | as x                | contiguous                                       |
+| caches       | [block, kv head, position, d] | as x                | same strides in both; positions adjacent          |
+| slot_mapping | [T]                           | int64               | -1: K and V of this token are not stored         |
+| positions    | [T]                           | int32 or int64      | below max_position                               |
 
 `heads_plan` says where this pays and is possible: on Hopper, from some hundred tokens on, where all of a head rotates.
 """
