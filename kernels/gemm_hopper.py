@@ -1,10 +1,10 @@
 """Products of many rows on Hopper, with what follows inside: the products of prompts.
 
-    y           = x W^T                                                     accumulated in float32
-    out[m, n]   = y[m, n]                                                   plain
-                | residual[m, n] + y[m, n]                                  with a residual
-                | SiLU(y[m, n]) * y[m, N/2 + n]                             with silu_mul
-    q, k, v     = heads of y[m], normed and rotated, k and v stored in a paged cache             with a `HeadStore`
+    FOLLOWS      PLAIN, RESIDUAL, SILU_MUL: out; HEADS: q, and k and v into the paged cache
+    SCALES       y is multiplied by its rows' scales first, made of their sums of squares
+    LEAVES_NORM  a RESIDUAL also leaves its result times a norm's weight, and sums of squares
+
+kernels/gemm.py, which launches it, has the operations and the tensors' shapes.
 
 A program stays on its multiprocessor and computes one tile after another: 128 rows of x by 256 or 128 of W (with
 silu_mul half of them gate's and half up's). One warp asks the tensor copy engine for tiles of K; two warp groups
@@ -15,15 +15,8 @@ what follows to its sums and stores them, the tensor cores have the other's prod
     warps 4-7    rows 64-127    the same, OFFSET steps later
     warp 8       x[i % stages], W[i % stages]
 
-| tensor   | axes               | dtype               | notes                                                      |
-|----------|--------------------|---------------------|------------------------------------------------------------|
-| x        | [M, K]             | bfloat16 or float16 | rows of 16-byte multiples; K a multiple of 64              |
-| weight   | [N, K]             | as x                | as x; rows [0, N/2) are gate, the others up (silu_mul)     |
-| residual | [M, N]             | as x                | as x; may be out                                           |
-| out      | [M, N] or [M, N/2] | as x                | as x; with a `HeadStore` [M, query heads * head_dim]       |
-
-N is a multiple of the tile's columns; with a `HeadStore` so are the columns of q and those of k. Rows past M read as
-zeros and are not stored.
+N is a multiple of the tile's columns; with HEADS so are the columns of q and those of k. Rows past M read as zeros and
+are not stored.
 
 A row's heads come to be in a thread and its three neighbours, a rotation's pairs in one thread, since a tensor core's
 sums lie so: norm and rotation cost no exchange through memory. The arithmetic is that of kernels/qk_norm_rope_store.py,
@@ -44,9 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.gemm import HeadStore, NormBehind, RowScale
 from kernels.launch import HOPPER_SHARED_BYTES
 from kernels.launch_gluon import let_next_start, wait_for_inputs
-from kernels.project_heads import HeadStore
 
 TILE_M, TILE_K = 128, 64
 OFFSET = 1
@@ -139,6 +132,16 @@ def _normed_rotated(
 
 
 @gluon.jit
+def _row_scale(squares_ptr, tiles, first_row, M, columns, eps, ROWS: gl.constexpr, layout: gl.constexpr):
+    """1 / sqrt(mean square + eps) of ROWS rows of `columns` elements, whose sums of squares come in `tiles` parts."""
+    rows = first_row + gl.arange(0, ROWS, layout=layout)
+    total = gl.zeros([ROWS], gl.float32, layout)
+    for tile in range(tiles):
+        total += gl.load(squares_ptr + tile * M + rows, mask=rows < M, other=0.0)
+    return gl.rsqrt(total / columns + eps)
+
+
+@gluon.jit
 def _store_cached(
     staged, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -159,11 +162,12 @@ def _store_cached(
 
 @gluon.jit
 def _consume(
-    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M, steps, m_tiles,
+    out_desc, residual_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M, steps, m_tiles,
     n_tiles,
     WARP_GROUP: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr,
     GROUP_M: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, SCALES: gl.constexpr, LEAVES_NORM: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The sums of 64 rows of each tile, and what follows."""
     ROWS: gl.constexpr = rows.shape[1]
@@ -198,6 +202,11 @@ def _consume(
             read += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         mbarrier.arrive(empty.index((read - 1) % STAGES), count=1)
+        if SCALES:
+            squares_ptr, tiles, norm_eps = norm
+            row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+            scale = _row_scale(squares_ptr, tiles, first_row, M, steps * 64, norm_eps, ROWS, row_layout)
+            total = total * scale[:, None]
         if FOLLOWS == 3:
             k_ptr, v_ptr, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, block_stride, head_stride = (
                 heads
@@ -234,19 +243,31 @@ def _consume(
                 result = total
             if FOLLOWS != 1:
                 tma.store_wait(pendings=0)
-            place.store(result.to(dtype))
+            rounded = result.to(dtype)
+            place.store(rounded)
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [first_row, n * place.shape[1]], place)
+            if LEAVES_NORM:
+                scaled_desc, gain_ptr, left_squares_ptr = norm
+                gain = gl.load(gain_ptr + n * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)))
+                wide = rounded.to(gl.float32)
+                own = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+                gl.store(left_squares_ptr + n * M + own, gl.sum(wide * wide, axis=1), mask=own < M)
+                tma.store_wait(pendings=0)  # which has then been read
+                place.store((wide * gain.to(gl.float32)[None, :]).to(dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(scaled_desc, [first_row, n * COLUMNS], place)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps"])
 def _gemm_kernel(
-    x_desc, weight_desc, out_desc, residual_desc, heads, M, N, steps,
+    x_desc, weight_desc, out_desc, residual_desc, heads, norm, M, N, steps,
     STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr, GROUP_M: gl.constexpr,
     TILE_N: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, SCALES: gl.constexpr,
+    LEAVES_NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     dtype: gl.constexpr = x_desc.dtype
@@ -275,17 +296,17 @@ def _gemm_kernel(
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
+                    out_desc, residual_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M,
                     steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, PDL,
+                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, SCALES, LEAVES_NORM, PDL,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
+                    out_desc, residual_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M,
                     steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, PDL,
+                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, SCALES, LEAVES_NORM, PDL,
                 ),
             ),
             (
@@ -315,9 +336,10 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescript
 def launch(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, tile_n: int, programs: int,
     residual: torch.Tensor | None = None, silu_mul: bool = False, store: HeadStore | None = None,
+    scale: RowScale | None = None, norm_behind: NormBehind | None = None,
     pdl: bool = False, offset: int = OFFSET, group_m: int = GROUP_M, stages: int = 0,
 ) -> None:  # fmt: skip
-    """One product, by that many programs, on arguments that were checked."""
+    """One product, by that many programs, on arguments that were checked; at most one of `scale` and `norm_behind`."""
     rows, inputs = x.shape
     follows = HEADS if store is not None else SILU_MUL if silu_mul else PLAIN if residual is None else RESIDUAL
     halves = 2 if silu_mul else 1
@@ -335,11 +357,17 @@ def launch(
             Q_COLUMNS=out.shape[1], KV_COLUMNS=kv_heads * head_dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             HAS_NORM=has_norm,
         )  # fmt: skip
+    norm = (0,)
+    if scale is not None:
+        norm = (scale.squares, scale.squares.shape[0], scale.eps)
+    elif norm_behind is not None:
+        norm = (_descriptor(norm_behind.scaled, TILE_M // 2, tile_n), norm_behind.norm_weight, norm_behind.squares)
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),
-        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, rows, weight.shape[0],
+        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, norm, rows, weight.shape[0],
         inputs // TILE_K, STAGES=stages or stage_count(tile_n, follows), OFFSET=offset, FOLLOWS=follows,
-        GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, PDL=pdl, num_warps=4,
+        GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, SCALES=scale is not None,
+        LEAVES_NORM=norm_behind is not None, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
