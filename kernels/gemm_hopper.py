@@ -162,8 +162,8 @@ def _store_cached(
 
 @gluon.jit
 def _consume(
-    out_desc, residual_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M, steps, m_tiles,
-    n_tiles,
+    out_desc, residual_desc, scaled_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M,
+    steps, m_tiles, n_tiles,
     WARP_GROUP: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr,
     GROUP_M: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, SCALES: gl.constexpr, LEAVES_NORM: gl.constexpr,
@@ -248,7 +248,7 @@ def _consume(
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [first_row, n * place.shape[1]], place)
             if LEAVES_NORM:
-                scaled_desc, gain_ptr, left_squares_ptr = norm
+                gain_ptr, left_squares_ptr = norm
                 gain = gl.load(gain_ptr + n * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)))
                 wide = rounded.to(gl.float32)
                 own = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
@@ -263,7 +263,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["M", "N", "steps"])
 def _gemm_kernel(
-    x_desc, weight_desc, out_desc, residual_desc, heads, norm, M, N, steps,
+    x_desc, weight_desc, out_desc, residual_desc, scaled_desc, heads, norm, M, N, steps,
     STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr, GROUP_M: gl.constexpr,
     TILE_N: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, SCALES: gl.constexpr,
@@ -296,16 +296,16 @@ def _gemm_kernel(
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M,
-                    steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    out_desc, residual_desc, scaled_desc, heads, norm, rows, weights, staged, full, empty, behind,
+                    residual_full, M, steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
                     KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, SCALES, LEAVES_NORM, PDL,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M,
-                    steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    out_desc, residual_desc, scaled_desc, heads, norm, rows, weights, staged, full, empty, behind,
+                    residual_full, M, steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
                     KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, SCALES, LEAVES_NORM, PDL,
                 ),
             ),
@@ -357,15 +357,17 @@ def launch(
             Q_COLUMNS=out.shape[1], KV_COLUMNS=kv_heads * head_dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             HAS_NORM=has_norm,
         )  # fmt: skip
-    norm = (0,)
+    norm, scaled = (0,), None
     if scale is not None:
         norm = (scale.squares, scale.squares.shape[0], scale.eps)
     elif norm_behind is not None:
-        norm = (_descriptor(norm_behind.scaled, TILE_M // 2, tile_n), norm_behind.norm_weight, norm_behind.squares)
+        norm = (norm_behind.norm_weight, norm_behind.squares)
+        scaled = _descriptor(norm_behind.scaled, TILE_M // 2, tile_n)
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),
-        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, norm, rows, weight.shape[0],
+        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), scaled, heads, norm, rows,
+        weight.shape[0],
         inputs // TILE_K, STAGES=stages or stage_count(tile_n, follows), OFFSET=offset, FOLLOWS=follows,
         GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, SCALES=scale is not None,
         LEAVES_NORM=norm_behind is not None, PDL=pdl, num_warps=4,
