@@ -9,38 +9,29 @@
 
     q, k, v   = heads of y; norm and rotation of q and k, and the store of k and v, as in kernels/qk_norm_rope_store.py
 
-An RMSNorm between two products needs no kernel of its own either: the first leaves what its weight makes of out, and
-sums of squares (`NormBehind`), and the second multiplies by the rows' scales what it makes of that (`RowScale`):
-
-    scaled    = out * norm_weight;   squares[t] = sum of out[:, n]^2 over the t-th tile of columns
-    y         = 1 / sqrt(sum over t of squares[t] / K + eps) * (scaled W^T)
-
 Prompts are bound by arithmetic, and, on a card that runs hot, by energy: what a product leaves in registers is not
 written and read again, which is what a kernel of its own would do. kernels/gemm_hopper.py has the kernel. Everything is
 accumulated in float32, and rounded once, where it is stored.
 
-| tensor       | axes                          | dtype               | notes                                           |
-|--------------|-------------------------------|---------------------|-------------------------------------------------|
-| x            | [M, K]                        | bfloat16 or float16 | K a multiple of 64                              |
-| weight       | [N, K]                        | as x                | rows of q, then k, then v; or of gate, then up |
-| out          | [M, N], or [M, N/2] (silu_mul) | as x               |                                                 |
-| residual     | [M, N]                        | as x                |                                                 |
-| norm_weight  | [N]                           | any float           | of the norm behind                              |
-| scaled       | [M, N]                        | as x                | bfloat16 only: others may not hold the product  |
-| squares      | [T, M]                        | float32             | T: `column_tiles`; contiguous                   |
-| q_out        | [M, hq, d]                    | as x                | contiguous                                      |
-| caches       | [block, kv head, position, d] | as x                | same strides in both; positions adjacent        |
-| slot_mapping | [M]                           | int64               | -1: K and V of this token are not stored        |
-| positions    | [M]                           | int32 or int64      | below max_position                              |
+| tensor       | axes                           | dtype               | notes                               |
+|--------------|--------------------------------|---------------------|-------------------------------------|
+| x            | [M, K]                         | bfloat16 or float16 | K a multiple of 64                  |
+| weight       | [N, K]                         | as x                | q's, k's, v's rows; or gate's, up's |
+| out          | [M, N], or [M, N/2] (silu_mul) | as x                |                                     |
+| residual     | [M, N]                         | as x                |                                     |
+| q_out        | [M, hq, d]                     | as x                | contiguous                          |
+| caches       | [block, kv head, position, d]  | as x                | same strides; positions adjacent    |
+| slot_mapping | [M]                            | int64               | -1: K and V are not stored          |
+| positions    | [M]                            | int32 or int64      | below max_position                  |
 
-Rows of matrices are multiples of 16 bytes. "Any float" is bfloat16, float16 or float32.
+Rows of matrices are multiples of 16 bytes, and N of the plan's columns; with heads so are the columns of q and of k.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import FLOATS, check_head_inputs, check_tensor
+from kernels.checks import check_head_inputs, check_tensor
 from kernels.launch import capability_major, launch_options, multiprocessor_count, takes_gluon
 from kernels.new_token import NewTokens
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
@@ -65,70 +56,29 @@ class HeadStore:
         return self.key_cache.shape[1] * self.key_cache.shape[3]
 
 
-@dataclass(frozen=True)
-class RowScale:
-    """The norm that x has still to be scaled for: `squares` of its rows, as `NormBehind` left them, and its eps."""
-
-    squares: torch.Tensor
-    eps: float
-
-
-@dataclass(frozen=True)
-class NormBehind:
-    """Of the norm behind a product with a residual: its weight in; `scaled` and `squares` out."""
-
-    norm_weight: torch.Tensor
-    scaled: torch.Tensor
-    squares: torch.Tensor
-
-
-def scaled_rows_reference(y: torch.Tensor, scale: RowScale | None, inputs: int) -> torch.Tensor:
-    """y [M, N] in float32, of K = `inputs`, after the norm that its x lacked."""
-    if scale is None:
-        return y
-    return y * torch.rsqrt(scale.squares.sum(0) / inputs + scale.eps)[:, None]
-
-
 def gemm_reference(
-    x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None, silu_mul: bool = False,
-    scale: RowScale | None = None,
+    x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None, silu_mul: bool = False
 ) -> torch.Tensor:  # fmt: skip
     """The product and what follows in float32, not rounded."""
-    y = scaled_rows_reference(x.float() @ weight.float().T, scale, x.shape[1])
+    y = x.float() @ weight.float().T
     if silu_mul:
         gate, up = y.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
     return y if residual is None else y + residual.float()
 
 
-def norm_behind_reference(
-    out: torch.Tensor, norm_weight: torch.Tensor, tiles: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scaled` [M, N] and `squares` [tiles, M] of a product's rounded result, in float32."""
-    wide = out.float()
-    squares = wide.square().unflatten(1, (tiles, -1)).sum(-1).T
-    return wide * norm_weight.float(), squares.contiguous()
-
-
-def project_heads_reference(
-    x: torch.Tensor, weight: torch.Tensor, query_heads: int, store: HeadStore, scale: RowScale | None = None
-) -> torch.Tensor:
+def project_heads_reference(x: torch.Tensor, weight: torch.Tensor, query_heads: int, store: HeadStore) -> torch.Tensor:
     """Store K and V in place and return q [M, hq, d], all arithmetic in float32."""
     new = store.new
     return qk_norm_rope_store_reference(
-        scaled_rows_reference(x.float() @ weight.float().T, scale, x.shape[1]), store.key_cache, store.value_cache,
-        store.slot_mapping, store.positions, new.rope_table, query_heads, new.q_weight, new.k_weight, new.eps,
-    ).float()  # fmt: skip
+        x.float() @ weight.float().T, store.key_cache, store.value_cache, store.slot_mapping, store.positions,
+        new.rope_table, query_heads, new.q_weight, new.k_weight, new.eps,
+    )  # fmt: skip
 
 
 def flops(rows: int, outputs: int, inputs: int) -> int:
     """Multiplications and additions of a product; what follows is not counted."""
     return 2 * rows * outputs * inputs
-
-
-def column_tiles(plan: LinearPlan, outputs: int) -> int:
-    """Into how many parts the sums of squares of a result with `outputs` columns come."""
-    return outputs // plan.block_n
 
 
 def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadStore) -> LinearPlan | None:
@@ -147,9 +97,7 @@ def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadSto
     return plan if is_whole and rotates and adjacent else None
 
 
-def project_heads(
-    x: torch.Tensor, weight: torch.Tensor, q_out: torch.Tensor, store: HeadStore, *, scale: RowScale | None = None
-) -> None:
+def project_heads(x: torch.Tensor, weight: torch.Tensor, q_out: torch.Tensor, store: HeadStore) -> None:
     """Write q to `q_out`, and K and V to their places. Shapes: the module's table.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table, and where `heads_plan` has none.
@@ -164,24 +112,21 @@ def project_heads(
     check_tensor("slot_mapping", store.slot_mapping, (rows,), torch.int64, like=x)
     check_tensor("positions", store.positions, (rows,), (torch.int32, torch.int64), like=x)
     check_head_inputs(new.rope_table, new.q_weight, new.k_weight, head_dim, like=x)
-    _check_scale(scale, x)
     if not q_out.is_contiguous():
         raise ValueError(f"q_out: wanted a contiguous tensor, got strides {q_out.stride()}")
     plan = heads_plan(weight, rows, query_heads, store)
     if plan is None:
         raise ValueError(f"weight: no plan for {rows} rows and {list(weight.shape)} in {weight.dtype}")
-    _launch(plan, x, weight, q_out.view(rows, -1), store=store, scale=scale)
+    _launch(plan, x, weight, q_out.view(rows, -1), store=store)
 
 
 def gemm(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: LinearPlan, *,
-    residual: torch.Tensor | None = None, silu_mul: bool = False, scale: RowScale | None = None,
-    norm_behind: NormBehind | None = None,
+    residual: torch.Tensor | None = None, silu_mul: bool = False,
 ) -> None:  # fmt: skip
     """The product by a plan of the kind "gemm". Shapes: the module's table.
 
-    Raises ValueError for a shape, dtype, stride or device that differs from the table, for a plan of another kind, and
-    for a `norm_behind` without a residual or with a `scale`.
+    Raises ValueError for a shape, dtype, stride or device that differs from the table, and for a plan of another kind.
     """
     check_tensor("x", x, (None, None), HALVES)
     rows, outputs = x.shape[0], weight.shape[0]
@@ -189,24 +134,9 @@ def gemm(
     check_tensor("out", out, (rows, outputs // 2 if silu_mul else outputs), x.dtype, like=x)
     if residual is not None:
         check_tensor("residual", residual, out.shape, x.dtype, like=x)
-    _check_scale(scale, x)
     if plan.kernel != "gemm":
         raise ValueError(f"plan: wanted the kind gemm, got {plan.kernel}")
-    if norm_behind is not None:
-        if residual is None or scale is not None:
-            raise ValueError("norm_behind: wanted a residual and no scale")
-        check_tensor("norm_weight", norm_behind.norm_weight, (outputs,), FLOATS, like=x)
-        check_tensor("scaled", norm_behind.scaled, out.shape, torch.bfloat16, like=x)
-        check_tensor("squares", norm_behind.squares, (column_tiles(plan, outputs), rows), torch.float32, like=x)
-    _launch(plan, x, weight, out, residual=residual, silu_mul=silu_mul, scale=scale, norm_behind=norm_behind)
-
-
-def _check_scale(scale: RowScale | None, x: torch.Tensor) -> None:
-    if scale is None:
-        return
-    check_tensor("squares", scale.squares, (None, x.shape[0]), torch.float32, like=x)
-    if not scale.squares.is_contiguous():
-        raise ValueError(f"squares: wanted a contiguous tensor, got strides {scale.squares.stride()}")
+    _launch(plan, x, weight, out, residual=residual, silu_mul=silu_mul)
 
 
 def _launch(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, **rest) -> None:

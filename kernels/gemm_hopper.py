@@ -1,10 +1,4 @@
-"""Products of many rows on Hopper, with what follows inside: the products of prompts.
-
-    FOLLOWS      PLAIN, RESIDUAL, SILU_MUL: out; HEADS: q, and k and v into the paged cache
-    SCALES       y is multiplied by its rows' scales first, made of their sums of squares
-    LEAVES_NORM  a RESIDUAL also leaves its result times a norm's weight, and sums of squares
-
-kernels/gemm.py, which launches it, has the operations and the tensors' shapes.
+"""The kernel of kernels/gemm.py, which has the operations and the tensors' shapes: products of many rows on Hopper.
 
 A program stays on its multiprocessor and computes one tile after another: 128 rows of x by 256 or 128 of W (with
 silu_mul half of them gate's and half up's). One warp asks the tensor copy engine for tiles of K; two warp groups
@@ -37,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.gemm import HeadStore, NormBehind, RowScale
+from kernels.gemm import HeadStore
 from kernels.launch import HOPPER_SHARED_BYTES
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
@@ -68,28 +62,42 @@ def _silu(x):
 
 
 @gluon.jit
+def _ask_weights(weight_desc, weights, full, stage, n, step, half_rows, pred, HALVES: gl.constexpr):
+    """Ask for a step's columns of a tile's rows of W; with two halves, of gate's rows and of up's."""
+    WIDTH: gl.constexpr = weights.shape[1]
+    for half in gl.static_range(HALVES):
+        tma.async_copy_global_to_shared(
+            weight_desc, [n * WIDTH + half * half_rows, step * 64], full.index(stage),
+            weights.index(stage * HALVES + half), pred=pred,
+        )  # fmt: skip
+
+
+@gluon.jit
 def _produce(
     x_desc, weight_desc, rows, weights, full, empty, steps, m_tiles, n_tiles, half_rows,
     STAGES: gl.constexpr, HALVES: gl.constexpr, GROUP_M: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the tiles of K of one tile after another."""
+    """Ask for the steps of K of one tile after another; for the first ones of W without waiting."""
     HEIGHT: gl.constexpr = rows.shape[1]
     WIDTH: gl.constexpr = weights.shape[1]
     BYTES: gl.constexpr = (HEIGHT + WIDTH * HALVES) * 128
+    first = gl.program_id(0)
+    ahead = gl.minimum(steps, STAGES) * (first < m_tiles * n_tiles).to(gl.int32)
+    _, first_n = _place(first, m_tiles, n_tiles, GROUP_M)
+    for step in range(ahead):
+        mbarrier.expect(full.index(step), BYTES)
+        _ask_weights(weight_desc, weights, full, step, first_n, step, half_rows, True, HALVES)
     wait_for_inputs(PDL)
     asked = 0
-    for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
+    for tile in range(first, m_tiles * n_tiles, gl.num_programs(0)):
         m, n = _place(tile, m_tiles, n_tiles, GROUP_M)
         for step in range(steps):
             stage = asked % STAGES
+            is_new = asked >= ahead
             mbarrier.wait(empty.index(stage), ((asked // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
+            mbarrier.expect(full.index(stage), BYTES, pred=is_new)
             tma.async_copy_global_to_shared(x_desc, [m * HEIGHT, step * 64], full.index(stage), rows.index(stage))
-            for half in gl.static_range(HALVES):
-                tma.async_copy_global_to_shared(
-                    weight_desc, [n * WIDTH + half * half_rows, step * 64], full.index(stage),
-                    weights.index(stage * HALVES + half),
-                )  # fmt: skip
+            _ask_weights(weight_desc, weights, full, stage, n, step, half_rows, is_new, HALVES)
             asked += 1
 
 
@@ -132,16 +140,6 @@ def _normed_rotated(
 
 
 @gluon.jit
-def _row_scale(squares_ptr, tiles, first_row, M, columns, eps, ROWS: gl.constexpr, layout: gl.constexpr):
-    """1 / sqrt(mean square + eps) of ROWS rows of `columns` elements, whose sums of squares come in `tiles` parts."""
-    rows = first_row + gl.arange(0, ROWS, layout=layout)
-    total = gl.zeros([ROWS], gl.float32, layout)
-    for tile in range(tiles):
-        total += gl.load(squares_ptr + tile * M + rows, mask=rows < M, other=0.0)
-    return gl.rsqrt(total / columns + eps)
-
-
-@gluon.jit
 def _store_cached(
     staged, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -162,12 +160,11 @@ def _store_cached(
 
 @gluon.jit
 def _consume(
-    out_desc, residual_desc, scaled_desc, heads, norm, rows, weights, staged, full, empty, behind, residual_full, M,
-    steps, m_tiles, n_tiles,
+    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M, steps, m_tiles,
+    n_tiles,
     WARP_GROUP: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr,
     GROUP_M: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, SCALES: gl.constexpr, LEAVES_NORM: gl.constexpr,
-    PDL: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The sums of 64 rows of each tile, and what follows."""
     ROWS: gl.constexpr = rows.shape[1]
@@ -202,11 +199,6 @@ def _consume(
             read += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         mbarrier.arrive(empty.index((read - 1) % STAGES), count=1)
-        if SCALES:
-            squares_ptr, tiles, norm_eps = norm
-            row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-            scale = _row_scale(squares_ptr, tiles, first_row, M, steps * 64, norm_eps, ROWS, row_layout)
-            total = total * scale[:, None]
         if FOLLOWS == 3:
             k_ptr, v_ptr, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, block_stride, head_stride = (
                 heads
@@ -243,31 +235,19 @@ def _consume(
                 result = total
             if FOLLOWS != 1:
                 tma.store_wait(pendings=0)
-            rounded = result.to(dtype)
-            place.store(rounded)
+            place.store(result.to(dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [first_row, n * place.shape[1]], place)
-            if LEAVES_NORM:
-                gain_ptr, left_squares_ptr = norm
-                gain = gl.load(gain_ptr + n * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)))
-                wide = rounded.to(gl.float32)
-                own = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-                gl.store(left_squares_ptr + n * M + own, gl.sum(wide * wide, axis=1), mask=own < M)
-                tma.store_wait(pendings=0)  # which has then been read
-                place.store((wide * gain.to(gl.float32)[None, :]).to(dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(scaled_desc, [first_row, n * COLUMNS], place)
         phase = phase ^ 1
     tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "steps"])
 def _gemm_kernel(
-    x_desc, weight_desc, out_desc, residual_desc, scaled_desc, heads, norm, M, N, steps,
+    x_desc, weight_desc, out_desc, residual_desc, heads, M, N, steps,
     STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr, GROUP_M: gl.constexpr,
     TILE_N: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, SCALES: gl.constexpr,
-    LEAVES_NORM: gl.constexpr, PDL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     dtype: gl.constexpr = x_desc.dtype
@@ -296,17 +276,17 @@ def _gemm_kernel(
             (
                 _consume,
                 (
-                    out_desc, residual_desc, scaled_desc, heads, norm, rows, weights, staged, full, empty, behind,
-                    residual_full, M, steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, SCALES, LEAVES_NORM, PDL,
+                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
+                    steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, PDL,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_desc, residual_desc, scaled_desc, heads, norm, rows, weights, staged, full, empty, behind,
-                    residual_full, M, steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, SCALES, LEAVES_NORM, PDL,
+                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
+                    steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, PDL,
                 ),
             ),
             (
@@ -336,10 +316,9 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescript
 def launch(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, tile_n: int, programs: int,
     residual: torch.Tensor | None = None, silu_mul: bool = False, store: HeadStore | None = None,
-    scale: RowScale | None = None, norm_behind: NormBehind | None = None,
     pdl: bool = False, offset: int = OFFSET, group_m: int = GROUP_M, stages: int = 0,
 ) -> None:  # fmt: skip
-    """One product, by that many programs, on arguments that were checked; at most one of `scale` and `norm_behind`."""
+    """One product, by that many programs, on arguments that were checked."""
     rows, inputs = x.shape
     follows = HEADS if store is not None else SILU_MUL if silu_mul else PLAIN if residual is None else RESIDUAL
     halves = 2 if silu_mul else 1
@@ -357,19 +336,11 @@ def launch(
             Q_COLUMNS=out.shape[1], KV_COLUMNS=kv_heads * head_dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             HAS_NORM=has_norm,
         )  # fmt: skip
-    norm, scaled = (0,), None
-    if scale is not None:
-        norm = (scale.squares, scale.squares.shape[0], scale.eps)
-    elif norm_behind is not None:
-        norm = (norm_behind.norm_weight, norm_behind.squares)
-        scaled = _descriptor(norm_behind.scaled, TILE_M // 2, tile_n)
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),
-        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), scaled, heads, norm, rows,
-        weight.shape[0],
+        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, rows, weight.shape[0],
         inputs // TILE_K, STAGES=stages or stage_count(tile_n, follows), OFFSET=offset, FOLLOWS=follows,
-        GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, SCALES=scale is not None,
-        LEAVES_NORM=norm_behind is not None, PDL=pdl, num_warps=4,
+        GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

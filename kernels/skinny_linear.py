@@ -10,7 +10,7 @@ At these sizes the time is that of reading W once, so a kernel is judged by byte
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
 row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Hopper has
 three more: `skinny_linear_warps.py` for up to 16 rows, `skinny_linear_hopper.py` for up to 256, and for the rows of
-prompts, where arithmetic is what takes the time, `gemm_hopper.py`. Which one, and with what
+prompts, where arithmetic is what takes the time, `gemm.py`. Which one, and with what
 tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
 
 | tensor      | axes                           | dtype     | strides     |
@@ -22,7 +22,7 @@ tile, comes from a table measured on the card (`kernels/tuning`); a shape that t
 | out         | [M, N], or [M, N/2] (silu_mul) | any float | last axis 1 |
 
 "Any float" is bfloat16, float16 or float32. Every row is independent, so padding rows hold anything. M may be 0; above
-256 rows it is `gemm_hopper.py` or the library.
+256 rows it is `gemm.py` or the library.
 
 Measured on an H200 at commit a3503ac by `python -m benchmarks.kernels.bench_skinny_linear`: the four products of
 Qwen3-0.6B's 28 layers in a row take 337 us with one row (2.6 TB/s, 58 % of the read limit of that run), 484 with 2,
@@ -39,10 +39,10 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.fused_decode_attention import AttentionParts
+from kernels.gemm import gemm
 from kernels.launch import (
     launch_options,
     let_next_start,
-    multiprocessor_count,
     prefetch,
     prefetch_share,
     wait_for_inputs,
@@ -337,12 +337,7 @@ def run_plan(
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
     if plan.kernel == "gemm":
-        from kernels import gemm_hopper  # needs a Triton that older installations lack
-
-        gemm_hopper.launch(
-            x, weight, out, tile_n=plan.block_n, programs=multiprocessor_count(x.device), residual=residual,
-            silu_mul=silu_mul, pdl=launch_options(x)["PDL"],
-        )  # fmt: skip
+        gemm(x, weight, out, plan, residual=residual, silu_mul=silu_mul)
         return
     if plan.kernel == "resident":
         assert residual is None, "a plan of this kind adds no residual"

@@ -32,7 +32,7 @@ from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
 from kernels.embedding import embedding
-from kernels.gemm import HeadStore, NormBehind, RowScale, column_tiles, gemm, heads_plan, project_heads
+from kernels.gemm import HeadStore, heads_plan, project_heads
 from kernels.launch import capability_major, multiprocessor_count, shared_memory_bytes
 from kernels.linear_workspace import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.linear_workspace import Workspace
@@ -45,7 +45,6 @@ from kernels.step_layout import StepInputs
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
-from worker_proc.layers.norm import RMSNorm
 from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from worker_proc.models.qwen3 import Qwen3Attention
 
@@ -135,8 +134,6 @@ class FusedForward:
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
         if self._leaves_parts(bucket):
             return self._run_in_parts(hidden, bucket, inputs, cache, slots, counts)
-        if self._takes_norms_along(bucket, inputs, cache):
-            return self._run_with_norms(hidden, bucket, inputs, cache, slots, counts)
         for index, layer in self._layers:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
             self._feed_forward_block(index, layer, hidden)
@@ -167,7 +164,10 @@ class FusedForward:
         if store is not None:
             normed = self._workspace.rows("normed", tokens, hidden.shape[1])
             rms_norm(hidden, norm.weight, norm.eps, normed)
-            attended = self._project_and_attend(index, normed, None, bucket, inputs, cache, slots, counts)
+            query, attended = self._query[:tokens], self._attended[:tokens]
+            project_heads(normed, attention.qkv_proj.weight, query, store)
+            plan = self._chunk_plan(index, bucket, cache)
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, None)
             self._output_product(layer, attended, hidden)
             return
         qkv = self._qkv[:tokens]
@@ -305,73 +305,6 @@ class FusedForward:
             parts = linear_parts(activated, mlp.down_proj.weight, workspace, self._ahead(self._after(index), tokens))
             rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
         return self._logits_of(self._sampled_rows(normed, bucket, inputs))
-
-    def _takes_norms_along(self, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> bool:
-        """Whether norms lie inside the products, which all are prompts' products then. In bfloat16 alone, since what a
-        row holds times a norm's weight, before it is scaled, may be more than float16 has."""
-        if self.hidden.dtype != torch.bfloat16 or bucket.tokens <= MAX_SKINNY_ROWS:
-            return False
-        for index, layer in self._layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            if attention.qkv_proj.bias is not None:
-                return False
-            products = [(attention.o_proj, False), (mlp.gate_up_proj, True), (mlp.down_proj, False)]
-            if self._head_store(index, bucket, inputs, cache) is None:
-                products.append((attention.qkv_proj, False))
-            for module, silu_mul in products:
-                if self._workspace.plan_of(bucket.tokens, module.weight, silu_mul=silu_mul).kernel != "gemm":
-                    return False
-        return True
-
-    def _run_with_norms(
-        self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
-        counts: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """The layers and the head with norms inside the products; `scaled` holds the next product's x throughout."""
-        workspace, tokens, columns = self._workspace, bucket.tokens, hidden.shape[1]
-        scaled, activated = workspace.rows("normed", tokens, columns), self._activated[:tokens]
-        norms = [layer.input_layernorm for _, layer in self._layers[1:]] + [None]
-        first = self._layers[0][1].input_layernorm
-        rms_norm(hidden, first.weight, first.eps, scaled)
-        scale = None
-        for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
-            attention, norm, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
-            attended = self._project_and_attend(index, scaled, scale, bucket, inputs, cache, slots, counts)
-            scale = self._add(attended.view(tokens, -1), attention.o_proj.weight, hidden, norm, scaled)
-            plan = workspace.plan_of(tokens, mlp.gate_up_proj.weight, silu_mul=True)
-            gemm(scaled, mlp.gate_up_proj.weight, activated, plan, silu_mul=True, scale=scale)
-            scale = self._add(activated, mlp.down_proj.weight, hidden, norm_behind, scaled)
-        return self._head(hidden, bucket, inputs)
-
-    def _add(
-        self, x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, norm: RMSNorm | None, scaled: torch.Tensor
-    ) -> RowScale | None:
-        """hidden += x W^T; with the `norm` behind it, its part of that to `scaled`, and what the next product needs."""
-        plan = self._workspace.plan_of(x.shape[0], weight)
-        if norm is None:
-            gemm(x, weight, hidden, plan, residual=hidden)
-            return None
-        squares = self._workspace.rows("partials", column_tiles(plan, weight.shape[0]), x.shape[0])
-        gemm(x, weight, hidden, plan, residual=hidden, norm_behind=NormBehind(norm.weight, scaled, squares))
-        return RowScale(squares, norm.eps)
-
-    def _project_and_attend(
-        self, index: int, x: torch.Tensor, scale: RowScale | None, bucket: Bucket, inputs: StepInputs, cache: KVCache,
-        slots: DeviceSlots, counts: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """A layer's attention [tokens, head, head_dim] from its x, which lacks `scale`."""
-        weight, tokens = self.model.model.layers[index].self_attn.qkv_proj.weight, bucket.tokens
-        store = self._head_store(index, bucket, inputs, cache)
-        if store is None:
-            qkv = self._qkv[:tokens]
-            gemm(x, weight, qkv, self._workspace.plan_of(tokens, weight), scale=scale)
-            return self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts)
-        query, attended = self._query[:tokens], self._attended[:tokens]
-        project_heads(x, weight, query, store, scale=scale)
-        self._attend(
-            index, attended, query, bucket, inputs, cache, slots, counts, self._chunk_plan(index, bucket, cache), None
-        )
-        return attended
 
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
