@@ -1,4 +1,4 @@
-"""Matrix products of prompts, y = x W^T, with what lies between two of them inside. Runs on Hopper only.
+"""Matrix products of prompts, y = x W^T, with what follows inside: SiLU * up, a residual, or heads and their store.
 
 `gemm`, plain or with one of:
 
@@ -10,8 +10,8 @@
     q, k, v   = heads of y; norm and rotation of q and k, and the store of k and v, as in kernels/qk_norm_rope_store.py
 
 Prompts are bound by arithmetic, and, on a card that runs hot, by energy: what a product leaves in registers is not
-written and read again, which is what a kernel of its own would do. kernels/gemm_hopper.py has the kernel. Everything is
-accumulated in float32, and rounded once, where it is stored.
+written and read again, which is what a kernel of its own would do. kernels/gemm_hopper.py has the kernel, which needs
+compute capability 9 and Triton 3.6. Everything is accumulated in float32, and rounded once, where it is stored.
 
 | tensor       | axes                           | dtype               | notes                               |
 |--------------|--------------------------------|---------------------|-------------------------------------|

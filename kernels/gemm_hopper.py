@@ -1,6 +1,6 @@
-"""The kernel of kernels/gemm.py, which has the operations and the tensors' shapes: products of many rows on Hopper.
+"""Products of many rows on Hopper, with what follows inside: the kernel of kernels/gemm.py.
 
-A program stays on its multiprocessor and computes one tile after another: 128 rows of x by 256 or 128 of W (with
+Operations and tensors' shapes stand there. A program stays on its multiprocessor and computes one tile after another: 128 rows of x by 256 or 128 of W (with
 silu_mul half of them gate's and half up's). One warp asks the tensor copy engine for tiles of K; two warp groups
 compute, each 64 rows of the tile. The second begins a step or two behind the first and stays behind: while one applies
 what follows to its sums and stores them, the tensor cores have the other's products.
