@@ -1,9 +1,9 @@
 """Products of many rows on Hopper, with what follows inside: the kernel of kernels/gemm.py.
 
-Operations and tensors' shapes stand there. A program stays on its multiprocessor and computes one tile after another: 128 rows of x by 256 or 128 of W (with
-silu_mul half of them gate's and half up's). One warp asks the tensor copy engine for tiles of K; two warp groups
-compute, each 64 rows of the tile. The second begins a step or two behind the first and stays behind: while one applies
-what follows to its sums and stores them, the tensor cores have the other's products.
+Operations and tensors' shapes stand there. A program stays on its multiprocessor and computes one tile after another:
+128 rows of x by 256 or 128 of W (with silu_mul half of them gate's and half up's). One warp asks the tensor copy engine
+for tiles of K; two warp groups compute, each 64 rows of the tile. The second begins a step behind the first and stays
+behind: while one applies what follows to its sums and stores them, the tensor cores have the other's products.
 
     warps 0-3    rows 0-63      sums of K's steps | what follows, staged in shared memory, stored by the copy engine
     warps 4-7    rows 64-127    the same, OFFSET steps later
@@ -38,7 +38,7 @@ from kernels.launch_gluon import let_next_start, wait_for_inputs
 TILE_M, TILE_K = 128, 64
 OFFSET = 1
 GROUP_M = 16
-PLAIN, RESIDUAL, SILU_MUL, HEADS = range(4)
+PLAIN, RESIDUAL, SILU_MUL, HEADS = (gl.constexpr(kind) for kind in range(4))
 """What follows the product."""
 
 
@@ -159,6 +159,42 @@ def _store_cached(
 
 
 @gluon.jit
+def _store_tile(values, out_desc, staged, first_row, first_column):
+    """Values to `out`, by way of `staged`, which the store before this one has left when this returns from its wait."""
+    tma.store_wait(pendings=0)
+    staged.store(values.to(staged.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [first_row, first_column], staged)
+
+
+@gluon.jit
+def _finish_heads(
+    total, out_desc, heads, staged, first_row, column, M, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+):  # fmt: skip
+    """Heads from `column` of the product on: of q to `out`, of k and v to the cache."""
+    k_ptr, v_ptr, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, block_stride, head_stride = heads
+    if column < Q_COLUMNS + KV_COLUMNS:
+        weight = q_weight
+        if column >= Q_COLUMNS:
+            weight = k_weight
+        total = _normed_rotated(total, weight, table_ptr, positions_ptr, first_row, M, eps, HEAD_DIM, HAS_NORM)
+    if column < Q_COLUMNS:
+        _store_tile(total, out_desc, staged, first_row, column)
+    else:
+        cache_ptr = k_ptr
+        first_column = column - Q_COLUMNS
+        if first_column >= KV_COLUMNS:
+            cache_ptr = v_ptr
+            first_column = first_column - KV_COLUMNS
+        tma.store_wait(pendings=0)
+        staged.store(total.to(staged.dtype))
+        _store_cached(
+            staged, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride, HEAD_DIM, BLOCK_SIZE
+        )
+
+
+@gluon.jit
 def _consume(
     out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M, steps, m_tiles,
     n_tiles,
@@ -169,7 +205,6 @@ def _consume(
     """The sums of 64 rows of each tile, and what follows."""
     ROWS: gl.constexpr = rows.shape[1]
     COLUMNS: gl.constexpr = weights.shape[1]
-    dtype: gl.constexpr = rows.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     place = staged.index(WARP_GROUP)
     own_residual = residual_full.index(WARP_GROUP)
@@ -179,7 +214,7 @@ def _consume(
     for tile in range(gl.program_id(0), m_tiles * n_tiles, gl.num_programs(0)):
         m, n = _place(tile, m_tiles, n_tiles, GROUP_M)
         first_row = m * (2 * ROWS) + WARP_GROUP * ROWS
-        if FOLLOWS == 1:
+        if FOLLOWS == RESIDUAL:
             tma.store_wait(pendings=0)
             mbarrier.expect(own_residual, ROWS * COLUMNS * 2)
             tma.async_copy_global_to_shared(residual_desc, [first_row, n * COLUMNS], own_residual, place)
@@ -195,49 +230,23 @@ def _consume(
             # The step before this one has been multiplied.
             mbarrier.arrive(empty.index((read - 1) % STAGES), count=1, pred=step > 0)
             if OFFSET > 0 and WARP_GROUP == 0:
-                mbarrier.arrive(behind, count=1, pred=read == OFFSET)
+                mbarrier.arrive(behind, count=1, pred=read == gl.minimum(OFFSET, steps - 1))
             read += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(total,))
         mbarrier.arrive(empty.index((read - 1) % STAGES), count=1)
-        if FOLLOWS == 3:
-            k_ptr, v_ptr, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, block_stride, head_stride = (
-                heads
-            )
-            column = n * COLUMNS
-            if column < Q_COLUMNS + KV_COLUMNS:
-                weight = q_weight
-                if column >= Q_COLUMNS:
-                    weight = k_weight
-                total = _normed_rotated(total, weight, table_ptr, positions_ptr, first_row, M, eps, HEAD_DIM, HAS_NORM)
-            tma.store_wait(pendings=0)
-            place.store(total.to(dtype))
-            if column < Q_COLUMNS:
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [first_row, column], place)
-            elif column < Q_COLUMNS + KV_COLUMNS:
-                _store_cached(
-                    place, k_ptr, slots_ptr, first_row, column - Q_COLUMNS, M, block_stride, head_stride,
-                    HEAD_DIM, BLOCK_SIZE,
-                )  # fmt: skip
-            else:
-                _store_cached(
-                    place, v_ptr, slots_ptr, first_row, column - (Q_COLUMNS + KV_COLUMNS), M, block_stride,
-                    head_stride, HEAD_DIM, BLOCK_SIZE,
-                )  # fmt: skip
+        if FOLLOWS == HEADS:
+            _finish_heads(
+                total, out_desc, heads, place, first_row, n * COLUMNS, M, Q_COLUMNS, KV_COLUMNS, HEAD_DIM, BLOCK_SIZE,
+                HAS_NORM,
+            )  # fmt: skip
         else:
-            if FOLLOWS == 2:
-                gate, up = gl.split(gl.permute(gl.reshape(total, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
-                result = _silu(gate) * up
-            elif FOLLOWS == 1:
+            if FOLLOWS == RESIDUAL:
                 mbarrier.wait(own_residual, phase)
-                result = total + place.load(layout).to(gl.float32)
-            else:
-                result = total
-            if FOLLOWS != 1:
-                tma.store_wait(pendings=0)
-            place.store(result.to(dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [first_row, n * place.shape[1]], place)
+                total = total + place.load(layout).to(gl.float32)
+            elif FOLLOWS == SILU_MUL:
+                gate, up = gl.split(gl.permute(gl.reshape(total, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
+                total = _silu(gate) * up
+            _store_tile(total, out_desc, place, first_row, n * place.shape[1])
         phase = phase ^ 1
     tma.store_wait(pendings=0)
 
@@ -253,7 +262,7 @@ def _gemm_kernel(
     dtype: gl.constexpr = x_desc.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    HALVES: gl.constexpr = 2 if FOLLOWS == 2 else 1
+    HALVES: gl.constexpr = 2 if FOLLOWS == SILU_MUL else 1
     rows = gl.allocate_shared_memory(dtype, [STAGES * 2, 64, 64], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, TILE_N, 64], shared)
     staged = gl.allocate_shared_memory(dtype, [2, 64, TILE_N // HALVES], shared)
@@ -304,7 +313,7 @@ def _gemm_kernel(
 
 def stage_count(tile_n: int, follows: int) -> int:
     """As many stages as fit beside what is staged."""
-    staged = TILE_M * tile_n // (2 if follows == SILU_MUL else 1) * 2
+    staged = TILE_M * tile_n // (2 if follows == SILU_MUL.value else 1) * 2
     return min(6, (HOPPER_SHARED_BYTES - 1024 - staged) // ((TILE_M + tile_n) * TILE_K * 2))
 
 
@@ -320,7 +329,8 @@ def launch(
 ) -> None:  # fmt: skip
     """One product, by that many programs, on arguments that were checked."""
     rows, inputs = x.shape
-    follows = HEADS if store is not None else SILU_MUL if silu_mul else PLAIN if residual is None else RESIDUAL
+    kind = HEADS if store is not None else SILU_MUL if silu_mul else PLAIN if residual is None else RESIDUAL
+    follows = kind.value
     halves = 2 if silu_mul else 1
     heads, sizes = (0,), dict(Q_COLUMNS=0, KV_COLUMNS=0, HEAD_DIM=128, BLOCK_SIZE=16, HAS_NORM=False)
     if store is not None:
