@@ -265,7 +265,7 @@ def _gemm_kernel(
     HALVES: gl.constexpr = 2 if FOLLOWS == SILU_MUL else 1
     rows = gl.allocate_shared_memory(dtype, [STAGES * 2, 64, 64], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, TILE_N, 64], shared)
-    staged = gl.allocate_shared_memory(dtype, [2, 64, TILE_N // HALVES], shared)
+    staged = gl.allocate_shared_memory(out_desc.dtype, [2, 64, TILE_N // HALVES], out_desc.layout)
     row_boxes = rows._reinterpret(dtype, [STAGES, 128, 64], shared)
     weight_boxes = weights._reinterpret(dtype, [STAGES * HALVES, TILE_N // HALVES, 64], shared)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -311,14 +311,15 @@ def _gemm_kernel(
     )  # fmt: skip
 
 
-def stage_count(tile_n: int, follows: int) -> int:
-    """As many stages as fit beside what is staged."""
-    staged = TILE_M * tile_n // (2 if follows == SILU_MUL.value else 1) * 2
+def stage_count(tile_n: int, follows: int, out_bytes: int = 2) -> int:
+    """As many stages as fit beside what is staged, `out_bytes` for each result."""
+    staged = TILE_M * tile_n // (2 if follows == SILU_MUL.value else 1) * out_bytes
     return min(6, (HOPPER_SHARED_BYTES - 1024 - staged) // ((TILE_M + tile_n) * TILE_K * 2))
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    bits = 8 * tensor.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
     return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
 
 
@@ -346,11 +347,12 @@ def launch(
             Q_COLUMNS=out.shape[1], KV_COLUMNS=kv_heads * head_dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             HAS_NORM=has_norm,
         )  # fmt: skip
+    stages = stages or stage_count(tile_n, follows, out.element_size())
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),
         None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, rows, weight.shape[0],
-        inputs // TILE_K, STAGES=stages or stage_count(tile_n, follows), OFFSET=offset, FOLLOWS=follows,
+        inputs // TILE_K, STAGES=stages, OFFSET=offset, FOLLOWS=follows,
         GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

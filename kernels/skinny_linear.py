@@ -333,7 +333,8 @@ def run_plan(
         normed = workspace.rows("normed", rows, inputs)
         rms_norm(x, norm_weight, eps, normed)
         x, norm_weight = normed, None
-    if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(x, weight, out)):
+    is_plain = residual is None and not silu_mul
+    if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(plan, x, weight, out, is_plain)):
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
     if plan.kernel == "gemm":
@@ -375,9 +376,11 @@ def run_plan(
     )  # fmt: skip
 
 
-def _is_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether kernels/gemm_hopper.py takes these: the result in x's dtype, and rows that the copy engine can copy."""
-    return out.dtype == x.dtype and all(tensor.stride(0) * x.element_size() % 16 == 0 for tensor in (x, weight, out))
+def _is_gemm(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, is_plain: bool) -> bool:
+    """Whether kernels/gemm.py takes these: a result in x's dtype, or a plain one in float32 by narrow tiles, and rows
+    that the copy engine can copy."""
+    takes_dtype = out.dtype == x.dtype or (is_plain and out.dtype == torch.float32 and plan.block_n <= 128)
+    return takes_dtype and all(tensor.stride(0) * tensor.element_size() % 16 == 0 for tensor in (x, weight, out))
 
 
 def _is_norm_apart(plan: LinearPlan, dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
