@@ -5,6 +5,7 @@ and its last token. An engine that is not installed raises ImportError with the 
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +15,10 @@ from benchmarks.workloads import Workload
 from common.messages import STEP_PARTS
 
 TEMPERATURE = 0.6
-SETTLE_S = 10
-"""On a GPU, this engine takes requests at once and captures most of its graphs in pauses, for so long; others capture
-theirs before they take any."""
+PREPARED_POLL_S = 0.1
+PREPARED_LIMIT_S = 300
+"""On a GPU, this engine takes requests at once and captures most of its graphs in pauses, which takes seconds, behind a
+first start's compilation a minute; others capture theirs before they take any."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,17 @@ class TriremeEngine:
     name = "trireme"
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import torch
-
         from frontend import LLM
 
         self.options = options
         write_stand_in_tokenizer(Path(model))
         self._llm = LLM(model, prefix_cache="off", **options)
         self._figures: dict[str, int] = {}
-        if torch.cuda.is_available() and options.get("device") != "cpu":
-            time.sleep(SETTLE_S)
+        try:
+            wait_until_prepared(lambda: self._llm.client.status().figures["unprepared_count"])
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, workload: Workload) -> list[RequestTiming]:
         """Submit all prompts as one `generate` call."""
@@ -102,6 +105,19 @@ class TriremeEngine:
     def close(self) -> None:
         """Stop the processes."""
         self._llm.close()
+
+
+def wait_until_prepared(unprepared_count: Callable[[], int], sleep: Callable[[float], None] = time.sleep) -> None:
+    """Leave an engine alone until it has nothing more to prepare in pauses.
+
+    Raises:
+        TimeoutError: it still had something after PREPARED_LIMIT_S.
+    """
+    for _ in range(round(PREPARED_LIMIT_S / PREPARED_POLL_S)):
+        if not (count := unprepared_count()):
+            return
+        sleep(PREPARED_POLL_S)
+    raise TimeoutError(f"after {PREPARED_LIMIT_S} s the engine has {count} sizes of steps left to prepare")
 
 
 class TransformersEngine:
