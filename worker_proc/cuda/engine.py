@@ -140,7 +140,7 @@ class CudaStart:
         left = kernels_left(config, card) if self._is_on_disk else None
         if left is None:
             left = self._compile_the_rest(card)
-        return KernelsBehind(self._compiler, left, lambda: note_kernels(config, card))
+        return KernelsBehind(self._compiler, left, lambda failed: note_kernels(config, card, failed))
 
     def _compile_the_rest(self, card: str) -> list[Job]:
         """Wait for what has been ordered, if anything has, and list meanwhile what else has to be compiled."""
