@@ -14,15 +14,16 @@ from types import SimpleNamespace
 import pytest
 
 import launch
-from common.config import EngineConfig, ServerOptions
+from common.config import EngineConfig, ModelOptions, ServerOptions
 from common.errors import ConfigError, EngineDeadError, RequestError, StartupError, exit_code
+from common.http_socket import bind_http
 from common.processes import Child, DeathPipe, last_error_line
 from common.run_dir import RunDir
 from common.version import own_version
 from launcher import command
 from launcher import supervisor as supervision
 from launcher.restarts import WINDOW_S, Restarts
-from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup
+from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup, bound_http
 
 ROOM = """
 import os, select, sys
@@ -496,3 +497,37 @@ def test_a_first_word_is_a_model_or_a_verb(word: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command._is_verb(word) == (word == "status")
     assert command._is_verb("sttaus"), "a mistyped verb is told so, not looked for as a model"
+
+
+@pytest.mark.parametrize(
+    ("options", "objection"),
+    [
+        ({"model": "./nosuch"}, "--model ./nosuch: no such folder or .gguf file; and "),
+        ({"model": "nosuch.gguf"}, "--model nosuch.gguf: no such folder or .gguf file; and "),
+        (
+            {"model": "nosuch/folder"},
+            "--model nosuch/folder: there is no such folder here, so that it would be fetched",
+        ),
+        ({"model": "empty"}, "--model empty: no readable config.json in "),
+        ({"tokenizer": "./nosuch"}, "--tokenizer ./nosuch: no such folder or .gguf file; and "),
+        (
+            {"model": "./no", "tokenizer": "no/no"},
+            "--model ./no: no such folder or .gguf file; and --tokenizer no/no: ",
+        ),
+        ({}, ""),
+        ({"model": "model", "tokenizer": "empty"}, ""),
+    ],
+)
+def test_an_address_in_use_does_not_hide_what_is_wrong_with_the_model(options, objection, tmp_path, monkeypatch):
+    """`launch.py nosuch/folder` beside another engine was told of the port, and of the model only at the next try."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    with bind_http(ServerOptions(port=0)) as taken:
+        server = ServerOptions(port=taken.getsockname()[1])
+        with pytest.raises(ConfigError) as caught:
+            bound_http(EngineConfig(model=ModelOptions(**options), server=server))
+    address = f"--port {server.port} on 127.0.0.1 is in use: choose another, or --port 0 for any free one"
+    assert str(caught.value).startswith(objection + ("" if objection else address))
+    assert str(caught.value).endswith(address)
