@@ -47,7 +47,8 @@ SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
 LOADING_SILENCE_S = 120.0
 """For a process that is not ready: reading libraries from a slow disk can hold the interpreter for long."""
 FAILURE_NOTICE_S = 1.5
-"""How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
+"""How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost, or
+its clients that nobody waits for them any more."""
 EXIT_TIMEOUT_S = 5.0
 """How long a process gets to exit after its grace."""
 FAILED_EXIT_S = 0.5
@@ -170,7 +171,8 @@ class Supervisor:
             self._turn()
 
     def stop(self, grace_s: float) -> None:
-        """Stop the processes in order, the frontend first; a second signal ends them at once.
+        """Stop the processes in order, the frontend first; a second signal leaves it time for its clients' errors only,
+        and a third none.
 
         An engine that has not come up has nothing to finish: `close` ends it. What is just being started again may come
         up within the grace and finish its requests.
@@ -187,6 +189,8 @@ class Supervisor:
             self._order(names, Stop(int(seconds * 1000)))
             ready = [name for name in names if name not in self._unready()]
             if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S, watch_others=names != others):
+                self._order(["frontend"], Stop(0))
+                self._wait_ended(["frontend"], FAILURE_NOTICE_S)
                 return
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 

@@ -17,6 +17,7 @@ import launch
 from common.config import EngineConfig, ModelOptions, ServerOptions
 from common.errors import ConfigError, EngineDeadError, RequestError, StartupError, exit_code
 from common.http_socket import bind_http
+from common.messages import Stop
 from common.processes import Child, DeathPipe, last_error_line
 from common.run_dir import RunDir
 from common.version import own_version
@@ -369,15 +370,31 @@ def test_a_process_that_freezes_while_it_loads_is_noticed(engine: Engine, monkey
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_ask_for_a_graceful_stop_and_two_for_an_immediate_one(engine: Engine, number: int):
+def test_signals_ask_for_a_graceful_stop_and_two_for_an_immediate_one(engine: Engine, number: int, monkeypatch):
     supervisor = engine.start()
     os.kill(os.getpid(), number)
     with pytest.raises(StopRequested) as caught:
         engine.watch()
     assert caught.value.grace_s == 10.0
+    monkeypatch.setattr(supervision, "FAILURE_NOTICE_S", 0.1)
     os.kill(engine.pid("frontend"), signal.SIGSTOP)  # it will not stop by itself
     os.kill(os.getpid(), number)
     supervisor.stop(600.0)
+
+
+def test_a_second_signal_has_the_frontend_tell_its_clients_and_a_third_does_not_wait_for_it(engine: Engine):
+    """It was killed at once, and whoever waited for an answer saw a connection that ended without one."""
+    supervisor = engine.start(frontend="finishing")
+    order, hurried = supervisor._order, []
+
+    def signal_again(names, told) -> None:
+        order(names, told)
+        hurried.append((list(names), told))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    supervisor._order = signal_again
+    supervisor.stop(600.0)
+    assert hurried == [(["frontend"], Stop(600_000)), (["frontend"], Stop(0))]
 
 
 def test_the_end_of_the_parent_stops_the_engine(engine: Engine):
