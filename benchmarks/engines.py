@@ -44,10 +44,15 @@ class RequestTiming:
 
 
 class Engine(Protocol):
-    """What a benchmark needs of an engine."""
+    """What a benchmark needs of an engine.
+
+    Attributes:
+        max_len: tokens that a request may have, prompt and output together; 0 where the engine does not tell.
+    """
 
     name: str
     options: dict[str, Any]
+    max_len: int
 
     def run(self, workload: Workload) -> list[RequestTiming]:
         """Run all requests of a workload at once and time them."""
@@ -72,6 +77,8 @@ class TriremeEngine:
         self._llm = LLM(model, prefix_cache="off", **options)
         self._figures: dict[str, int] = {}
         try:
+            limits = self._llm.client.status().limits
+            self.max_len = min(limits["max_model_len"], limits["block_count"] * limits["block_size"] + 1)
             wait_until_prepared(lambda: self._llm.client.status().figures["unprepared_count"])
         except BaseException:
             self.close()
@@ -123,7 +130,7 @@ def wait_until_prepared(unprepared_count: Callable[[], int], sleep: Callable[[fl
 class TransformersEngine:
     """`transformers` generate, one padded batch: what people have without an engine."""
 
-    name = "transformers"
+    name, max_len = "transformers", 0
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         import torch
@@ -187,7 +194,7 @@ class _FirstTokenClock:
 class VllmEngine:
     """vLLM's offline class, where it is installed."""
 
-    name = "vllm"
+    name, max_len = "vllm", 0
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         from vllm import LLM

@@ -16,13 +16,17 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks import limits, records, workloads
 from benchmarks.engines import ENGINES, Engine, RequestTiming
-from common.config import DEFAULT_MODEL
+from common.config import DEFAULT_MODEL, parse_count
+from common.errors import ConfigError
+from common.model_cache import ready_model_dir
 from worker_proc.fetch_model import fetch_model
+from worker_proc.model_config import read_model_config
 
 SMOKE_WORKLOADS = ("b1_16_8", "b4_16_8")
 CPU_WORKLOADS = ("b1_128_64", "b16_128_64")
@@ -75,9 +79,11 @@ def measure(engine: Engine, name: str, repeats: int) -> dict[str, Any]:
 
 def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """All workloads on one engine, as records; prints a table row for each."""
+    check_lengths(names, *known_limit(args))
     engine = _start(engine_name, args)
     entries = []
     try:
+        check_lengths(names, engine.max_len, "the engine takes")
         for name in names:
             print(f"{name}: a run to warm up, then {args.repeats} timed", file=sys.stderr)
             metrics = measure(engine, name, args.repeats)
@@ -100,6 +106,25 @@ def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[di
         for entry in entries:
             entry["limit"] = limits.limit_of(entry, Path(args.model), ceilings)
     return entries
+
+
+def check_lengths(names: Sequence[str], limit: int, whose: str) -> None:
+    """Refuse workloads with requests above a limit, if that is known and not 0; raises SystemExit."""
+    for name in names:
+        if limit and (count := workloads.longest(name)) > limit:
+            raise SystemExit(f"--workloads {name} has requests of {count} tokens, prompt and output; {whose} {limit}")
+
+
+def known_limit(args: argparse.Namespace) -> tuple[int, str]:
+    """The most tokens of a request as far as it is known before a start, and whose limit that is; 0 for unknown."""
+    given, of_model = str(engine_options(args).get("max_model_len", "")), 0
+    with suppress(ConfigError):  # of a model that cannot be served: the start says more
+        if folder := ready_model_dir(args.model):
+            of_model = read_model_config(folder).context_limit
+    with suppress(ConfigError):
+        if (asked := parse_count(given)) and not 0 < of_model < asked:
+            return asked, "--max-model-len is"
+    return of_model, "the model takes"
 
 
 def _start(engine_name: str, args: argparse.Namespace) -> Engine:
