@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import limits, records, workloads
+from benchmarks.arguments import count, named_value
 from benchmarks.engines import ENGINES, Engine, RequestTiming
 from common.config import DEFAULT_MODEL, parse_count
 from common.errors import ConfigError
@@ -111,8 +112,8 @@ def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[di
 def check_lengths(names: Sequence[str], limit: int, whose: str) -> None:
     """Refuse workloads with requests above a limit, if that is known and not 0; raises SystemExit."""
     for name in names:
-        if limit and (count := workloads.longest(name)) > limit:
-            raise SystemExit(f"--workloads {name} has requests of {count} tokens, prompt and output; {whose} {limit}")
+        if limit and (longest := workloads.longest(name)) > limit:
+            raise SystemExit(f"--workloads {name} has requests of {longest} tokens, prompt and output; {whose} {limit}")
 
 
 def known_limit(args: argparse.Namespace) -> tuple[int, str]:
@@ -149,8 +150,7 @@ def table_row(engine_name: str, name: str, metrics: dict[str, Any]) -> str:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, under the names that the engines' classes take."""
     options = {"dtype": args.dtype, "load_format": args.load_format, "max_model_len": args.max_model_len}
-    options |= {name: {"true": True, "false": False}.get(value, value) for name, value in args.option}
-    return {key: value for key, value in options.items() if value}
+    return {key: value for key, value in options.items() if value} | dict(args.option)
 
 
 def workload_name(text: str) -> str:
@@ -160,19 +160,6 @@ def workload_name(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _named_value(text: str) -> tuple[str, str]:
-    name, is_given, value = text.partition("=")
-    if not name or not is_given:
-        raise argparse.ArgumentTypeError(f"wanted NAME=VALUE, got {text!r}")
-    return name, value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
@@ -186,9 +173,9 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     add("--load-format", default="", choices=("auto", "dummy"), help="dummy draws random weights")
     add("--dtype", default="", help="as in serve")
     add("--max-model-len", metavar="N", type=int, default=0, help="as in serve")
-    add("--option", action="append", type=_named_value, default=[], metavar="NAME=VALUE",
+    add("--option", action="append", type=named_value, default=[], metavar="NAME=VALUE",
         help="further options, such as run_ahead=0")  # fmt: skip
-    add("--repeats", metavar="N", type=_count, default=3, help="timed runs of each workload (default: 3)")
+    add("--repeats", metavar="N", type=count, default=3, help="timed runs of each workload (default: 3)")
     add("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
     add("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
     add("--output", metavar="FILE", default=str(records.RESULTS_DIR / "throughput.jsonl"),
