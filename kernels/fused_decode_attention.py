@@ -194,14 +194,15 @@ class AttentionParts:
     """Attention of one row that was left in parts: where they lie, and what says how many there are.
 
     Attributes:
-        partials: float32, the workspace, as kernels/attention_parts.py describes it.
+        parts, statistics: the workspace, as kernels/attention_parts.py describes it, in qkv's dtype and in float32.
         row_slots, context_lengths: int32 [1], as `fused_decode_attention` had them.
         splits, tile: of its plan; tile in tokens.
         head_rows: query rows that a part has room for.
         query_heads, kv_heads, head_dim: the heads' shape.
     """
 
-    partials: torch.Tensor
+    parts: torch.Tensor
+    statistics: torch.Tensor
     row_slots: torch.Tensor
     context_lengths: torch.Tensor
     splits: int
@@ -406,11 +407,12 @@ def fused_decode_attention(
     kernel = fused_decode_parts_kernel if plan.is_apart else _fused_decode_kernel
     kernel[(plan.splits, kv_heads, rows)](
         qkv, output, key_cache, value_cache, key_scales, value_scales, *(next_caches or (key_cache, value_cache)),
-        block_tables, row_slots, context_lengths, new.rope_table, new.q_weight, new.k_weight, partials, counters,
+        block_tables, row_slots, context_lengths, new.rope_table, new.q_weight, new.k_weight, partials,
+        *((partials.view(qkv.dtype),) if plan.is_apart else ()), counters,
         qkv.stride(0), output.stride(0), block_tables.stride(0), new.eps, scale * LOG2_E,
         MERGE_HEADS=merge_heads, PARTS=parts, num_warps=plan.num_warps, **options, **launch_options(qkv),
     )  # fmt: skip
     if not leave:
         return None
-    heads = (query_heads, kv_heads, head_dim)
-    return AttentionParts(partials, row_slots, context_lengths, plan.splits, plan.tile, GROUP_ROWS, *heads)
+    sizes = (plan.splits, plan.tile, GROUP_ROWS, query_heads, kv_heads, head_dim)
+    return AttentionParts(partials.view(qkv.dtype), partials, row_slots, context_lengths, *sizes)

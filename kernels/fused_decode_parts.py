@@ -5,9 +5,9 @@ than for anything else. Here fewer lie on the way: the new token has a program o
 tokens, unless one tile holds them all; queries are normed and rotated as few rows and only then repeated to the height
 of a tensor core's tile; the next tile is loaded only where there is one; a merge takes half as many parts at a time.
 
-With LEAVE nobody merges: the parts stay in `partials` for the output product, whose programs merge them as they read
-(kernels/attention_parts.py). The last to finish would read what the product reads anyway, and between two kernels that
-takes longer than the rest of this one.
+With LEAVE nobody merges: each part is divided by its normaliser and stays in `left`, in 16 bits where qkv has 16, for
+the output product, whose programs merge the parts as they read them (kernels/attention_parts.py). The last to finish
+would read what the product reads anyway, and between two kernels that takes longer than the rest of this one.
 
 Arguments and tensors are those of the other kernel. Called by kernels/fused_decode_attention.py.
 """
@@ -31,7 +31,7 @@ from kernels.new_token import new_queries, norm_gains, repeated, rotation, store
 @triton.jit
 def fused_decode_parts_kernel(
     qkv, output, key_cache, value_cache, key_scales, value_scales, next_key_cache, next_value_cache,
-    block_tables, row_slots, context_lengths, rope_table, q_weight, k_weight, partials, counters,
+    block_tables, row_slots, context_lengths, rope_table, q_weight, k_weight, partials, left, counters,
     qkv_stride, output_stride, table_stride, eps, scale_log2,
     FORMAT: tl.constexpr, NATIVE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -87,6 +87,7 @@ def fused_decode_parts_kernel(
         pair = row * KV_HEADS + head
         part = pair * SPLITS + split
         sums_place = partials + part * (ROWS * HEAD_DIM)
+        left_place = left + part * (ROWS * HEAD_DIM)
         statistics = partials + tl.num_programs(2) * (KV_HEADS * SPLITS * ROWS * HEAD_DIM)
         # 3. The group's queries, and the new token's key and value, which the last part stores and attends to.
         source = qkv + row.to(tl.int64) * qkv_stride
@@ -105,7 +106,12 @@ def fused_decode_parts_kernel(
                 k_gain, k_partner_gain, cos, sin, eps, KV_HEADS, GROUP, HEAD_DIM, HALF, HAS_NORM, FORMAT,
             )  # fmt: skip
             score = tl.sum(q.to(tl.float32) * k, axis=1) * scale_log2
-            if LEAVE | (parts > 1):
+            if LEAVE:
+                heads = tl.arange(0, HEADS)
+                tl.store(left_place + heads[:, None] * HEAD_DIM + column[None, :],
+                         (v + tl.zeros([HEADS, HEAD_DIM], tl.float32)).to(DTYPE))  # fmt: skip
+                tl.store(statistics + part * (2 * ROWS) + heads, score)
+            elif parts > 1:
                 heads = tl.arange(0, HEADS)
                 tl.store(sums_place + heads[:, None] * HEAD_DIM + column[None, :],
                          v + tl.zeros([HEADS, HEAD_DIM], tl.float32))  # fmt: skip
@@ -135,7 +141,12 @@ def fused_decode_parts_kernel(
                         KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM, FORMAT,
                     )  # fmt: skip
             accumulator = whole_sums(even_sums, odd_sums, FORMAT, NATIVE)
-            if parts > 1:
+            if LEAVE:
+                total = accumulator * (1.0 / normaliser)[:, None]
+                tl.store(left_place + query[:, None] * HEAD_DIM + column[None, :], total.to(DTYPE), mask=is_query)
+                tl.store(statistics + part * (2 * ROWS) + query, maximum + tl.log2(normaliser),
+                         mask=tile_row % REPEATS == 0)  # fmt: skip
+            elif parts > 1:
                 tl.store(sums_place + query[:, None] * HEAD_DIM + column[None, :], accumulator, mask=is_query)
                 is_first = tile_row % REPEATS == 0
                 tl.store(statistics + part * (2 * ROWS) + query, maximum, mask=is_first)

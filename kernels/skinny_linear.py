@@ -467,7 +467,7 @@ def linear_of_parts(
 
     Raises ValueError for a shape, dtype or device that differs from the module's table, and where not `merges_parts`.
     """
-    check_tensor("weight", weight, (None, parts.query_heads * parts.head_dim), FLOATS, like=parts.partials)
+    check_tensor("weight", weight, (None, parts.query_heads * parts.head_dim), parts.parts.dtype, like=parts.parts)
     check_tensor("out", out, (1, weight.shape[0]), FLOATS, like=weight)
     check_tensor("residual", residual, (1, weight.shape[0]), out.dtype, like=weight)
     if not merges_parts(workspace, weight, parts.query_heads, parts.head_dim):

@@ -74,7 +74,7 @@ def _twice(rows):
 @gluon.jit(do_not_specialize=["M"])
 def _warps_kernel(
     x, weight, norm_weight, residual, out, M, N, x_stride, weight_stride, residual_stride, out_stride, eps,
-    slots_ptr, lengths_ptr,
+    statistics_ptr, slots_ptr, lengths_ptr,
     K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, ROWS: gl.constexpr, HAS_NORM: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SILU_MUL: gl.constexpr, WHOLE: gl.constexpr, PDL: gl.constexpr,
     SPLITS: gl.constexpr, TILE: gl.constexpr, HEAD_ROWS: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -134,8 +134,9 @@ def _warps_kernel(
     if SPLITS > 0:
         HEADS: gl.constexpr = K // HEAD_DIM
         row = merged_row(
-            x, part_count, weight.dtype.element_ty, SPLITS, HEAD_ROWS, HEADS, KV_HEADS, HEAD_DIM, PARTS_AT_A_TIME
-        )
+            x, statistics_ptr, part_count, weight.dtype.element_ty, SPLITS, HEAD_ROWS, HEADS, KV_HEADS, HEAD_DIM,
+            PARTS_AT_A_TIME,
+        )  # fmt: skip
         merged._reinterpret(weight.dtype.element_ty, [HEADS, HEAD_DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(
             row
         )
@@ -211,7 +212,7 @@ def launch_on_parts(
     plan: LinearPlan, parts: AttentionParts, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, pdl: bool
 ) -> None:
     """The same of one row of attention that was left in parts, with a residual."""
-    _launch(plan, parts.partials.view(1, -1), parts, weight, out, None, 0.0, residual, False, pdl)
+    _launch(plan, parts.parts.view(1, -1), parts, weight, out, None, 0.0, residual, False, pdl)
 
 
 def _launch(
@@ -226,7 +227,7 @@ def _launch(
     strides = (x.stride(0), weight.stride(0), added.stride(0), out.stride(0))
     _warps_kernel[(triton.cdiv(outputs, columns),)](
         x, weight, gain, added, out, rows, outputs, *strides, eps,
-        *((x, x) if parts is None else (parts.row_slots, parts.context_lengths)),
+        *((x, x, x) if parts is None else (parts.statistics, parts.row_slots, parts.context_lengths)),
         K=inputs, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, ROWS=8 if rows <= 8 else 16,
         HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, SILU_MUL=silu_mul,
         WHOLE=outputs % columns == 0, PDL=pdl, num_warps=plan.num_warps, **({"launch_pdl": True} if pdl else {}),

@@ -144,29 +144,28 @@ PARTS_PLAN = LinearPlan("warps", 32, 64, 2)
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 
-def left_parts(length, splits=32, tile=16, head_rows=16):
-    """Random parts of a row as `fused_decode_parts_kernel` leaves them, in NaN; and the row that they are."""
+def left_parts(length, splits=32, tile=16, head_rows=16, dtype=torch.float16):
+    """Random parts of a row as `fused_decode_parts_kernel` leaves them, in a workspace of NaN; and the row they are."""
     cached = length - 1
     tiles = -(-cached // tile)
     share = max(-(-tiles // (splits - 1)), 1)
-    count = -(-tiles // share) + 1
-    sums = torch.full((KV_HEADS, splits, head_rows, HEAD_DIM), float("nan"))
-    statistics = torch.full((KV_HEADS, splits, 2, head_rows), float("nan"))
-    group = HEADS // KV_HEADS
-    sums[:, :count, :group] = random_tensor(KV_HEADS, count, group, HEAD_DIM, seed=5).cpu()
+    count, group = -(-tiles // share) + 1, HEADS // KV_HEADS
+    room = KV_HEADS * splits * head_rows
+    workspace = torch.full((room * (HEAD_DIM + 2),), float("nan"))
+    places = workspace.view(dtype)[: room * HEAD_DIM].view(KV_HEADS, splits, head_rows, HEAD_DIM)
+    places[:, :count, :group] = random_tensor(KV_HEADS, count, group, HEAD_DIM, dtype=dtype, seed=5).cpu()
+    statistics = workspace[room * HEAD_DIM :].view(KV_HEADS, splits, 2, head_rows)
     statistics[:, :count, 0, :group] = 8 * random_tensor(KV_HEADS, count, group, seed=6).cpu()
-    statistics[:, :count, 1, :group] = random_tensor(KV_HEADS, count, group, seed=7).cpu().abs() + 0.5
     weights = torch.exp2(statistics[:, :count, 0, :group].double())
-    total = (weights * statistics[:, :count, 1, :group]).sum(1)
-    row = (weights[..., None] * sums[:, :count, :group]).sum(1) / total[..., None]
-    partials = torch.cat((sums.flatten(), statistics.flatten())).to(DEVICE)
-    return partials, row.flatten().to(DEVICE)
+    row = (weights[..., None] * places[:, :count, :group]).sum(1) / weights.sum(1)[..., None]
+    return workspace.to(DEVICE), row.flatten().to(DEVICE)
 
 
-def parts_of(partials, length, slot=0, splits=32, tile=16, head_rows=16):
+def parts_of(workspace, length, slot=0, splits=32, tile=16, head_rows=16, dtype=torch.float16):
     integers = {"dtype": torch.int32, "device": DEVICE}
     places = torch.tensor([slot], **integers), torch.tensor([length], **integers)
-    return AttentionParts(partials, *places, splits, tile, head_rows, HEADS, KV_HEADS, HEAD_DIM)
+    heads = (HEADS, KV_HEADS, HEAD_DIM)
+    return AttentionParts(workspace.view(dtype), workspace, *places, splits, tile, head_rows, *heads)
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 18, 16 * 8, 16 * 8 + 2, 16 * 31 + 1, 16 * 31 + 2, 16 * 200])
@@ -241,7 +240,7 @@ def test_what_leaves_no_parts_is_refused():
     with pytest.raises(ValueError, match="leave: wanted one row"):
         fused_decode_attention(*tensors, plan, NewTokens(torch.empty(8, 64, device=DEVICE)), scale=1.0, leave=True)
     partials = torch.empty(1 << 14, device=DEVICE)
-    parts = replace(parts_of(partials, 4), query_heads=3)
+    parts = replace(parts_of(partials, 4, dtype=torch.float32), query_heads=3)
     weight, out = torch.empty(8, 192, device=DEVICE), torch.empty(1, 8, device=DEVICE)
     with pytest.raises(ValueError, match="merges 3 heads"):
         linear_of_parts(parts, weight, out, workspace_for(torch.float32), residual=out)
