@@ -7,24 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import launch
-from common.config import EngineConfig, ModelOptions, ServerOptions
+from common.config import EngineConfig, ServerOptions
 from common.errors import ConfigError, EngineDeadError, RequestError, StartupError, exit_code
-from common.http_socket import bind_http
 from common.messages import Stop
-from common.processes import Child, DeathPipe, last_error_line
 from common.run_dir import RunDir
 from common.version import own_version
 from launcher import command
 from launcher import supervisor as supervision
 from launcher.restarts import WINDOW_S, Restarts
-from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup, bound_http
+from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup
 
 ROOM = """
 import os, select, sys
@@ -418,50 +416,6 @@ def test_exit_is_seen_at_once_and_costs_no_more_turns(engine: Engine):
     assert len(supervisor._exit_fds) == 2, "the ended child's descriptor is still waited for"
 
 
-def run_child_script(script: str, **keywords: object) -> Child:
-    return Child("child", ["-c", script], DeathPipe(), **keywords)
-
-
-def test_a_childs_grandchildren_end_with_it():
-    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
-    child = run_child_script(script, capture_stdout=True)
-    pid = int(child._process.stdout.readline())
-    child.kill()
-    child.close()
-    assert wait_for(lambda: not alive(pid) or b"zombie" in Path(f"/proc/{pid}/status").read_bytes())
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        os.sched_yield()
-    return True
-
-
-def test_what_a_child_writes_reaches_our_stderr(capfd):
-    child = run_child_script("import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(4)")
-    child._process.wait()
-    assert child.describe_end() == "child ended with exit code 4: err"
-    child.close()
-    assert sorted(capfd.readouterr().err.split()) == ["err", "out"]
-
-
-def test_the_last_line_of_a_child_that_ended_well_is_no_reason():
-    """SIGTERM to a worker showed its last INFO line as what had gone wrong."""
-    child = run_child_script("import sys; print('INFO all is well', file=sys.stderr)")
-    child._process.wait()
-    assert child.describe_end() == "child ended with exit code 0 unexpectedly"
-    child.close()
-
-
-def test_the_last_error_line_of_a_traceback():
-    text = 'Traceback (most recent call last):\n  File "x.py", line 1\n    1/0\nZeroDivisionError: division by zero\n\n'
-    assert last_error_line(text) == "ZeroDivisionError: division by zero"
-    assert last_error_line("") == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -514,37 +468,3 @@ def test_a_first_word_is_a_model_or_a_verb(word: str, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command._is_verb(word) == (word == "status")
     assert command._is_verb("sttaus"), "a mistyped verb is told so, not looked for as a model"
-
-
-@pytest.mark.parametrize(
-    ("options", "objection"),
-    [
-        ({"model": "./nosuch"}, "--model ./nosuch: no such folder or .gguf file; and "),
-        ({"model": "nosuch.gguf"}, "--model nosuch.gguf: no such folder or .gguf file; and "),
-        (
-            {"model": "nosuch/folder"},
-            "--model nosuch/folder: there is no such folder here, so that it would be fetched",
-        ),
-        ({"model": "empty"}, "--model empty: no readable config.json in "),
-        ({"tokenizer": "./nosuch"}, "--tokenizer ./nosuch: no such folder or .gguf file; and "),
-        (
-            {"model": "./no", "tokenizer": "no/no"},
-            "--model ./no: no such folder or .gguf file; and --tokenizer no/no: ",
-        ),
-        ({}, ""),
-        ({"model": "model", "tokenizer": "empty"}, ""),
-    ],
-)
-def test_an_address_in_use_does_not_hide_what_is_wrong_with_the_model(options, objection, tmp_path, monkeypatch):
-    """`launch.py nosuch/folder` beside another engine was told of the port, and of the model only at the next try."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("model", "empty"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "model" / "config.json").touch()
-    with bind_http(ServerOptions(port=0)) as taken:
-        server = ServerOptions(port=taken.getsockname()[1])
-        with pytest.raises(ConfigError) as caught:
-            bound_http(EngineConfig(model=ModelOptions(**options), server=server))
-    address = f"--port {server.port} on 127.0.0.1 is in use: choose another, or --port 0 for any free one"
-    assert str(caught.value).startswith(objection + ("" if objection else address))
-    assert str(caught.value).endswith(address)

@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
@@ -18,7 +17,6 @@ from common.sampling_params import SamplingParams
 from common.wire import pack
 from frontend import AsyncClient, Client, client_requests
 from frontend.client_state import ClientState, raise_error
-from tests.support.patient_http import post
 
 
 def test_generate_returns_text_tokens_and_usage(frontend):
@@ -340,57 +338,6 @@ def test_bytes_of_the_schedulers_that_are_no_message_end_every_request(frontend)
     frontend.join(30)
     assert frontend.exit_code == 1
     assert "cannot be read" in frontend.link.detail
-
-
-def test_stop_lets_requests_finish_and_refuses_new_ones(frontend):
-    frontend.scheduler.gate.clear()
-    with Client(frontend.endpoint) as client:
-        running = client.submit("abc", SamplingParams(max_tokens=5))
-        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
-        frontend.link.order(m.Stop(30_000))
-        while client.status().state != "draining":
-            pass
-        with pytest.raises(RequestError, match="shutting down"):
-            client.generate("a")
-        frontend.scheduler.gate.set()
-        assert running.result().completion_tokens == 5
-    assert frontend.stop() == 0
-
-
-def test_stop_without_grace_ends_requests_with_an_error(frontend):
-    frontend.scheduler.gate.clear()
-    with Client(frontend.endpoint) as client:
-        running = client.submit("abc", SamplingParams(max_tokens=5))
-        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
-        assert frontend.stop() == 0
-        with pytest.raises(RequestError, match="shut down"):
-            running.result()
-        client.timeout_s = 0.1  # nobody comes any more
-        with pytest.raises(EngineDeadError):
-            client.submit("a").result()
-
-
-@pytest.mark.parametrize(("stream", "has_begun"), [(False, True), (True, False), (True, True)])
-def test_a_stop_that_is_hurried_ends_requests_with_an_error(run_frontend, stream, has_begun):
-    """A second Ctrl-C: connections were cut without a word."""
-    frontend = run_frontend(server={"http": True, "port": 0}, is_held=True)
-    url = frontend.link.detail.partition("HTTP ")[2].partition(";")[0]
-    body = {"prompt": "abc", "max_tokens": 5, "stream": stream}
-    with Client(frontend.endpoint) as client, ThreadPoolExecutor(1) as pool:
-        running = client.submit("abc", SamplingParams(max_tokens=5))
-        answer = pool.submit(post, f"{url}/v1/completions", json=body)
-        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 2)
-        if has_begun:
-            frontend.scheduler.advance(2, 1)
-            assert next(running).token_ids
-        frontend.link.order(m.Stop(600_000))
-        while client.status().state != "draining":
-            pass
-        assert frontend.stop(grace_ms=0) == 0
-        with pytest.raises(RequestError, match="shut down"):
-            running.result()
-        assert "the engine has shut down" in answer.result().text
-        assert answer.result().status_code == (200 if stream and has_begun else 503)
 
 
 def test_no_engine_at_the_endpoint(tmp_path):
