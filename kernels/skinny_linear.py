@@ -40,14 +40,8 @@ import triton.language as tl
 from kernels.checks import FLOATS, check_tensor
 from kernels.fused_decode_attention import AttentionParts
 from kernels.gemm import gemm
-from kernels.launch import (
-    launch_options,
-    let_next_start,
-    prefetch,
-    prefetch_share,
-    wait_for_inputs,
-)
-from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace
+from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
+from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace, plan_key
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
 from kernels.tuning import LIBRARY, LinearPlan, measured_plan, operation_key
@@ -437,7 +431,7 @@ def linear_parts(
     """
     check_tensor("x", x, (None, None), FLOATS)
     check_tensor("weight", weight, (None, x.shape[1]), x.dtype, like=x)
-    key = (x.shape[0], *weight.shape)
+    key = plan_key(x.shape[0], *weight.shape, in_parts=True)
     plan = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = parts_plan(x.shape[0], weight) or LIBRARY
