@@ -82,14 +82,15 @@ def _produce(
     WIDTH: gl.constexpr = weights.shape[1]
     BYTES: gl.constexpr = (HEIGHT + WIDTH * HALVES) * 128
     first = gl.program_id(0)
-    ahead = gl.minimum(steps, STAGES) * (first < m_tiles * n_tiles).to(gl.int32)
-    _, first_n = _place(first, m_tiles, n_tiles, GROUP_M)
+    tiles = m_tiles * n_tiles
+    ahead = gl.minimum(steps, STAGES) * (first < tiles).to(gl.int32)
+    _, first_n = _place(gl.minimum(first, tiles - 1), m_tiles, n_tiles, GROUP_M)
     for step in range(ahead):
         mbarrier.expect(full.index(step), BYTES)
         _ask_weights(weight_desc, weights, full, step, first_n, step, half_rows, True, HALVES)
     wait_for_inputs(PDL)
     asked = 0
-    for tile in range(first, m_tiles * n_tiles, gl.num_programs(0)):
+    for tile in range(first, tiles, gl.num_programs(0)):
         m, n = _place(tile, m_tiles, n_tiles, GROUP_M)
         for step in range(steps):
             stage = asked % STAGES
