@@ -7,7 +7,8 @@ let pass by luck is an error here:
 - a copy arrives when somebody waits for it, and until then its target holds NaN (or, in bytes, -86); so do
   asynchronous copies of a thread's own, which come in groups;
 - a wait for a copy that nobody asked for, or with the wrong phase, is named instead of hanging;
-- a barrier that is told another number of bytes than are copied is named;
+- a barrier that is told another number of bytes than are copied is named, and so is a program that ends while copies to
+  its shared memory are under way;
 - an asynchronous product reads shared memory when its wait comes, not before, and cannot be used until then;
 - a copy from shared memory to a tensor reads it when its wait comes, and the tensor has it when the program has ended;
   to write there before the wait is an error, and so are a copy with no fence behind what was written and a program that
@@ -295,7 +296,7 @@ class EmulatedKernel:
         if self.ahead is not None:
             self.ahead.run_behind(program)
         program.emulated(self.kernel)(*arguments, **constants)
-        program.boxes.finish()
+        program.finish()
         return self.ahead is None or self.ahead.is_done
 
 
@@ -332,6 +333,7 @@ class _Program:
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
         self.baton, self.products, self.copies, self.boxes = Baton(), Products(), CopyGroups(), StoredBoxes()
         self.functions: dict[JITFunction, FunctionType] = {}
+        self.barriers: list[Barrier] = []
         plain = {each.name: torch_dtype for each, torch_dtype in DTYPES.items()}
         names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
         dtypes = {name: plain[names.get(name, name)] for name in ("bfloat16", "float16", "float32", *_INTEGERS)}
@@ -357,13 +359,21 @@ class _Program:
 
     def _allocate(self, dtype: object, shape: list[int], layout: object) -> Shared | BarrierRow | Barrier:
         if isinstance(layout, mbarrier.MBarrierLayout):
-            return BarrierRow(shape[0], self.baton) if len(shape) > 1 else Barrier(self.baton)
+            row = BarrierRow(shape[0] if len(shape) > 1 else 1, self.baton)
+            self.barriers += row.barriers
+            return row if len(shape) > 1 else row.index(0)
         dtype = torch_dtype_of(dtype)
         memory = torch.full((int(np.prod(shape)) * dtype.itemsize,), 0xAA, dtype=torch.uint8)
         return Shared(memory, dtype, shape, layout, self.boxes)
 
     def _specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
         self.baton.run([partial(function, *arguments) for function, arguments in functions])
+
+    def finish(self) -> None:
+        """The program has ended, and with it the life of its shared memory."""
+        under_way = sum(len(barrier.copies) for barrier in self.barriers)
+        assert under_way == 0, f"a program ends while {under_way} copies to its shared memory are under way"
+        self.boxes.finish()
 
     def emulated(self, function: JITFunction) -> FunctionType:
         """The Python function behind a kernel's function, with this program's language in its globals."""

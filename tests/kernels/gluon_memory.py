@@ -212,7 +212,7 @@ class StoredBoxes:
             self.asked.remove(box)
 
     def finish(self) -> None:
-        """The program has ended, and with it the life of its shared memory."""
+        """The program has ended, and what it copied is there."""
         assert not self.asked, "a program ends before its copies to a tensor were waited for"
         for part, content in self.read:
             part.copy_(content)

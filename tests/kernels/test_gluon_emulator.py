@@ -23,7 +23,10 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 
 
 @gluon.jit
-def _copied(desc, output_ptr, FIRST: gl.constexpr, BYTES: gl.constexpr, WAITS: gl.constexpr, PHASE: gl.constexpr):
+def _copied(
+    desc, output_ptr, FIRST: gl.constexpr, BYTES: gl.constexpr, WAITS: gl.constexpr, PHASE: gl.constexpr,
+    WAITS_AT_LAST: gl.constexpr,
+):  # fmt: skip
     line: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     tile = gl.allocate_shared_memory(gl.bfloat16, [8, 64], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -35,16 +38,19 @@ def _copied(desc, output_ptr, FIRST: gl.constexpr, BYTES: gl.constexpr, WAITS: g
     rows = gl.arange(0, 8, layout=gl.SliceLayout(1, line))
     columns = gl.arange(0, 64, layout=gl.SliceLayout(0, line))
     gl.store(output_ptr + rows[:, None] * 64 + columns[None, :], tile.load(line))
+    if WAITS_AT_LAST:
+        mbarrier.wait(full.index(0), 0)
 
 
 def copied(
     bytes_expected: int = 1024, waits: bool = True, phase: int = 0, row_count: int = 16, first_row: int = 8,
-    ragged: tuple[str, ...] = (),
+    ragged: tuple[str, ...] = (), waits_at_last: bool = True,
 ) -> tuple:  # fmt: skip
     source = torch.randn(row_count, 64).to(torch.bfloat16)
     output = torch.zeros(8, 64, dtype=torch.bfloat16)
     descriptor = TensorDescriptor.from_tensor(source, [8, 64], SHARED.value)
     constants = {"FIRST": first_row, "BYTES": bytes_expected, "WAITS": waits, "PHASE": phase}
+    constants["WAITS_AT_LAST"] = waits_at_last
     EmulatedKernel(_copied, ragged=ragged)[(1,)](descriptor, output, **constants, num_warps=1)
     return output, source[8:]
 
@@ -70,6 +76,12 @@ def test_the_wrong_phase_does_not_wait():
     """On a card a barrier's first phase is the one after phase 1: such a wait returns at once."""
     output, _ = copied(phase=1)
     assert output.isnan().all()
+
+
+def test_a_program_that_ends_while_a_copy_is_under_way_is_an_error():
+    """On a card its shared memory is another program's by then."""
+    with pytest.raises(AssertionError, match="a program ends while 1 copies to its shared memory are under way"):
+        copied(waits=False, waits_at_last=False)
 
 
 def test_a_copy_from_outside_the_tensor_is_an_error():
@@ -108,6 +120,7 @@ def _stored(
     if THEN == "copy":
         mbarrier.expect(full, 1024)
         tma.async_copy_global_to_shared(other_desc, [0, 0], full, tiles.index(1))
+        mbarrier.wait(full, 0)
     if PENDING == 1:
         tma.store_wait(pendings=0)
     rows = gl.arange(0, 8, layout=gl.SliceLayout(1, line))
