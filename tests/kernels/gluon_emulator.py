@@ -317,7 +317,8 @@ def _argument(value: object, is_ragged: bool) -> object:
         span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
         value = Pointer(value.as_strided((span if value.numel() else 0,), (1,)))
     elif isinstance(value, TensorDescriptor):
-        value = SimpleNamespace(dtype=value.base.dtype, box=list(value.block_shape), is_ragged=is_ragged,
+        value = SimpleNamespace(dtype=value.base.dtype, box=list(value.block_shape),
+                                is_ragged=is_ragged, layout=value.layout,
                                 tensor=value.base.as_strided(tuple(value.shape), tuple(value.strides)))  # fmt: skip
     return value
 
