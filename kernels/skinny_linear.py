@@ -327,8 +327,7 @@ def run_plan(
         normed = workspace.rows("normed", rows, inputs)
         rms_norm(x, norm_weight, eps, normed)
         x, norm_weight = normed, None
-    is_plain = residual is None and not silu_mul
-    if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(plan, x, weight, out, is_plain)):
+    if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(plan, x, weight, out, residual, silu_mul)):
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
     if plan.kernel == "gemm":
@@ -370,11 +369,18 @@ def run_plan(
     )  # fmt: skip
 
 
-def _is_gemm(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, is_plain: bool) -> bool:
+def _is_gemm(
+    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None,
+    silu_mul: bool,
+) -> bool:  # fmt: skip
     """Whether kernels/gemm.py takes these: a result in x's dtype, or a plain one in float32 by narrow tiles, and rows
-    that the copy engine can copy."""
+    that the copy engine can copy, from 16 bytes to 16 bytes."""
+    is_plain = residual is None and not silu_mul
     takes_dtype = out.dtype == x.dtype or (is_plain and out.dtype == torch.float32 and plan.block_n <= 128)
-    return takes_dtype and all(tensor.stride(0) * tensor.element_size() % 16 == 0 for tensor in (x, weight, out))
+    tensors = (x, weight, out) if residual is None else (x, weight, out, residual)
+    return takes_dtype and all(
+        tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in tensors
+    )
 
 
 def _is_norm_apart(plan: LinearPlan, dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:

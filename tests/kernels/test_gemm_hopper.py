@@ -11,7 +11,10 @@ import torch
 from kernels import gemm_hopper
 from kernels.gemm import HeadStore, gemm_reference, project_heads_reference
 from kernels.launch import HOPPER_SHARED_BYTES, multiprocessor_count
+from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
+from kernels.skinny_linear import run_plan
+from kernels.tuning import LinearPlan
 from tests.kernels.closeness import DEVICE, assert_as_exact, assert_replay_equals_eager, random_tensor
 from tests.kernels.gluon_emulator import KernelAhead, emulate
 from tests.kernels.test_qk_norm_rope_store import MAX_POSITION, rope_table
@@ -217,6 +220,29 @@ def test_what_the_kernel_ahead_writes_is_read_after_it(follows, tile_n, monkeypa
     written = [case.x, *(case.options[name] for name in ("residual",) if name in case.options)]
     emulate(monkeypatch, gemm_hopper, "_gemm_kernel", KernelAhead(*written), RAGGED)
     check(case, programs=2, pdl=True)
+
+
+GEMM_PLAN = LinearPlan("gemm", 128, 64, 4, norm_apart=True)
+LEFT_TO_THE_LIBRARY = [(name, columns) for name in ("x", "weight", "out", "residual") for columns in (4, 8)]
+
+
+@pytest.mark.parametrize("misplaced", [None, *LEFT_TO_THE_LIBRARY])
+def test_rows_that_the_copy_engine_cannot_copy_are_the_librarys(misplaced, device, monkeypatch):
+    """Rows of 8 bytes too many, or from 8 bytes on: for a residual of such rows there was an error."""
+    calls, launch = [], gemm_hopper.launch
+    monkeypatch.setattr(gemm_hopper, "launch", lambda *a, **o: calls.append(a) or launch(*a, **o))
+    case = Size(300, 3, 2, programs=2).case("residual", 128, torch.bfloat16)
+    tensors = {"x": case.x, "weight": case.weight, "out": case.out} | case.options
+    if misplaced is not None:
+        name, columns = misplaced
+        rows, width = tensors[name].shape
+        wide = tensors[name].new_zeros(rows, width + columns)
+        tensors[name] = wide[:, columns // 8 * 4 :][:, :width].copy_(tensors[name])
+    x, weight, out, residual = tensors.values()
+    workspace = Workspace.allocate(300, 128, 384, torch.bfloat16, torch.device(DEVICE))
+    run_plan(GEMM_PLAN, x, weight, out, None, 1e-6, residual, False, workspace)
+    assert_as_exact(out, gemm_reference(x, weight, residual=residual), steps=2)
+    assert len(calls) == (misplaced is None)
 
 
 def test_stages_fit_beside_what_is_staged():
