@@ -81,6 +81,11 @@ def flops(rows: int, outputs: int, inputs: int) -> int:
     return 2 * rows * outputs * inputs
 
 
+def copies_boxes(*tensors: torch.Tensor) -> bool:
+    """Whether the tensor copy engine can copy from these matrices: rows lie, and begin, at multiples of 16 bytes."""
+    return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+
+
 def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadStore) -> LinearPlan | None:
     """The plan by which `project_heads` runs here; None where the product and `qk_norm_rope_store` have to."""
     cache, values = store.key_cache, store.value_cache
@@ -92,7 +97,7 @@ def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadSto
     if plan is None:
         return None
     is_whole = all(columns % plan.block_n == 0 for columns in (query_heads * head_dim, store.columns))
-    rotates = store.new.rope_table.shape[1] == head_dim and head_dim >= 16 and plan.block_n % head_dim == 0
+    rotates = store.new.rope_table.shape[1] == head_dim and head_dim in (16, 32, 64, 128)  # wider ones spill
     adjacent = cache.stride() == values.stride() and cache.stride(2) == head_dim
     return plan if is_whole and rotates and adjacent else None
 
@@ -117,6 +122,7 @@ def project_heads(x: torch.Tensor, weight: torch.Tensor, q_out: torch.Tensor, st
     plan = heads_plan(weight, rows, query_heads, store)
     if plan is None:
         raise ValueError(f"weight: no plan for {rows} rows and {list(weight.shape)} in {weight.dtype}")
+    _check_boxes(x=x, weight=weight, q_out=q_out)
     _launch(plan, x, weight, q_out.view(rows, -1), store=store)
 
 
@@ -138,7 +144,19 @@ def gemm(
         check_tensor("residual", residual, out.shape, x.dtype, like=x)
     if plan.kernel != "gemm":
         raise ValueError(f"plan: wanted the kind gemm, got {plan.kernel}")
+    if x.shape[1] % 64 or outputs % plan.block_n:
+        raise ValueError(f"weight: wanted multiples of [{plan.block_n}, 64], got {list(weight.shape)}")
+    _check_boxes(x=x, weight=weight, out=out, **({} if residual is None else {"residual": residual}))
     _launch(plan, x, weight, out, residual=residual, silu_mul=silu_mul)
+
+
+def _check_boxes(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not copies_boxes(tensor):
+            raise ValueError(
+                f"{name}: wanted rows at multiples of 16 bytes, got strides {tensor.stride()} of {tensor.dtype} "
+                f"from {tensor.data_ptr() % 16} bytes on"
+            )
 
 
 def _launch(plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, **rest) -> None:

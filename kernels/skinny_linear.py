@@ -39,7 +39,7 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.fused_decode_attention import AttentionParts
-from kernels.gemm import gemm
+from kernels.gemm import copies_boxes, gemm
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
 from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace, plan_key
 from kernels.rms_norm import rms_norm
@@ -377,10 +377,7 @@ def _is_gemm(
     that the copy engine can copy, from 16 bytes to 16 bytes."""
     is_plain = residual is None and not silu_mul
     takes_dtype = out.dtype == x.dtype or (is_plain and out.dtype == torch.float32 and plan.block_n <= 128)
-    tensors = (x, weight, out) if residual is None else (x, weight, out, residual)
-    return takes_dtype and all(
-        tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in tensors
-    )
+    return takes_dtype and copies_boxes(x, weight, out, *(() if residual is None else (residual,)))
 
 
 def _is_norm_apart(plan: LinearPlan, dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
