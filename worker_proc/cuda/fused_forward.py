@@ -32,7 +32,8 @@ from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
 from kernels.embedding import embedding
-from kernels.launch import capability_major, shared_memory_bytes
+from kernels.gemm import HeadStore, heads_plan, project_heads
+from kernels.launch import capability_major, multiprocessor_count, shared_memory_bytes
 from kernels.linear_workspace import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
@@ -70,11 +71,6 @@ def unsupported_reason(model: LlamaForCausalLM) -> str | None:
     if config.head_dim not in HEAD_DIMS:
         return f"head_dim {config.head_dim} is not one of {HEAD_DIMS}"
     return None
-
-
-def multiprocessor_count(device: torch.device) -> int:
-    """Of a GPU; a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 class FusedForward:
@@ -164,6 +160,16 @@ class FusedForward:
     ) -> None:  # fmt: skip
         attention, norm = layer.self_attn, layer.input_layernorm
         tokens = hidden.shape[0]
+        store = self._head_store(index, bucket, inputs, cache)
+        if store is not None:
+            normed = self._workspace.rows("normed", tokens, hidden.shape[1])
+            rms_norm(hidden, norm.weight, norm.eps, normed)
+            query, attended = self._query[:tokens], self._attended[:tokens]
+            project_heads(normed, attention.qkv_proj.weight, query, store)
+            plan = self._chunk_plan(index, bucket, cache)
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, None)
+            self._output_product(layer, attended, hidden)
+            return
         qkv = self._qkv[:tokens]
         if attention.qkv_proj.bias is None:
             skinny_linear(
@@ -181,10 +187,26 @@ class FusedForward:
             linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
             return
         attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts)
+        self._output_product(layer, attended, hidden)
+
+    def _output_product(self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor) -> None:
+        tokens = hidden.shape[0]
         skinny_linear(
-            attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
+            attended.view(tokens, -1), layer.self_attn.o_proj.weight, hidden, self._workspace, residual=hidden,
             upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
         )  # fmt: skip
+
+    def _head_store(self, index: int, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> HeadStore | None:
+        """Where the q/k/v product of many tokens puts its heads itself; None if another kernel does it."""
+        attention = self.model.model.layers[index].self_attn
+        if attention.qkv_proj.bias is not None or cache.key_scales[index] is not None:
+            return None
+        new = NewTokens(self._rope_table, **head_norms(attention))
+        store = HeadStore(
+            cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions, new
+        )
+        shape = (bucket.tokens, self.config.head_count)
+        return store if heads_plan(attention.qkv_proj.weight, *shape, store) is not None else None
 
     def _store_and_attend(
         self, few: fused.FusedDecodePlan | None, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs,
@@ -198,9 +220,7 @@ class FusedForward:
             self._attend_few(few, index, qkv, bucket, inputs, cache, slots)
             return attended
         new = NewTokens(self._rope_table, **head_norms(attention))
-        window, quantised = attention.sliding_window or 0, cache.key_scales[index] is not None
-        has_chunks = bucket.kind != DECODE
-        plan = self._prefill_plan(bucket, cache.block_size, window, quantised) if has_chunks else None
+        plan = self._chunk_plan(index, bucket, cache)
         reads_fresh = plan is not None and plan.fresh
         qk_norm_rope_store(
             qkv, query, cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions,
@@ -210,6 +230,13 @@ class FusedForward:
         fresh = self._own_keys_and_values(qkv) if reads_fresh else None
         self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
         return attended
+
+    def _chunk_plan(self, index: int, bucket: Bucket, cache: KVCache) -> prefill_plans.PrefillPlan | None:
+        """The plan of a layer's attention for the bucket's chunks; None without chunks."""
+        if bucket.kind == DECODE:
+            return None
+        window = self.model.model.layers[index].self_attn.sliding_window or 0
+        return self._prefill_plan(bucket, cache.block_size, window, cache.key_scales[index] is not None)
 
     def _attend_few(
         self, plan: fused.FusedDecodePlan, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs,
