@@ -82,10 +82,16 @@ def test_wrong_tensors_are_named(hopper):
         ((x, weight, out, PLAN), {"residual": out[:200]}, "residual"),
         ((x, weight, shifted, PLAN), {}, "out"),
         ((x, weight, out, PLAN), {"residual": shifted}, "residual"),
+        ((x, weight, out[:, :128], PLAN), {"residual": out[:, :128], "silu_mul": True}, "residual and silu_mul"),
         ((x, weight, out, LIBRARY), {}, "plan"),
     ]:
         with pytest.raises(ValueError, match=f"^{word}: "):
             gemm(*arguments, **options)
+
+
+def test_no_rows_are_no_launch(hopper):
+    """A tensor without rows cannot be described to the copy engine."""
+    gemm(torch.zeros(0, 128).half(), torch.zeros(256, 128).half(), torch.zeros(0, 256).half(), PLAN)
 
 
 def test_wrong_heads_are_named(hopper):
