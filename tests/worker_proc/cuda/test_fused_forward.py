@@ -152,6 +152,25 @@ def test_products_leave_parts_where_that_was_measured_and_norms_cost_something(
     assert asked == [{"has_norm": True, "silu_mul": True}] * (tokens > 1)
 
 
+@pytest.mark.parametrize(
+    ("bias", "scales", "plan", "stores"),
+    [(None, None, LIBRARY, True), (torch.zeros(4), None, LIBRARY, False), (None, torch.zeros(4), LIBRARY, False),
+     (None, None, None, False)],
+)  # fmt: skip
+def test_a_product_with_a_bias_or_over_an_8_bit_cache_stores_no_heads(bias, scales, plan, stores, monkeypatch):
+    monkeypatch.setattr(fused_forward, "heads_plan", lambda *_: plan)
+    attention = SimpleNamespace(qkv_proj=SimpleNamespace(weight=torch.empty(64, 64), bias=bias))
+    pass_ = SimpleNamespace(
+        model=SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])),
+        config=SimpleNamespace(head_count=2), _rope_table=None,
+    )  # fmt: skip
+    cache = SimpleNamespace(key_caches=["keys"], value_caches=["values"], key_scales=[scales])
+    inputs = SimpleNamespace(slot_mapping="slots", positions="positions")
+    store = FusedForward._head_store(pass_, 0, Bucket(CHUNK, 1, 512), inputs, cache)
+    assert (store is not None) is stores
+    assert store is None or (store.key_cache, store.value_cache) == ("keys", "values")
+
+
 class OnePrompt:
     """A prompt's rows of queries, keys and values, and a pass of one layer whose attention takes them in pieces.
 
