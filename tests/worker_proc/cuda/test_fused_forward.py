@@ -14,6 +14,7 @@ from kernels import fused_decode_attention as fused
 from kernels import prefill_plans, skinny_linear, tuning
 from kernels.decode_attention import DecodePlan
 from kernels.prefill_plans import PrefillPlan
+from kernels.qk_norm_rope_store import launch_plan
 from kernels.step_layout import StepInputs
 from kernels.tuning import LIBRARY, LinearPlan
 from tests.support.poison import poison
@@ -109,6 +110,38 @@ def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper):
         tokens = rows if chunks == 0 else min(max_tokens, rows + int(2 ** rng.uniform(0, 13)))
         bucket = bucket_of(rows - chunks, chunks, tokens, max_rows=max_rows, max_tokens=max_tokens)
         assert attention_variants(bucket, max_rows, is_hopper) <= ready, bucket
+
+
+MODEL_SIZES = {
+    "qwen3-0.6b": (1024, 16, 8, 128, 3072), "qwen3-8b": (4096, 32, 8, 128, 12_288),
+    "llama-3.2-1b": (2048, 32, 8, 64, 8192), "llama-3.1-8b": (4096, 32, 8, 128, 14_336),
+}  # fmt: skip
+"""Hidden size, query heads, K/V heads, their size, and the feed-forward block's."""
+
+
+def product_variants(bucket: Bucket, hidden: int, heads: int, kv_heads: int, head_dim: int, inter: int) -> set:
+    """What the products of a bucket's step and their neighbours are compiled for, by rule, on an H200."""
+    tokens, query = bucket.tokens, heads * head_dim
+    qkv = tuning.gemm_plan(tokens, query + 2 * kv_heads * head_dim, hidden, 132, fused=True)
+    gate_up = tuning.gemm_plan(tokens, 2 * inter, hidden, 132, fused=True)
+    added = [tuning.gemm_plan(tokens, hidden, inputs, 132) for inputs in (query, inter)]
+    store = launch_plan(tokens, heads, kv_heads, head_dim)
+    return {
+        ("heads", qkv or (store.query_heads, store.num_warps)), ("silu_mul", gate_up),
+        *(("residual", plan) for plan in added),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [(1, 512), (64, 2048), (256, 8192), (512, 4096), (1024, 16_384)], ids=str)
+@pytest.mark.parametrize("sizes", MODEL_SIZES.values(), ids=MODEL_SIZES.keys())
+def test_start_up_compiles_the_products_of_every_step(sizes, limits):
+    """As of attention: which tiles a product takes follows from how many tokens there are, up and down."""
+    max_rows, max_tokens = limits
+    ready = set().union(*(product_variants(bucket, *sizes) for bucket in compiled_buckets(*limits)))
+    for tokens in range(1, max_tokens + 1, 16):
+        for rows in {1, min(64, tokens, max_rows), min(tokens, max_rows)}:
+            bucket = bucket_of(0, rows, tokens, max_rows=max_rows, max_tokens=max_tokens)
+            assert product_variants(bucket, *sizes) <= ready, bucket
 
 
 @pytest.mark.parametrize("measured", ["n40_k64", "n40_k64_norm"])
