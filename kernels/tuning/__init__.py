@@ -106,8 +106,8 @@ def default_plan(
 
 
 def gemm_tiles(columns: int, inputs: int) -> Iterator[LinearPlan]:
-    """The tiles of kernels/gemm_hopper.py that fill so many of a product's columns, wide ones first. With silu_mul gate's
-    and up's count together: a tile takes half from each."""
+    """The tiles of kernels/gemm_hopper.py that fill so many columns of a product, wide ones first; with silu_mul the
+    columns of gate and up together, since a tile takes half from each."""
     for block_n in (256, 128):
         if columns % block_n == 0 and inputs % 64 == 0:
             yield LinearPlan("gemm", block_n, 64, 4, block_m=GEMM_TILE_ROWS, norm_apart=True)
