@@ -101,11 +101,11 @@ def test_the_hopper_kernel_is_for_what_it_can_compute():
 
 
 def test_the_hopper_kernel_is_for_large_steps_of_long_rows():
-    assert is_specialised_size(1024, row_count=1)
-    assert not is_specialised_size(1023, row_count=1)
-    assert not is_specialised_size(1024, row_count=16), "8 prompts of 128 tokens, in the bucket of 16 rows"
-    assert is_specialised_size(2048, row_count=16), "8 prompts of 256 tokens"
-    assert is_specialised_size(8192, row_count=256)
+    assert is_specialised_size(1024, row_count=1, query_heads=16)
+    assert not is_specialised_size(1023, row_count=1, query_heads=16)
+    assert not is_specialised_size(1024, row_count=16, query_heads=16), "8 prompts of 128 tokens, in their bucket"
+    assert is_specialised_size(2048, row_count=16, query_heads=16), "8 prompts of 256 tokens"
+    assert is_specialised_size(8192, row_count=256, query_heads=16)
 
 
 HOPPER_MIXES = [
