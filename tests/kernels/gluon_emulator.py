@@ -11,7 +11,7 @@ let pass by luck is an error here:
 - an asynchronous product reads shared memory when its wait comes, not before, and cannot be used until then;
 - loads and stores outside their tensor are errors;
 - with a `KernelAhead`, what that writes is not there before a program has waited for it, nor may the program write;
-  and some program has to wait.
+  and some program has to wait. Of the warps of `warp_specialize`, each that reads it has to wait, or all in common.
 
 The warps of `warp_specialize` are threads of which one runs at a time, until it waits. Inline assembly is executed,
 instruction by instruction, for the instructions listed in tests/kernels/gluon_assembly.py.
@@ -200,6 +200,12 @@ class KernelAhead:
         parts = [part.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[part.itemsize]) for part in written]
         self._parts = [(part, part.clone()) for part in parts]
         self.is_done = True
+        self._program, self._waited = 0, set[int]()
+
+    def begin(self) -> None:
+        """A program starts, in this thread."""
+        self._program, self._waited = threading.get_ident(), set()
+        self.undo()
 
     def undo(self) -> None:
         """Other numbers in place of what it writes: NaN, but in int8."""
@@ -216,8 +222,22 @@ class KernelAhead:
     def inline_asm(self, text: str, *arguments, **options):
         """As the assembly's, with the wait."""
         if "griddepcontrol.wait" in text:
+            self._waited.add(threading.get_ident())
             self.do()
         return inline_asm(text, *arguments, **options)
+
+    def early(self, read: Callable) -> Callable:
+        """The same, which finds what it writes only after a wait of the warps that read, or of the whole program."""
+
+        def checked(*arguments, **options):
+            if not self.is_done or self._waited & {self._program, threading.get_ident()}:
+                return read(*arguments, **options)
+            self.undo()
+            found = read(*arguments, **options)
+            self.do()
+            return found
+
+        return checked
 
     def late(self, write: Callable) -> Callable:
         """The same, refused before the wait."""
@@ -253,9 +273,10 @@ class EmulatedKernel:
     def _run(self, program: _Program, arguments: list, constants: dict) -> bool:
         """Run a program; whether it has waited for the kernel ahead, if there is one."""
         if self.ahead is not None:
-            self.ahead.undo()
+            self.ahead.begin()
             language = program.language
             language.inline_asm_elementwise = self.ahead.inline_asm
+            language.load, program.copy = self.ahead.early(_load), self.ahead.early(_copy)
             language.store, language.atomic_add = self.ahead.late(_store), self.ahead.late(_atomic_add)
         program.emulated(self.kernel)(*arguments, **constants)
         return self.ahead is None or self.ahead.is_done
@@ -288,6 +309,7 @@ class _Program:
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
         self.baton, self.products, self.copies = Baton(), Products(), CopyGroups()
+        self.copy = _copy
         self.functions: dict[JITFunction, FunctionType] = {}
         plain = {each.name: torch_dtype for each, torch_dtype in DTYPES.items()}
         names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -339,7 +361,7 @@ class _Program:
                 arrive=lambda barrier, count: barrier.arrive(count),
                 wait=lambda barrier, phase: barrier.wait(int(phase)),
             ),
-            tma: SimpleNamespace(async_copy_global_to_shared=_copy),
+            tma: SimpleNamespace(async_copy_global_to_shared=self.copy),
             async_copy: SimpleNamespace(
                 async_copy_global_to_shared=self.copies.copy, commit_group=self.copies.commit,
                 wait_group=self.copies.wait,

@@ -107,6 +107,38 @@ def test_launches_that_do_not_wait_are_named():
 
 
 @gluon.jit
+def _read(x_ptr, output_ptr, ready, WAITS: gl.constexpr):
+    if WAITS:
+        wait_for_inputs(True)
+    mbarrier.wait(ready, 0)
+    gl.store(output_ptr, gl.load(x_ptr))
+
+
+@gluon.jit
+def _waited(ready):
+    wait_for_inputs(True)
+    mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def _read_apart(x_ptr, output_ptr, WAITS: gl.constexpr, WAITS_FIRST: gl.constexpr):
+    """x, by a warp that knows of another one's wait."""
+    ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready.index(0), count=1)
+    if WAITS_FIRST:
+        wait_for_inputs(True)
+    gl.warp_specialize([(_read, (x_ptr, output_ptr, ready.index(0), WAITS)), (_waited, (ready.index(0),))], [1], [24])
+
+
+@pytest.mark.parametrize("waits, waits_first", [(False, False), (True, False), (False, True)])
+def test_each_warp_that_reads_has_to_wait(waits, waits_first):
+    x, output = torch.ones(1), torch.zeros(1)
+    kernel = EmulatedKernel(_read_apart, KernelAhead(x))
+    kernel[(1,)](x, output, WAITS=waits, WAITS_FIRST=waits_first, num_warps=1)
+    assert output.isnan().item() is not (waits or waits_first)
+
+
+@gluon.jit
 def _multiplied(x_ptr, output_ptr, OUTSTANDING: gl.constexpr, OVERWRITES: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
