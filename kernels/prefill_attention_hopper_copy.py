@@ -274,7 +274,6 @@ def produce_keys(
     mail.index(slot).store(gl.zeros([MAIL_FIELDS], gl.int32, line))
     mbarrier.arrive(mail_full.index(slot), count=1)
     mbarrier.wait(early, 0)
-    wait_for_inputs(PDL)  # also a program without a tile: who waits for this kernel waits for those before it
     if is_drawn:
         finished = gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
         if finished == programs - 1:
@@ -322,7 +321,7 @@ def produce_values(
     filled = 0
     copied = 0
     is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL)  # also in a program without a tile: who waits for this kernel waits for those before it
     mbarrier.wait(early, 0)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
