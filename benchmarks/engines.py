@@ -5,6 +5,7 @@ and its last token. An engine that is not installed raises ImportError with the 
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,9 +15,10 @@ from benchmarks.workloads import Workload
 from common.messages import STEP_PARTS
 
 TEMPERATURE = 0.6
-SETTLE_S = 10
-"""On a GPU, this engine takes requests at once and captures most of its graphs in pauses, for so long; others capture
-theirs before they take any."""
+PREPARED_POLL_S = 0.1
+PREPARED_LIMIT_S = 300
+"""On a GPU, this engine takes requests at once and captures most of its graphs in pauses, which takes seconds, behind a
+first start's compilation a minute; others capture theirs before they take any."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,15 @@ class RequestTiming:
 
 
 class Engine(Protocol):
-    """What a benchmark needs of an engine."""
+    """What a benchmark needs of an engine.
+
+    Attributes:
+        max_len: tokens that a request may have, prompt and output together; 0 where the engine does not tell.
+    """
 
     name: str
     options: dict[str, Any]
+    max_len: int
 
     def run(self, workload: Workload) -> list[RequestTiming]:
         """Run all requests of a workload at once and time them."""
@@ -63,16 +70,19 @@ class TriremeEngine:
     name = "trireme"
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import torch
-
         from frontend import LLM
 
         self.options = options
         write_stand_in_tokenizer(Path(model))
         self._llm = LLM(model, prefix_cache="off", **options)
         self._figures: dict[str, int] = {}
-        if torch.cuda.is_available() and options.get("device") != "cpu":
-            time.sleep(SETTLE_S)
+        try:
+            limits = self._llm.client.status().limits
+            self.max_len = min(limits["max_model_len"], limits["block_count"] * limits["block_size"] + 1)
+            wait_until_prepared(lambda: self._llm.client.status().figures["unprepared_count"])
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, workload: Workload) -> list[RequestTiming]:
         """Submit all prompts as one `generate` call."""
@@ -104,10 +114,23 @@ class TriremeEngine:
         self._llm.close()
 
 
+def wait_until_prepared(unprepared_count: Callable[[], int], sleep: Callable[[float], None] = time.sleep) -> None:
+    """Leave an engine alone until it has nothing more to prepare in pauses.
+
+    Raises:
+        TimeoutError: it still had something after PREPARED_LIMIT_S.
+    """
+    for _ in range(round(PREPARED_LIMIT_S / PREPARED_POLL_S)):
+        if not (count := unprepared_count()):
+            return
+        sleep(PREPARED_POLL_S)
+    raise TimeoutError(f"after {PREPARED_LIMIT_S} s the engine has {count} sizes of steps left to prepare")
+
+
 class TransformersEngine:
     """`transformers` generate, one padded batch: what people have without an engine."""
 
-    name = "transformers"
+    name, max_len = "transformers", 0
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         import torch
@@ -171,7 +194,7 @@ class _FirstTokenClock:
 class VllmEngine:
     """vLLM's offline class, where it is installed."""
 
-    name = "vllm"
+    name, max_len = "vllm", 0
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         from vllm import LLM

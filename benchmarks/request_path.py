@@ -33,9 +33,8 @@ from common.messages import (
     EngineReady,
     ForChild,
     ForScheduler,
-    StepResult,
+    FromWorker,
     TokensOut,
-    WorkerReady,
     decode_for_frontend,
     decode_for_scheduler,
     decode_for_worker,
@@ -248,7 +247,7 @@ class Path:
         if data:
             yield decode_for_scheduler(data)
 
-    def results(self, _: int = 64) -> Iterator[StepResult | WorkerReady]:
+    def results(self, _: int = 64) -> Iterator[FromWorker]:
         """The one that has just come."""
         data, self._result = self._result, b""
         if data:

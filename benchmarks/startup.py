@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import records
+from benchmarks.arguments import named_value
 
 PROMPT_TOKENS = 128
 TIMEOUT_S = 300
@@ -82,15 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add(
         "--option",
         action="append",
+        type=named_value,
         default=[],
         metavar="NAME=VALUE",
         help="further options, such as max_model_len=4096",
     )
     add("--output", default=str(records.RESULTS_DIR / "startup.jsonl"), help="JSON lines to append to; '' keeps none")
     args = parser.parse_args(arguments)
-    given = dict(pair.split("=", 1) for pair in args.option)
     for kv_cache_dtype in args.kv_cache_dtypes:
-        options = {"load_format": args.load_format, "kv_cache_dtype": kv_cache_dtype} | given
+        options = {"load_format": args.load_format, "kv_cache_dtype": kv_cache_dtype} | dict(args.option)
         entry = records.record(
             benchmark="startup", workload="first_token", model=records.model_label(args.model),
             weights="random" if args.load_format == "dummy" else "real", metrics=measure(args.model, options),

@@ -55,6 +55,11 @@ class StubRunner:
 
         return PendingStep(plan.step_id, arrive)
 
+    @property
+    def unprepared_count(self) -> int:
+        """No size needs preparation."""
+        return 0
+
     def prepare_next(self) -> bool:
         """There is nothing to prepare."""
         return False

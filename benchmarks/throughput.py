@@ -16,13 +16,18 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks import limits, records, workloads
+from benchmarks.arguments import count, named_value
 from benchmarks.engines import ENGINES, Engine, RequestTiming
-from common.config import DEFAULT_MODEL
+from common.config import DEFAULT_MODEL, parse_count
+from common.errors import ConfigError
+from common.model_cache import ready_model_dir
 from worker_proc.fetch_model import fetch_model
+from worker_proc.model_config import read_model_config
 
 SMOKE_WORKLOADS = ("b1_16_8", "b4_16_8")
 CPU_WORKLOADS = ("b1_128_64", "b16_128_64")
@@ -75,9 +80,11 @@ def measure(engine: Engine, name: str, repeats: int) -> dict[str, Any]:
 
 def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """All workloads on one engine, as records; prints a table row for each."""
+    check_lengths(names, *known_limit(args))
     engine = _start(engine_name, args)
     entries = []
     try:
+        check_lengths(names, engine.max_len, "the engine takes")
         for name in names:
             print(f"{name}: a run to warm up, then {args.repeats} timed", file=sys.stderr)
             metrics = measure(engine, name, args.repeats)
@@ -102,6 +109,25 @@ def run(engine_name: str, names: list[str], args: argparse.Namespace) -> list[di
     return entries
 
 
+def check_lengths(names: Sequence[str], limit: int, whose: str) -> None:
+    """Refuse workloads with requests above a limit, if that is known and not 0; raises SystemExit."""
+    for name in names:
+        if limit and (longest := workloads.longest(name)) > limit:
+            raise SystemExit(f"--workloads {name} has requests of {longest} tokens, prompt and output; {whose} {limit}")
+
+
+def known_limit(args: argparse.Namespace) -> tuple[int, str]:
+    """The most tokens of a request as far as it is known before a start, and whose limit that is; 0 for unknown."""
+    given, of_model = str(engine_options(args).get("max_model_len", "")), 0
+    with suppress(ConfigError):  # of a model that cannot be served: the start says more
+        if folder := ready_model_dir(args.model):
+            of_model = read_model_config(folder).context_limit
+    with suppress(ConfigError):
+        if (asked := parse_count(given)) and not 0 < of_model < asked:
+            return asked, "--max-model-len is"
+    return of_model, "the model takes"
+
+
 def _start(engine_name: str, args: argparse.Namespace) -> Engine:
     model = args.model
     if model == DEFAULT_MODEL and engine_name != "trireme":
@@ -124,8 +150,7 @@ def table_row(engine_name: str, name: str, metrics: dict[str, Any]) -> str:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, under the names that the engines' classes take."""
     options = {"dtype": args.dtype, "load_format": args.load_format, "max_model_len": args.max_model_len}
-    options |= {name: {"true": True, "false": False}.get(value, value) for name, value in args.option}
-    return {key: value for key, value in options.items() if value}
+    return {key: value for key, value in options.items() if value} | dict(args.option)
 
 
 def workload_name(text: str) -> str:
@@ -135,19 +160,6 @@ def workload_name(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _named_value(text: str) -> tuple[str, str]:
-    name, is_given, value = text.partition("=")
-    if not name or not is_given:
-        raise argparse.ArgumentTypeError(f"wanted NAME=VALUE, got {text!r}")
-    return name, value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text!r}")
-    return int(text)
 
 
 def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
@@ -161,9 +173,9 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     add("--load-format", default="", choices=("auto", "dummy"), help="dummy draws random weights")
     add("--dtype", default="", help="as in serve")
     add("--max-model-len", metavar="N", type=int, default=0, help="as in serve")
-    add("--option", action="append", type=_named_value, default=[], metavar="NAME=VALUE",
+    add("--option", action="append", type=named_value, default=[], metavar="NAME=VALUE",
         help="further options, such as run_ahead=0")  # fmt: skip
-    add("--repeats", metavar="N", type=_count, default=3, help="timed runs of each workload (default: 3)")
+    add("--repeats", metavar="N", type=count, default=3, help="timed runs of each workload (default: 3)")
     add("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
     add("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
     add("--output", metavar="FILE", default=str(records.RESULTS_DIR / "throughput.jsonl"),

@@ -173,6 +173,13 @@ class BusyPoll:
         return poller.poll(None if left_ms == math.inf else math.ceil(left_ms))
 
 
+def of_client_beside(config: EngineConfig) -> tuple[float, str]:
+    """`busy_poll_ms` and `busy_poll_io` of a client that waits as the processes of the engine on this machine do."""
+    server, device = config.server, config.model.device
+    is_awake = is_io_kept_awake(server.busy_poll_io, server.busy_poll_ms, device)
+    return limit_s_for(server.busy_poll_ms, device) * 1000, "always" if is_awake else "never"
+
+
 def of_engine(config: EngineConfig, context: "zmq.Context[zmq.Socket[bytes]]") -> BusyPoll:
     """How a process of an engine asks, as its options have it.
 

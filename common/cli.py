@@ -274,7 +274,7 @@ def _checked_text(item: Field, text: str, where: str) -> Any:
 def _add_option(section: Any, group_name: str, item: Field) -> None:
     metadata = item.metadata
     keywords: dict[str, Any] = {"dest": f"{_PREFIX}{group_name}.{item.name}", "default": argparse.SUPPRESS}
-    keywords["help"] = metadata["help"] + _shown_default(item)
+    keywords["help"] = f"{metadata['help']} (default: {_shown_default(item)})"
     flags = flags_of(item)
     if item.type is bool:
         section.add_argument(*flags, action=argparse.BooleanOptionalAction, **keywords)
@@ -343,14 +343,15 @@ def _number(text: str, automatic: float | None = None) -> float:
 
 
 def _shown_default(item: Field) -> str:
+    """An option's default as one would write it."""
     default: Any = item.default
     if item.type is bool:
-        return f" (default: {'on' if default else 'off'})"
-    if default in ("", ()) or (default == 0 and "0" in item.metadata["help"]):
-        return ""
+        return "on" if default else "off"
+    if default in ("", ()):
+        return "none"
     if item.metadata["count"] and default and default % (1 << 30) == 0:
-        return f" (default: {default >> 30}GiB)"
-    return f" (default: {default:g})" if item.type is float else f" (default: {default})"
+        return f"{default >> 30}GiB"
+    return f"{default:g}" if item.type is float else str(default)
 
 
 def _plain(flag: str) -> str:

@@ -193,7 +193,7 @@ class ServerOptions:
     port: int = option(8000, "port of the HTTP API; 0: any free one")
     uds: str = option("", "serve HTTP on this Unix socket instead of host and port", metavar="PATH")
     http: bool = option(True, "serve the HTTP API")
-    client_endpoint: str = option("", "endpoint of the client socket; by default an ipc:// one in the run directory")
+    client_endpoint: str = option("", "endpoint of the client socket; none: an ipc:// one in the run directory")
     client_keys: str = option(
         "",
         "folder of keys (from `launch.py keys`) for a client socket that is open to other machines",
@@ -248,7 +248,7 @@ class ProfilingOptions:
     profile: str = option("", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend"))
     profile_steps: int = option(50, "steps in a trace", count=True)
     profile_dir: str = option(
-        "", "folder for traces; allows /start_profile and /stop_profile (default with --profile: profiles)"
+        "", "folder for traces; allows /start_profile and /stop_profile; with --profile alone it is profiles"
     )
 
     @property

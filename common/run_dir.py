@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from common.errors import StartupError
 from common.file_locks import is_locked
 
 PREFIX = "trireme-"
+_MADE = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
+"""The names of run directories, which are drawn by lot."""
 _LONGEST_NAME = len("/trireme-12345678/requests.99999.sock")
 
 
@@ -82,15 +85,21 @@ def base_dir() -> Path:
     Raises:
         StartupError: its path is too long for sockets.
     """
-    candidates = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
-    for candidate in candidates:
-        path = Path(candidate)
-        if candidate and path.is_dir() and os.access(path, os.W_OK) and _short_enough(path):
-            return path.absolute()
+    candidates = _candidates()
+    for path in candidates:
+        if path.is_dir() and os.access(path, os.W_OK) and _short_enough(path):
+            return path
     raise StartupError(
-        f"no usable directory for sockets among {', '.join(filter(None, candidates))}: wanted a writable one with a "
+        f"no usable directory for sockets among {', '.join(map(str, candidates))}: wanted a writable one with a "
         f"path of at most {SOCKET_PATH_LIMIT - _LONGEST_NAME} characters; set TMPDIR or XDG_RUNTIME_DIR"
     )
+
+
+def _candidates() -> list[Path]:
+    """Where run directories are made, if one can be; the first that will do."""
+    return [
+        Path(name).absolute() for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp") if name
+    ]
 
 
 def instances(base: Path | None = None) -> list[Instance]:
@@ -121,10 +130,15 @@ def may_return(socket_path: Path) -> bool:
 
 
 def is_left_behind(socket_path: Path) -> bool:
-    """Whether a Unix socket would be in the run directory of an engine that was killed; False where nobody can tell."""
+    """Whether a Unix socket would be in the run directory of an engine that has ended: that was killed, or has removed
+    it. (Nobody knows such a name before the directory is made.) False where nobody can tell.
+    """
     folder = socket_path.parent
     try:
         return folder.name.startswith(PREFIX) and not is_locked(folder / "lock")
+    except FileNotFoundError:
+        is_own = _MADE.fullmatch(folder.name) and folder.parent in _candidates()
+        return bool(is_own) and not os.path.lexists(folder)
     except OSError:
         return False
 

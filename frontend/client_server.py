@@ -207,7 +207,6 @@ class ClientServer:
         identity, *parts = frames
         if more_follows := len(parts) > 1 and parts[-1] == wire.MORE_FOLLOWS:
             parts.pop()
-        self._engine.core.promise(identity, more_follows)
         client = self._record_of(identity)
         client.touch()
         if 0 < len(parts) <= wire.FRAMES_LIMIT:
@@ -217,8 +216,11 @@ class ClientServer:
         else:
             text = f"wanted 1 to {wire.FRAMES_LIMIT} messages at once, got {len(parts)}"
             self._refuse(client, "", RequestError(text, code="bad_message"))
+        if more_follows:
+            self._engine.core.promise(identity, True)
 
     def _on_message(self, client: ClientRecord, data: bytes) -> None:
+        """Handle one message. A request ends its client's word of more, which may stand behind it again."""
         try:
             message = wire.decode_from_client(data)
         except WireError as error:
@@ -229,6 +231,8 @@ class ClientServer:
             refusal = RequestError("there is no memory for this message", code="internal_error", status=500)
             self._refuse(client, wire.request_id_of(data), refusal)
             return
+        if isinstance(message, wire.Generate | wire.Embed | wire.Resume):
+            self._engine.core.promise(client.identity, False)
         try:
             self._dispatch(client, message)
         except BaseException as error:  # panics of the tokenizer are no Exceptions

@@ -307,16 +307,16 @@ class Connection:
         if self.refusal is not None:
             return self.refusal
         if engine is None:
-            return self._killed()
+            return self._ended()
         return EngineDeadError(f"{self.lost()}, and nobody serves there any more") if self._is_gone(engine) else None
 
-    def _killed(self) -> EngineDeadError | None:
-        """The error of a first connection to what a killed engine has left. Anywhere but in its run directory another
-        engine may be about to start."""
-        is_left = not self.is_up and self._path is not None and is_left_behind(self._path)
-        if not (is_left and is_refused(self._endpoint)):
+    def _ended(self) -> EngineDeadError | None:
+        """The error of a first connection to an engine that has ended. Anywhere but in its run directory another engine
+        may be about to start."""
+        if self.is_up or self._path is None or not is_left_behind(self._path) or not is_refused(self._endpoint):
             return None
-        return EngineDeadError(f"no engine serves at {self._endpoint} any more: the one that did was killed")
+        end = "was killed" if self._path.parent.exists() else "has ended"
+        return EngineDeadError(f"no engine serves at {self._endpoint} any more: the one that did {end}")
 
     def unreachable(self, timeout_s: float) -> EngineDeadError:
         """The error for a request that finds no connection."""

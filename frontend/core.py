@@ -288,7 +288,6 @@ class Core:
                 self._note_waiting(message.started_ids, waits=False)
             case EngineReady():
                 self.limits = message
-                self.stats = self.stats.at_rest(message.block_count)
                 if self.state in ("starting", "restarting"):
                     self.state, self.error = "serving", ""
                 if self._outbox.suspended:

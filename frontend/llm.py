@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from common import busy_poll
 from common import client_messages as wire
-from common.busy_poll import is_io_kept_awake, limit_s_for
 from common.cli import config_from_options, to_arguments
 from common.client_messages import TokenLogprob
 from common.config import EngineConfig
@@ -147,7 +147,6 @@ class LLM:
 
     def __init__(self, model: str = "default", **options: Any) -> None:
         config = config_from_options(**{"model": str(model), "http": False, **options})
-        server, device = config.server, config.model.device
         parent_read_fd, parent_write_fd = os.pipe()
         with tempfile.TemporaryDirectory(prefix="trireme-llm-") as folder:
             ready_file = Path(folder) / "ready.json"
@@ -169,10 +168,8 @@ class LLM:
             except BaseException:
                 self._finalizer()
                 raise
-        self.client = Client(
-            ready["local_endpoint"], name="LLM", busy_poll_ms=1000 * limit_s_for(server.busy_poll_ms, device),
-            busy_poll_io="always" if is_io_kept_awake(server.busy_poll_io, server.busy_poll_ms, device) else "never",
-        )  # fmt: skip
+        poll_ms, poll_io = busy_poll.of_client_beside(config)
+        self.client = Client(ready["local_endpoint"], name="LLM", busy_poll_ms=poll_ms, busy_poll_io=poll_io)
 
     def generate(
         self,

@@ -95,7 +95,8 @@ class Frontend:
         self._busy = BusyLoop(busy_poll.of_engine(config, self._context))
         self._http: HttpServer | None = None
         self._started = self._failed = False
-        self._ended: asyncio.Future[tuple[int, float]] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._is_over = asyncio.Event()  # requests that go on are not waited for any more
         self._connect_scheduler(config.session)
         self._access = ClientAccess(self._context, Path(folder)) if (folder := config.server.client_keys) else None
         router = self._bind_clients()
@@ -125,10 +126,9 @@ class Frontend:
         self._started = True
         self._announce()
         threading.Thread(target=_warm_up, args=(self._engine.tokenizer,), name="warm-up", daemon=True).start()
-        code, grace_s = await self._ended
-        if code:
+        if code := await self._ended:
             await asyncio.sleep(DEAD_S)
-        await self._finish(grace_s)
+        await self._finish()
         return 1 if self._failed else code
 
     def _connect_scheduler(self, session: int) -> None:
@@ -191,9 +191,7 @@ class Frontend:
         for order in self._link.take_orders():
             match order:
                 case Stop():
-                    logger.info("stopping: %d requests in flight", self._engine.core.live_count)
-                    self._engine.core.drain()
-                    self._end(0, order.grace_ms / 1000)
+                    self._stop(order.grace_ms / 1000)
                 case Profile():
                     if self._traces is not None:
                         self._traces.order(order)
@@ -201,6 +199,13 @@ class Frontend:
                     self._fail(order.message)
                 case NewSession():
                     self._begin_session(order)
+
+    def _stop(self, grace_s: float) -> None:
+        """Refuse requests, and wait so long for those in flight; a later order may leave them less."""
+        logger.info("stopping: %d requests in flight", self._engine.core.live_count)
+        self._engine.core.drain()
+        asyncio.get_running_loop().call_later(grace_s, self._is_over.set)
+        self._end(0)
 
     def _begin_session(self, order: NewSession) -> None:
         """Scheduler and worker are restarted: stop listening to the old ones."""
@@ -242,28 +247,27 @@ class Frontend:
     def _fail(self, why: str) -> None:
         """The engine cannot serve any more: end every request with an error, then the process."""
         self._failed = True
-        self._end(1, 0.0)  # first: what follows may fail too
+        self._end(1)  # first: what follows may fail too
+        self._is_over.set()
         logger.error("%s", why)
         self._engine.core.fail_all(why)
         self._clients.flush()
 
-    def _end(self, code: int, grace_s: float) -> None:
+    def _end(self, code: int) -> None:
         if not self._ended.done():
-            self._ended.set_result((code, grace_s))
+            self._ended.set_result(code)
 
-    async def _finish(self, grace_s: float) -> None:
+    async def _finish(self) -> None:
         if self._traces is not None:
             self._traces.stop()
         core = self._engine.core
-        idle = asyncio.Event()
 
         def look(*_: Any) -> None:
-            asyncio.get_running_loop().call_soon(lambda: idle.set() if not core.live_count else None)
+            asyncio.get_running_loop().call_soon(lambda: None if core.live_count else self._is_over.set())
 
         core.observers.append(look)
         if core.live_count:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(idle.wait(), grace_s)
+            await self._is_over.wait()
         if self._next_deadline_look is not None:
             self._next_deadline_look.cancel()
         core.fail_all("the engine has shut down", code="shutting_down", dead=False)

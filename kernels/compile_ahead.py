@@ -139,7 +139,7 @@ class KernelsAhead:
     def finish(self) -> None:
         """Load each ordered kernel once it is compiled; one that never was is compiled here, which says why."""
         left = dict(enumerate(self._ordered))
-        for number in self._compiler.finished():
+        for number, _ in self._compiler.finished():
             left.pop(number).load()
         for kernel in left.values():
             kernel.load()
@@ -155,10 +155,10 @@ class KernelsBehind:
 
     Args:
         jobs: all that may be missing on disk.
-        on_ended: called once all of them are there, in another thread.
+        on_ended: called once all of them have ended, in another thread, with those that could not be compiled.
     """
 
-    def __init__(self, compiler: CompileProcess, jobs: list[Job], on_ended: Callable[[], object]) -> None:
+    def __init__(self, compiler: CompileProcess, jobs: list[Job], on_ended: Callable[[list[Job]], object]) -> None:
         self._compiler, self._jobs, self._on_ended = compiler, jobs, on_ended
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -174,14 +174,15 @@ class KernelsBehind:
             self._thread.start()
 
     def ready(self) -> bool:
-        """Whether no kernel is waited for any more: all are on disk, or what compiles them was lost. Never waits."""
+        """Whether no kernel is waited for any more: all that can be compiled are on disk, or what compiles them was
+        lost. Never waits."""
         self.begin()
         return self._ended.is_set()
 
     def _wait(self) -> None:
-        ended = sum(1 for _ in self._compiler.finished())
-        if ended == len(self._jobs):
-            self._on_ended()
+        ended = sorted(self._compiler.finished())
+        if len(ended) == len(self._jobs):
+            self._on_ended([job for job, (_, is_compiled) in zip(self._jobs, ended, strict=True) if not is_compiled])
         self._compiler.close()
         self._ended.set()
 

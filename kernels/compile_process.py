@@ -9,7 +9,7 @@ WIDTH of them at a time for each order. The compiled kernels are left in Triton'
     [is_awaited, [[number, job], ...]]     ->     compiles in this order, beside earlier orders and behind the first;
     as a line of JSON                             what nobody waits for behind everything else that the machine does
                                            <-     a line for each job that has ended: its number, counted from the
-                                                  first order's first job
+                                                  first order's first job, and 1 if its kernel is on disk now, else 0
 
 Importing this module takes neither torch nor Triton: a worker starts the process before it imports them itself. The
 process ends when its input does; on Linux also at once when its parent dies, and with it what it has forked. Called by
@@ -117,8 +117,9 @@ class CompileProcess:
             self._writer = threading.Thread(target=_write, args=arguments, name="compile-order", daemon=True)
             self._writer.start()
 
-    def finished(self) -> Iterator[int]:
-        """The numbers of all jobs as they end, counted from the first order's first; waits for them. Each once."""
+    def finished(self) -> Iterator[tuple[int, bool]]:
+        """The numbers of all jobs as they end, counted from the first order's first, and whether the kernel is on disk;
+        waits for them. Each once."""
         while self._process is not None and self._answered < self._ordered:
             line = self._process.stdout.readline()
             if not line:
@@ -126,7 +127,8 @@ class CompileProcess:
                 logger.warning("the process that compiles kernels ahead was lost, with %d kernels left", left)
                 return
             self._answered += 1
-            yield int(line)
+            number, is_compiled = line.split()
+            yield int(number), is_compiled == "1"
 
     def close(self) -> None:
         """End the process. A kernel that it is compiling is given up, or finished and left on disk."""
@@ -199,8 +201,8 @@ def _carry_out(order: dict[int, Job], width: int, answers: IO[str], niceness: in
         end_with(forking)
         os.nice(niceness)
         numbers = list(order)
-        for index in _compile_all(list(order.values()), width, forking):
-            print(numbers[index], file=answers)
+        for index, is_compiled in _compile_all(list(order.values()), width, forking):
+            print(numbers[index], int(is_compiled), file=answers)
         code = 0
     finally:
         os._exit(code)
@@ -235,12 +237,13 @@ def _import_kernels() -> None:
         hashing.join()  # before anything is forked
 
 
-def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:
-    """Fork for each job; the number of each that has ended. Gives up between two jobs once the parent is gone."""
+def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[tuple[int, bool]]:
+    """Fork for each job; the number of each that has ended, and whether it was compiled. Gives up between two jobs once
+    the parent is gone."""
     forking, running = os.getpid(), dict[int, int]()
     for number, job in enumerate(jobs):
         if len(running) == width:
-            yield running.pop(os.wait()[0])
+            yield _ended(running)
         if os.getppid() != parent:
             return
         if pid := os.fork():
@@ -249,7 +252,13 @@ def _compile_all(jobs: list[Job], width: int, parent: int) -> Iterator[int]:
             end_with(forking)
             _compile(job)
     while running:
-        yield running.pop(os.wait()[0])
+        yield _ended(running)
+
+
+def _ended(running: dict[int, int]) -> tuple[int, bool]:
+    """The number of the next job to end, and whether its kernel was compiled."""
+    process, status = os.wait()
+    return running.pop(process), status == 0
 
 
 def end_with(parent: int) -> None:
@@ -261,12 +270,14 @@ def end_with(parent: int) -> None:
 
 
 def _compile(job: Job) -> NoReturn:
-    """Carry out a job and end. What fails is met again, and reported, by the process that needs the kernel."""
+    """Carry out a job and end. What fails is met again, and reported, by the process that needs the kernel; here the
+    code is 1."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     from kernels.compile_ahead import NoDevice, build_launcher, hash_parts
 
+    code = 1
     try:
         driver.set_active(NoDevice(GPUTarget(*job.target)))
         function = getattr(importlib.import_module(job.module), job.name)
@@ -276,8 +287,9 @@ def _compile(job: Job) -> NoReturn:
         kernel = function.preload(job.specialization)
         if job.with_launcher:
             build_launcher(kernel.src, kernel.metadata)  # finds it on disk
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
 
 
 def _build_launcher_beside(function: Any) -> None:

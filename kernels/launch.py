@@ -73,6 +73,11 @@ def shared_memory_bytes(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
 
 
+def multiprocessor_count(device: torch.device) -> int:
+    """Of a GPU; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
     """Permit the next kernel of the stream to be placed on the card as soon as every program has come this far."""

@@ -66,7 +66,8 @@ class Workspace:
 
 
 def plan_key(
-    rows: int, outputs: int, inputs: int, *, has_norm: bool = False, silu_mul: bool = False
+    rows: int, outputs: int, inputs: int, *, has_norm: bool = False, silu_mul: bool = False, in_parts: bool = False
 ) -> tuple[int, ...]:
-    """By what a workspace keeps the plan of a product with so many rows of x and a W [outputs, inputs]."""
-    return (rows, outputs, inputs, has_norm, silu_mul)
+    """By what a workspace keeps the plan of a product, or of leaving it in parts, with so many rows of x and a W
+    [outputs, inputs]."""
+    return (rows, outputs, inputs, has_norm, silu_mul, in_parts)

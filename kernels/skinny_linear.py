@@ -9,7 +9,8 @@
 At these sizes the time is that of reading W once, so a kernel is judged by bytes of W a second. Two kernels do it.
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
 row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Hopper has
-two more: `skinny_linear_warps.py` for up to 16 rows, and for more `skinny_linear_hopper.py`. Which one, and with what
+three more: `skinny_linear_warps.py` for up to 16 rows, `skinny_linear_hopper.py` for up to 256, and for the rows of
+prompts, where arithmetic is what takes the time, `gemm.py`. Which one, and with what
 tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
 
 | tensor      | axes                           | dtype     | strides     |
@@ -21,7 +22,7 @@ tile, comes from a table measured on the card (`kernels/tuning`); a shape that t
 | out         | [M, N], or [M, N/2] (silu_mul) | any float | last axis 1 |
 
 "Any float" is bfloat16, float16 or float32. Every row is independent, so padding rows hold anything. M may be 0; above
-256 rows the library is called.
+256 rows it is `gemm.py` or the library.
 
 Measured on an H200 at commit a3503ac by `python -m benchmarks.kernels.bench_skinny_linear`: the four products of
 Qwen3-0.6B's 28 layers in a row take 337 us with one row (2.6 TB/s, 58 % of the read limit of that run), 484 with 2,
@@ -38,8 +39,9 @@ import triton.language as tl
 
 from kernels.checks import FLOATS, check_tensor
 from kernels.fused_decode_attention import AttentionParts
+from kernels.gemm import copies_boxes, gemm
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
-from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace
+from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace, plan_key
 from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul as silu_mul_rows
 from kernels.tuning import LIBRARY, LinearPlan, measured_plan, operation_key
@@ -325,8 +327,11 @@ def run_plan(
         normed = workspace.rows("normed", rows, inputs)
         rms_norm(x, norm_weight, eps, normed)
         x, norm_weight = normed, None
-    if plan.kernel == "library":
+    if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(plan, x, weight, out, residual, silu_mul)):
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
+        return
+    if plan.kernel == "gemm":
+        gemm(x, weight, out, plan, residual=residual, silu_mul=silu_mul)
         return
     if plan.kernel == "resident":
         assert residual is None, "a plan of this kind adds no residual"
@@ -362,6 +367,17 @@ def run_plan(
         x, weight, gain, added, out, workspace.partials, workspace.counters, *ahead, rows, outputs, *strides, eps,
         BLOCK_M=block_m, SPLIT_K=plan.split_k, STAGES=plan.num_stages, HELD=plan.held, LEAVE=False, **options,
     )  # fmt: skip
+
+
+def _is_gemm(
+    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None,
+    silu_mul: bool,
+) -> bool:  # fmt: skip
+    """Whether kernels/gemm.py takes these: a result in x's dtype, or a plain one in float32 by narrow tiles, and rows
+    that the copy engine can copy, from 16 bytes to 16 bytes."""
+    is_plain = residual is None and not silu_mul
+    takes_dtype = out.dtype == x.dtype or (is_plain and out.dtype == torch.float32 and plan.block_n <= 128)
+    return takes_dtype and copies_boxes(x, weight, out, *(() if residual is None else (residual,)))
 
 
 def _is_norm_apart(plan: LinearPlan, dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:
@@ -418,7 +434,7 @@ def linear_parts(
     """
     check_tensor("x", x, (None, None), FLOATS)
     check_tensor("weight", weight, (None, x.shape[1]), x.dtype, like=x)
-    key = (x.shape[0], *weight.shape)
+    key = plan_key(x.shape[0], *weight.shape, in_parts=True)
     plan = workspace.plans.get(key)
     if plan is None:
         plan = workspace.plans[key] = parts_plan(x.shape[0], weight) or LIBRARY

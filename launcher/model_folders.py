@@ -6,8 +6,9 @@ Called by the supervisor, which has the others fetched, and by `check`, which do
 import os
 from pathlib import Path
 
+from common.config import ModelOptions
 from common.errors import ConfigError
-from common.model_cache import ready_model_dir
+from common.model_cache import is_hub_id, ready_model_dir
 
 
 def folder_at_hand(option: str, name: str) -> str:
@@ -28,3 +29,18 @@ def check_model_folder(name: str, folder: str) -> None:
     """Refuse a folder without a configuration before anything is started on it; raises ConfigError."""
     if not os.access(Path(folder) / "config.json", os.R_OK):
         raise ConfigError(f"--model {name}: no readable config.json in {folder}, so it is no model folder")
+
+
+def objections(options: ModelOptions) -> list[str]:
+    """What to tell of model and tokenizer, fetching nothing, to someone whose start has failed for another reason."""
+    found = []
+    for option, name in (("--model", options.model), ("--tokenizer", options.tokenizer)):
+        try:
+            folder = folder_at_hand(option, name) if name else ""
+            if folder and option == "--model":
+                check_model_folder(name, folder)
+            elif name and not folder and is_hub_id(name):
+                found.append(f"{option} {name}: there is no such folder here, so that it would be fetched from the hub")
+        except ConfigError as error:
+            found.append(str(error))
+    return found

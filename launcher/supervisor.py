@@ -22,6 +22,7 @@ Knows nothing of models or requests; never loads torch. Called by `launcher.serv
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from common.processes import Child, DeathPipe, Wakeup, reap_orphans, seconds_sin
 from common.profiling import TRACING, TRACING_TIMEOUT_S
 from common.run_dir import RunDir
 from common.sockets import bind_router, new_context
-from launcher.model_folders import check_model_folder, folder_at_hand
+from launcher.model_folders import check_model_folder, folder_at_hand, objections
 from launcher.restarts import WINDOW_S, Restarts
 
 HEARTBEAT_TIMEOUT_S = 2.0
@@ -46,7 +47,8 @@ SILENCE_LIMITS_S = {TRACING: TRACING_TIMEOUT_S, READING_VOCABULARY: 30.0}
 LOADING_SILENCE_S = 120.0
 """For a process that is not ready: reading libraries from a slow disk can hold the interpreter for long."""
 FAILURE_NOTICE_S = 1.5
-"""How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost."""
+"""How long the frontend gets to tell its clients, and whoever asks for its health, that another process is lost, or
+its clients that nobody waits for them any more."""
 EXIT_TIMEOUT_S = 5.0
 """How long a process gets to exit after its grace."""
 FAILED_EXIT_S = 0.5
@@ -132,7 +134,7 @@ class Supervisor:
         self._restarts = Restarts(config.server.restart_limit if config.server.restart else 0)
         self._restart_deadline_s = 0.0
         self._death_pipe = DeathPipe()
-        self._http_socket = bind_http(config.server) if config.server.http else None
+        self._http_socket = bound_http(config) if config.server.http else None
         self._uds_identity = file_identity(config.server.uds)
         self.http = http_url(config.server, self._http_socket) if self._http_socket else ""
         self._context = new_context()
@@ -169,7 +171,8 @@ class Supervisor:
             self._turn()
 
     def stop(self, grace_s: float) -> None:
-        """Stop the processes in order, the frontend first; a second signal ends them at once.
+        """Stop the processes in order, the frontend first; a second signal leaves it time for its clients' errors only,
+        and a third none.
 
         An engine that has not come up has nothing to finish: `close` ends it. What is just being started again may come
         up within the grace and finish its requests.
@@ -186,6 +189,8 @@ class Supervisor:
             self._order(names, Stop(int(seconds * 1000)))
             ready = [name for name in names if name not in self._unready()]
             if not self._wait_ended(ready, seconds + EXIT_TIMEOUT_S, watch_others=names != others):
+                self._order(["frontend"], Stop(0))
+                self._wait_ended(["frontend"], FAILURE_NOTICE_S)
                 return
             logger.debug("%s ended after %.2f s", " and ".join(names), time.monotonic() - began)
 
@@ -466,3 +471,14 @@ def engine_rooms(config: EngineConfig) -> dict[str, list[str]]:
     ranks = range(config.worker.tensor_parallel_size)
     workers = {f"worker-{rank}": ["-m", "worker_proc", "--rank", str(rank)] for rank in ranks}
     return workers | {"frontend": ["-m", "frontend"], "scheduler": ["-m", "scheduler_proc"]}
+
+
+def bound_http(config: EngineConfig) -> socket.socket:
+    """The socket that HTTP is served on; raises ConfigError, which names what is wrong with the model too.
+
+    Otherwise whoever frees the address, or chooses another one, would be told only then.
+    """
+    try:
+        return bind_http(config.server)
+    except ConfigError as error:
+        raise ConfigError("; and ".join([*objections(config.model), str(error)])) from None

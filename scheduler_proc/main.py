@@ -34,6 +34,7 @@ from common.messages import (
     StepPlan,
     StepResult,
     Stop,
+    Unprepared,
     WorkerReady,
 )
 from common.profiling import StepTraces
@@ -116,14 +117,15 @@ def serve(config: EngineConfig, transport: Transport, link: StatusLink, clocks: 
         logger.warning("--preemption %s: the worker has no host blocks, so it is recompute", limits.preemption)
     grammars = Grammars(Path(config.tokenizer_dir or config.model_dir) / "tokenizer.json", ready.vocab_size)
     core = SchedulerCore(limits, clocks.wall, grammars, clocks.monotonic)
+    traces = StepTraces("scheduler", config.profiling, link)
+    compilation = Compilation(grammars, link.set_state, clocks.compiled)
     announcement = engine_ready(limits, ready)
-    transport.send_out(announcement)
+    loop = Loop(core, compilation, transport, link, clocks, traces, announcement, ready.unprepared_count)
+    loop.announce()
     link.ready(f"{limits.block_count} KV blocks of {limits.block_size} tokens, {limits.max_num_seqs} sequences")
     gc.freeze()  # nothing made so far is garbage, and requests leave no cycles: the collector rarely need look
     gc.set_threshold(100_000, 50, 100)
-    traces = StepTraces("scheduler", config.profiling, link)
-    compilation = Compilation(grammars, link.set_state, clocks.compiled)
-    Loop(core, compilation, transport, link, clocks, traces, announcement).run()
+    loop.run()
     traces.stop()
 
 
@@ -216,7 +218,8 @@ class Loop:
         link: hears how far the process is.
         clocks: the process's.
         traces: counts the plans.
-        announcement: what a frontend is told first.
+        announcement: what a frontend is told first, behind the figures.
+        unprepared_count: what the worker said first of that.
     """
 
     def __init__(
@@ -228,6 +231,7 @@ class Loop:
         clocks: Clocks,
         traces: StepTraces,
         announcement: EngineReady,
+        unprepared_count: int = 0,
     ) -> None:
         self._core = core
         self._compilation = compilation
@@ -236,6 +240,7 @@ class Loop:
         self._clocks = clocks
         self._traces = traces
         self._announcement = announcement
+        self._unprepared_count = unprepared_count
         self._figures = StepFigures()
         self._pacing = Pacing(core, clocks.monotonic)
         self._outbox: list[ForFrontend] = []
@@ -245,6 +250,11 @@ class Loop:
         self._wire_us = 0  # of the last plan
         self._stop_at_s: float | None = None  # monotonic; set once the run is ending
         self._failure: PeerFailed | None = None
+
+    def announce(self) -> None:
+        """Tell a frontend that requests may come; the figures first, so that it never has wrong ones."""
+        self._send_stats()
+        self._transport.send_out(self._announcement)
 
     def run(self) -> None:
         """Until an order ends it and every request has its terminal message."""
@@ -301,8 +311,7 @@ class Loop:
         self._compilation.forget_all()
         self._outbox.clear()
         self._transport.reopen(order.session)
-        self._transport.send_out(self._announcement)
-        self._changed = True
+        self.announce()
 
     def _take_results(self) -> None:
         for message in self._transport.results():
@@ -311,6 +320,9 @@ class Loop:
                 self._pacing.note_result()
                 self._figures.add_result(message.parts_us)
                 self._outbox += self._core.handle_result(message)
+            elif isinstance(message, Unprepared):
+                self._changed = True
+                self._unprepared_count = message.count
 
     def _take_requests(self) -> None:
         self._pacing.begin_intake()
@@ -364,7 +376,11 @@ class Loop:
             self._check_idle()
         self._stats_due_s = self._clocks.monotonic() + STATS_INTERVAL_S
         self._changed = False
-        self._transport.send_out(self._figures.add_to(self._core.stats()))
+        self._send_stats()
+
+    def _send_stats(self) -> None:
+        stats = replace(self._core.stats(), unprepared_count=self._unprepared_count)
+        self._transport.send_out(self._figures.add_to(stats))
 
     def _check_idle(self) -> None:
         """A leak is an error of ours, but no reason to take the engine down."""

@@ -20,8 +20,7 @@ from common.messages import (
     EngineStats,
     ForChild,
     ForScheduler,
-    StepResult,
-    WorkerReady,
+    FromWorker,
     decode_for_child,
     decode_for_frontend,
     decode_for_scheduler,
@@ -114,7 +113,7 @@ class RecordedTransport:
                 continue
             yield message
 
-    def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
+    def results(self, limit: int = 64) -> Iterator[FromWorker]:
         """The turn's results."""
         return self._take(Link.RESULTS, read_result)
 

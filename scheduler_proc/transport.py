@@ -1,7 +1,7 @@
 """The scheduler's sockets, as its loop sees them: decoded messages come in, encoded ones go out.
 
     requests   PULL, bound here        from the frontend: add, abort, flush
-    results    PULL, bound here        from the workers: ready, step results
+    results    PULL, bound here        from the workers: ready, step results, what is unprepared
     outputs    PUSH, the frontend binds
     plans-N    PUSH, worker N binds
 
@@ -26,9 +26,8 @@ from common.messages import (
     AddRequest,
     ForChild,
     ForScheduler,
+    FromWorker,
     RequestFailed,
-    StepResult,
-    WorkerReady,
     decode_for_scheduler,
     decode_from_worker,
 )
@@ -61,7 +60,7 @@ class Transport(Protocol):
     def requests(self, limit: int) -> Iterator[ForScheduler]:
         """At most `limit` messages that have come from the frontend."""
 
-    def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
+    def results(self, limit: int = 64) -> Iterator[FromWorker]:
         """At most `limit` messages that have come from the workers."""
 
     def send_out(self, message: Message) -> None:
@@ -148,7 +147,7 @@ class SocketTransport:
             else:
                 yield message
 
-    def results(self, limit: int = 64) -> Iterator[StepResult | WorkerReady]:
+    def results(self, limit: int = 64) -> Iterator[FromWorker]:
         """At most `limit` messages that have come from the workers; raises WireError."""
         waiting_limit = limit if self._results in self._readable else 0
         return map(read_result, _waiting(self._results, self._receive_result, waiting_limit))
@@ -184,7 +183,7 @@ class SocketTransport:
         logger.log(level, "dropped a message on socket requests (number %d): %s", self._dropped_count, error)
 
 
-def read_result(data: bytes) -> StepResult | WorkerReady:
+def read_result(data: bytes) -> FromWorker:
     """A message from a worker; raises WireError, saying which link it came over."""
     try:
         return decode_from_worker(data)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import pytest
 import launch
 from common.config import EngineConfig, ServerOptions
 from common.errors import ConfigError, EngineDeadError, RequestError, StartupError, exit_code
-from common.processes import Child, DeathPipe, last_error_line
+from common.messages import Stop
 from common.run_dir import RunDir
 from common.version import own_version
 from launcher import command
@@ -368,15 +368,31 @@ def test_a_process_that_freezes_while_it_loads_is_noticed(engine: Engine, monkey
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_ask_for_a_graceful_stop_and_two_for_an_immediate_one(engine: Engine, number: int):
+def test_signals_ask_for_a_graceful_stop_and_two_for_an_immediate_one(engine: Engine, number: int, monkeypatch):
     supervisor = engine.start()
     os.kill(os.getpid(), number)
     with pytest.raises(StopRequested) as caught:
         engine.watch()
     assert caught.value.grace_s == 10.0
+    monkeypatch.setattr(supervision, "FAILURE_NOTICE_S", 0.1)
     os.kill(engine.pid("frontend"), signal.SIGSTOP)  # it will not stop by itself
     os.kill(os.getpid(), number)
     supervisor.stop(600.0)
+
+
+def test_a_second_signal_has_the_frontend_tell_its_clients_and_a_third_does_not_wait_for_it(engine: Engine):
+    """It was killed at once, and whoever waited for an answer saw a connection that ended without one."""
+    supervisor = engine.start(frontend="finishing")
+    order, hurried = supervisor._order, []
+
+    def signal_again(names, told) -> None:
+        order(names, told)
+        hurried.append((list(names), told))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    supervisor._order = signal_again
+    supervisor.stop(600.0)
+    assert hurried == [(["frontend"], Stop(600_000)), (["frontend"], Stop(0))]
 
 
 def test_the_end_of_the_parent_stops_the_engine(engine: Engine):
@@ -398,50 +414,6 @@ def test_exit_is_seen_at_once_and_costs_no_more_turns(engine: Engine):
         supervisor._take_messages()
     assert child.ended()
     assert len(supervisor._exit_fds) == 2, "the ended child's descriptor is still waited for"
-
-
-def run_child_script(script: str, **keywords: object) -> Child:
-    return Child("child", ["-c", script], DeathPipe(), **keywords)
-
-
-def test_a_childs_grandchildren_end_with_it():
-    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
-    child = run_child_script(script, capture_stdout=True)
-    pid = int(child._process.stdout.readline())
-    child.kill()
-    child.close()
-    assert wait_for(lambda: not alive(pid) or b"zombie" in Path(f"/proc/{pid}/status").read_bytes())
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        os.sched_yield()
-    return True
-
-
-def test_what_a_child_writes_reaches_our_stderr(capfd):
-    child = run_child_script("import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(4)")
-    child._process.wait()
-    assert child.describe_end() == "child ended with exit code 4: err"
-    child.close()
-    assert sorted(capfd.readouterr().err.split()) == ["err", "out"]
-
-
-def test_the_last_line_of_a_child_that_ended_well_is_no_reason():
-    """SIGTERM to a worker showed its last INFO line as what had gone wrong."""
-    child = run_child_script("import sys; print('INFO all is well', file=sys.stderr)")
-    child._process.wait()
-    assert child.describe_end() == "child ended with exit code 0 unexpectedly"
-    child.close()
-
-
-def test_the_last_error_line_of_a_traceback():
-    text = 'Traceback (most recent call last):\n  File "x.py", line 1\n    1/0\nZeroDivisionError: division by zero\n\n'
-    assert last_error_line(text) == "ZeroDivisionError: division by zero"
-    assert last_error_line("") == ""
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,10 @@ logger = logging.getLogger(__name__)
 class StepRunner(Protocol):
     """Runs step plans: `CpuRunner`, or on a GPU `cuda.runner.CudaRunner`."""
 
+    @property
+    def unprepared_count(self) -> int:
+        """For how many sizes of steps `prepare_next` has yet to prepare."""
+
     def execute(self, plan: StepPlan) -> PendingStep:
         """Carry out a plan; on a GPU, only issue it."""
 

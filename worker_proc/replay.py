@@ -2,7 +2,8 @@
 
 Loads the model as the recorded worker did, with a cache of the same size, and runs the plans in order, as far ahead of
 their results as they were. What it sends must be equal except for what was measured: the times of the steps, and how
-fast blocks move to the host and back. The same machine computes the same tokens.
+fast blocks move to the host and back. The same machine computes the same tokens. Nothing is prepared in pauses, since
+there are none: what the worker said of that is left out.
 """
 
 import logging
@@ -16,9 +17,9 @@ from dataclasses import replace
 
 from common import log, replaying
 from common.config import EngineConfig, with_changes
-from common.errors import RecordingError
-from common.messages import WORKER_PARTS, StepResult, WorkerReady, decode_for_worker, decode_from_worker
-from common.recording import Direction, Link, Recording
+from common.errors import RecordingError, WireError
+from common.messages import WORKER_PARTS, StepResult, Unprepared, WorkerReady, decode_for_worker, decode_from_worker
+from common.recording import Direction, Link, Record, Recording
 from common.replaying import Comparison, Outcome, quantiles_us
 from common.tracing import traced
 from worker_proc.main import limit_spinning
@@ -49,6 +50,14 @@ def config_of(recording: Recording) -> EngineConfig:
     raise RecordingError(f"{recording.path}: the worker ended before it was ready; there is nothing to replay")
 
 
+def is_of_pauses(record: Record) -> bool:
+    """Whether the worker said there what it had yet to prepare."""
+    try:
+        return record.link == Link.RESULTS and isinstance(decode_from_worker(record.data), Unprepared)
+    except WireError:  # a changed recording can hold anything
+        return False
+
+
 class Replay:
     """Plans in, results out, in the recorded order.
 
@@ -61,10 +70,10 @@ class Replay:
         from worker_proc.pending import PendingStep
         from worker_proc.worker import ready_message
 
-        self.comparison = Comparison(recording.records, readable, breaks_off=recording.breaks_off)
+        self._records = [record for record in recording.records if not is_of_pauses(record)]
+        self.comparison = Comparison(self._records, readable, breaks_off=recording.breaks_off)
         self.step_ns: list[int] = []
         self.parts_us: list[Sequence[int]] = []
-        self._records = recording.records
         self._pending: deque[PendingStep] = deque()
         config = config_of(recording)
         self._runner = (engine := load_engine(config)).runner

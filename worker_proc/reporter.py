@@ -1,7 +1,8 @@
 """Sends step results to the scheduler: directly if they are there at once (CPU), else from a thread (GPU).
 
 The thread waits for the GPU's copies, so that the thread that issues steps never has to. From then on it alone uses the
-results socket. If a step fails in the thread, `wake` wakes the issuing thread, and `report` raises the error there.
+results socket, also for messages that are no results (`tell`). If a step fails in the thread, `wake` wakes the issuing
+thread, and `report` raises the error there.
 """
 
 import queue
@@ -35,6 +36,10 @@ class InlineReporter:
             self._send(result.to_wire())
         self._report_us = (time.perf_counter_ns() - start) // 1000
 
+    def tell(self, message: bytes) -> None:
+        """Send a message that is no result."""
+        self._send(message)
+
     @property
     def is_idle(self) -> bool:
         """Whether every step handed over has been sent."""
@@ -67,7 +72,7 @@ class ThreadReporter:
     ) -> None:
         self._inner = InlineReporter(send)
         self._wake, self._on_idle = wake, on_idle
-        self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[PendingStep | bytes | None] = queue.SimpleQueue()
         self._handed_count = self._sent_count = 0
         self._error: Exception | None = None
         self._quiet_ms = self._sent_before_quiet = 0
@@ -79,6 +84,10 @@ class ThreadReporter:
         self.check()
         self._handed_count += 1
         self._steps.put(step)
+
+    def tell(self, message: bytes) -> None:
+        """Have a message that is no result sent, behind the steps handed over before."""
+        self._steps.put(message)
 
     @property
     def is_idle(self) -> bool:
@@ -110,6 +119,9 @@ class ThreadReporter:
     def _run(self) -> None:
         try:
             while (step := self._steps.get()) is not None:
+                if isinstance(step, bytes):
+                    self._inner.tell(step)
+                    continue
                 self._inner.report(step)
                 self._sent_count += 1
                 if self.is_idle:

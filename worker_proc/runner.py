@@ -82,6 +82,11 @@ class CpuRunner:
         arrived = Arrived(array("i", sampled.token_ids.tobytes()), *parts_us)
         return PendingStep(plan.step_id, lambda: arrived, sampled.logprob_rows, sampled.logprobs, pieces, embeddings)
 
+    @property
+    def unprepared_count(self) -> int:
+        """No size needs preparation."""
+        return 0
+
     def prepare_next(self) -> bool:
         """A CPU prepares nothing ahead."""
         return False

@@ -1,7 +1,8 @@
 """The worker process: loads a model, then turns step plans into results.
 
 Sockets: binds `plans-<rank>` (PULL, from the scheduler), connects `results` (PUSH, to the scheduler).
-In: StepPlan. Out: one WorkerReady when the model has run once, then one StepResult per plan, in order.
+In: StepPlan. Out: one WorkerReady when the model has run once, then one StepResult per plan, in order, and an
+Unprepared whenever that number changes.
 Start: sockets, device, weights, cache, a first forward pass, WorkerReady to the scheduler, Ready to the supervisor.
 Stop: an order of the supervisor ends the loop between two steps, with exit code 0. Plans that are still queued are
 dropped, because the processes that wait for their results are being stopped too. If the scheduler dies, the supervisor
@@ -19,7 +20,16 @@ from common import busy_poll
 from common.child import SupervisorLink
 from common.config import EngineConfig
 from common.errors import WireError
-from common.messages import PROTOCOL_VERSION, PeerFailed, Profile, StepPlan, Stop, WorkerReady, decode_for_worker
+from common.messages import (
+    PROTOCOL_VERSION,
+    PeerFailed,
+    Profile,
+    StepPlan,
+    Stop,
+    Unprepared,
+    WorkerReady,
+    decode_for_worker,
+)
 from common.profiling import StepTraces
 from common.recording import Link, receiving, recorder_for, sending
 from common.sockets import bind_pull, connect_push, new_context
@@ -50,6 +60,7 @@ def ready_message(config: EngineConfig, engine: Engine, rank: int) -> WorkerRead
         vocab_size=engine.vocab_size,
         device_name=engine.device_name,
         link_bytes_per_s=engine.link_bytes_per_s,
+        unprepared_count=engine.runner.unprepared_count,
     )
 
 
@@ -74,6 +85,7 @@ class Worker:
         self._receive_plan = receiving(self._recorder, Link.PLANS, self._plans.recv)
         self._send_result = sending(self._recorder, Link.RESULTS, self._results.send)
         self._traces: StepTraces | None = None
+        self._unprepared_count = 0  # as the scheduler was told
         self._poller = zmq.Poller()
         self._poller.register(self._plans, zmq.POLLIN)
         self._poller.register(link.wake_fd, zmq.POLLIN)
@@ -101,8 +113,9 @@ class Worker:
         return 0
 
     def _announce(self, engine: Engine, seconds: float) -> None:
-        size = engine.size
-        self._send_result(ready_message(self._config, engine, self._rank).to_wire())
+        size, ready = engine.size, ready_message(self._config, engine, self._rank)
+        self._unprepared_count = ready.unprepared_count
+        self._send_result(ready.to_wire())
         detail = f"{engine.device_name}, {engine.dtype_name}, {size.block_count} KV blocks, loaded in {seconds:.1f} s"
         self._link.ready(detail)
         logger.debug("ready: %s", detail)
@@ -124,6 +137,7 @@ class Worker:
         with torch.inference_mode():  # entered once: that takes as long as a good part of a short step
             while (plan := self._next_plan(engine.runner, reporter)) is not None:
                 reporter.report(engine.runner.execute(plan))
+                self._tell_unprepared(engine.runner, reporter)
                 self._link.progress += 1
                 traces.step()
         reporter.check()
@@ -154,8 +168,15 @@ class Worker:
                 continue
             if not reporter.is_idle:
                 reporter.note_quiet(QUIET_MS)
-            elif not runner.prepare_next():
-                quiet_ms = None
+            else:
+                quiet_ms = QUIET_MS if runner.prepare_next() else None
+                self._tell_unprepared(runner, reporter)
+
+    def _tell_unprepared(self, runner: StepRunner, reporter: Reporter) -> None:
+        """What the scheduler does not know yet of the runner's preparations."""
+        if (count := runner.unprepared_count) != self._unprepared_count:
+            self._unprepared_count = count
+            reporter.tell(Unprepared(count).to_wire())
 
     def _stop_ordered(self) -> bool:
         """Carry out orders; whether one of them means the end."""

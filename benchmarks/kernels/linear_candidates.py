@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.kernels.linear_shapes import LinearShape
 from kernels import skinny_linear_warps
 from kernels.skinny_linear_hopper import fits
-from kernels.tuning import LIBRARY, LinearPlan
+from kernels.tuning import GEMM_TILE_ROWS, LIBRARY, LinearPlan
 
 SHARED_BYTES = 200_000
 
@@ -98,6 +98,14 @@ def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
                         yield from _stage_choices(shape, replace(tile, block_k=block_k), width)
 
 
+def gemm_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
+    """The tiles of prompts' products, for as many rows as one of them holds."""
+    halves = 2 if "silu" in shape.fusion else 1
+    for block_n in (128, 256):
+        if rows >= GEMM_TILE_ROWS and shape.inputs % 64 == 0 and shape.out_columns % (block_n // halves) == 0:
+            yield LinearPlan("gemm", block_n, 64, 4, block_m=GEMM_TILE_ROWS, norm_apart=True)
+
+
 def _step_choices(shape: LinearShape, lines: int) -> tuple[int, ...]:
     """Columns of K a step, for so many lines of W and x."""
     if shape.inputs % 128 or lines > 256:
@@ -125,6 +133,8 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
         if rows <= 16:
             plans += held_candidates(shape)
             plans += warps_candidates(shape) if "parts" not in shape.fusion else ()
+        if "parts" not in shape.fusion:
+            plans += gemm_candidates(shape, rows)
         return plans + list(resident_candidates(shape, rows))
     if rows <= 4:
         plans += matvec_candidates(shape, rows)
@@ -134,6 +144,8 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
         plans += held_candidates(shape)
     if 16 <= rows <= 64 or (2 <= rows <= 64 and shape.outputs > 50_000):
         plans += small_m_candidates(shape, rows)
+    if shape.outputs > 30_000:
+        plans += gemm_candidates(shape, rows)
     if rows >= 32 and shape.outputs > 30_000:
         plans += resident_candidates(shape, rows)
     return plans

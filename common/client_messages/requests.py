@@ -18,7 +18,7 @@ FRAMES_LIMIT = 16
 """Messages that a client may send at once, as frames of one ZeroMQ message: they arrive together, so that requests
 share a step from the first one on. More would keep the first ones waiting for the last to be written."""
 MORE_FOLLOWS = b""
-"""As the last frame behind messages that are sent at once: others follow, so that a step may wait for them."""
+"""As the last frame behind messages that are sent at once: more requests follow, so that a step may wait for them."""
 ID_LIMIT = 256
 CHAT_MESSAGE_LIMIT = 4096
 """Chat messages in one prompt, at most."""

@@ -19,6 +19,7 @@ that a socket does not carry raises `WireError`. The messages between clients an
     14    QueueNews        scheduler -> frontend    time that requests have to wait, or have waited
     20    WorkerReady      worker -> scheduler      start
     21    StepResult       worker -> scheduler      step
+    22    Unprepared       worker -> scheduler      step size that is prepared in a pause
     30    StepPlan         scheduler -> worker      step
     40    Heartbeat        child -> supervisor      half second
     41    Ready            child -> supervisor      start
@@ -49,7 +50,7 @@ from common.messages.requests import (
     TokensOut,
 )
 from common.messages.slots import HEAD, NO_SLOTS, NewSlots, SlotInit, SlotSampling
-from common.messages.steps import NOT_A_TOKEN, PROTOCOL_VERSION, StepPlan, StepResult, WorkerReady
+from common.messages.steps import NOT_A_TOKEN, PROTOCOL_VERSION, StepPlan, StepResult, Unprepared, WorkerReady
 from common.wire import decode, kinds_of
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "ForChild",
     "ForFrontend",
     "ForScheduler",
+    "FromWorker",
     "Heartbeat",
     "MoreFollows",
     "NewSession",
@@ -89,6 +91,7 @@ __all__ = [
     "Stop",
     "TokenLogprobs",
     "TokensOut",
+    "Unprepared",
     "WorkerReady",
     "decode_for_child",
     "decode_for_frontend",
@@ -100,7 +103,7 @@ __all__ = [
 
 ForScheduler = AddRequest | AbortRequests | AbortSamples | FlushCache | MoreFollows
 ForFrontend = EngineReady | TokensOut | RequestFailed | EngineStats | QueueNews
-FromWorker = WorkerReady | StepResult
+FromWorker = WorkerReady | StepResult | Unprepared
 ForSupervisor = Heartbeat | Ready | Failed | Profile
 ForChild = Stop | PeerFailed | Profile | NewSession
 

@@ -410,7 +410,7 @@ class EngineStats:
     """Where the engine stands: gauges, counters since start, and the parts of the last steps.
 
     Attributes:
-        *_count: requests or blocks right now.
+        *_count: requests or blocks right now; unprepared_count: what the worker said last (`Unprepared`).
         steps to output_tokens: counters since start; *_tokens in tokens.
         last_decode_rows, last_chunk_tokens: the composition of the last step; decode_tokens, chunk_tokens: that of all
             steps together.
@@ -424,6 +424,7 @@ class EngineStats:
         "running_count", "waiting_count", "swapped_count", "total_block_count", "free_block_count",
         "cached_block_count", "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens",
         "prompt_tokens", "output_tokens", "last_decode_rows", "last_chunk_tokens", "decode_tokens", "chunk_tokens",
+        "unprepared_count",
     )  # fmt: skip
     COUNTERS: ClassVar[tuple[str, ...]] = (
         "steps", "preemptions", "evictions", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens",
@@ -446,6 +447,7 @@ class EngineStats:
     last_chunk_tokens: int = 0
     decode_tokens: int = 0
     chunk_tokens: int = 0
+    unprepared_count: int = 0
     parts_us: "array[int]" = field(default_factory=empty_i32)
     step_sizes: "array[int]" = field(default_factory=empty_i32)
 
@@ -453,12 +455,6 @@ class EngineStats:
         """These figures, with counters that go on from those of a scheduler before this one."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.COUNTERS}
         return replace(self, **sums)
-
-    def at_rest(self, block_count: int) -> "EngineStats":
-        """These figures for an engine that has run no step yet: every block is free."""
-        if self.total_block_count:
-            return self
-        return replace(self, total_block_count=block_count, free_block_count=block_count)
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""

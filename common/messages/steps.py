@@ -20,7 +20,7 @@ from common.messages.fields import (
 from common.messages.slots import NO_SLOTS, NewSlots
 from common.wire import FieldReader, array_bytes, pack
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 NOT_A_TOKEN = -1
 """Stands for a sampled token when the logits were not numbers, or left nothing to sample."""
 
@@ -160,6 +160,7 @@ class WorkerReady:
         block_count: KV blocks on the device; host_block_count: in the swap pool.
         block_bytes: bytes of one block over all layers.
         link_bytes_per_s: how fast blocks move to the swap pool and back, measured; 0: there is no pool.
+        unprepared_count: as in `Unprepared`.
     """
 
     CODE: ClassVar[int] = 20
@@ -173,6 +174,7 @@ class WorkerReady:
     vocab_size: int
     device_name: str
     link_bytes_per_s: int = 0
+    unprepared_count: int = 0
 
     def to_wire(self) -> bytes:
         """The message as msgpack bytes."""
@@ -189,6 +191,7 @@ class WorkerReady:
                 self.vocab_size,
                 self.device_name,
                 self.link_bytes_per_s,
+                self.unprepared_count,
             ]
         )
 
@@ -212,7 +215,29 @@ class WorkerReady:
                 vocab_size=read.integer("vocab_size", 1),
                 device_name=read.text("device_name", 256),
                 link_bytes_per_s=read.integer("link_bytes_per_s", 0, 2**53),
+                unprepared_count=read.integer("unprepared_count"),
             )
+
+
+@dataclass(frozen=True)
+class Unprepared:
+    """For how many sizes of steps the worker has yet to prepare, in pauses: on a GPU, to capture a CUDA Graph.
+
+    Said whenever the number is another than it was, in order with the results.
+    """
+
+    CODE: ClassVar[int] = 22
+    count: int
+
+    def to_wire(self) -> bytes:
+        """The message as msgpack bytes."""
+        return pack([self.CODE, self.count])
+
+    @classmethod
+    def from_fields(cls, fields: list[Any]) -> "Unprepared":
+        """Build from raw fields; raises WireError."""
+        with FieldReader("Unprepared", fields) as read:
+            return cls(read.integer("count"))
 
 
 @dataclass(frozen=True, kw_only=True)

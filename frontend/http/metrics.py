@@ -21,6 +21,7 @@ GAUGES = {
     "num_requests_running": ("running_count", "Sequences that run"),
     "num_requests_waiting": ("waiting_count", "Sequences that wait"),
     "num_requests_swapped": ("swapped_count", "Preempted sequences whose KV is in host memory"),
+    "num_step_sizes_unprepared": ("unprepared_count", "Sizes of steps that have yet to be prepared, in pauses"),
 }
 COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that have started to run"),

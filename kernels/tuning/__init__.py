@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.launch import capability_major, takes_gluon
+from kernels.launch import capability_major, multiprocessor_count, takes_gluon
 
 TABLE_PATH = Path(__file__).with_name("skinny_linear.json")
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -20,7 +20,8 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one product is launched: by the kernel "matvec", "small_m", "warps" or "resident" with a tile, or "library".
+    """How one product is launched: by the kernel "matvec", "small_m", "warps", "resident" or "gemm" with a tile, or
+    "library".
 
     held: W's tiles are loaded into registers before the kernel ahead has finished. norm_apart: the norm has its own
     launch. block_m, weight_stages: of "resident", rows of a program, and steps of W in shared memory (0: all of them).
@@ -41,7 +42,16 @@ class LinearPlan:
 
 
 LIBRARY = LinearPlan("library")
-GLUON_KERNELS = ("warps", "resident")
+GLUON_KERNELS = ("warps", "resident", "gemm")
+GEMM_FEWEST_ROWS = 225
+GEMM_TILE_ROWS = 128
+NARROW_WAVE = 0.54
+"""What a wave of tiles of 128 x 128 takes of the time of one of 128 x 256: measured."""
+
+GEMM_FILLED, GEMM_FILLED_FUSED = 0.9, 0.75
+"""The least share of the card's tiles that are filled, in a product's waves, for kernels/gemm_hopper.py to be faster
+than the library, which splits K, or than it and the kernel that follows: measured."""
+
 WARPS_MOST_ROWS = 16
 WARPS_MOST_BYTES = 34 << 20  # W of 4,096 x 4,096, which takes 11 us and the library 15; of 6,144 x 4,096 20 and 18
 WARPS_WEIGHT_REGISTERS = 144  # of a thread
@@ -89,6 +99,27 @@ def default_plan(
     return LinearPlan("matvec", block_n=block_n, block_k=1024, num_warps=4)
 
 
+def gemm_plan(
+    rows: int, outputs: int, inputs: int, programs: int, *, halves: int = 1, fused: bool = False
+) -> LinearPlan | None:
+    """The plan of many rows for kernels/gemm_hopper.py, on a card with so many multiprocessors; None where it would be
+    slower, or does not compute the shape.
+
+    `halves`: 2 with silu_mul, whose `outputs` rows of W a tile takes half from gate and half from up. `fused`: what
+    follows the product would be another kernel otherwise.
+    """
+    best = None
+    for block_n, cost in ((256, 1.0), (128, NARROW_WAVE)):
+        if rows < GEMM_FEWEST_ROWS or inputs % 64 or outputs // halves % (block_n // halves):
+            continue
+        tiles = -(-rows // GEMM_TILE_ROWS) * (outputs // block_n)
+        waves = -(-tiles // programs)
+        filled = tiles / (waves * programs)
+        if filled >= (GEMM_FILLED_FUSED if fused else GEMM_FILLED) and (best is None or waves * cost < best[0]):
+            best = (waves * cost, block_n)
+    return None if best is None else LinearPlan("gemm", best[1], 64, 4, block_m=GEMM_TILE_ROWS, norm_apart=True)
+
+
 def measured_plan(device: torch.device, dtype: torch.dtype, rows: int, operation: str) -> LinearPlan | None:
     """The fastest plan of this card for the next measured number of rows; None where none is measured, or where it
     takes a Triton that is not installed."""
@@ -122,5 +153,10 @@ def _found_plan(
         measured = measured_plan(device, dtype, rows, operation_key(outputs, inputs, silu_mul, True))
     if measured is not None:
         return measured
-    by_warps = dtype.itemsize == 2 and takes_gluon(capability_major(device))
-    return default_plan(rows, outputs, inputs, silu_mul, by_warps=by_warps, has_norm=has_norm)
+    by_gluon = dtype.itemsize == 2 and takes_gluon(capability_major(device))
+    if by_gluon:
+        halves = 2 if silu_mul else 1
+        plan = gemm_plan(rows, outputs, inputs, multiprocessor_count(device), halves=halves, fused=silu_mul)
+        if plan is not None:
+            return plan
+    return default_plan(rows, outputs, inputs, silu_mul, by_warps=by_gluon, has_norm=has_norm)

@@ -21,7 +21,7 @@ from common.busy_poll import (
     is_io_kept_awake,
     limit_s_for,
 )
-from common.config import BUSY_POLL_AUTOMATIC
+from common.config import BUSY_POLL_AUTOMATIC, EngineConfig, ModelOptions, ServerOptions
 from common.errors import ConfigError
 from common.sockets import new_context
 
@@ -176,6 +176,20 @@ def test_threads_of_sockets_stay_awake_where_there_are_processors_for_them(
     monkeypatch.setattr(busy_poll, "has_gpu", lambda: gpu)
     monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
     assert is_io_kept_awake(option, option_ms, device) == wanted
+
+
+@pytest.mark.parametrize("cpus", [2, LEAST_CPUS, LEAST_IO_CPUS])
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+@pytest.mark.parametrize("ms", [BUSY_POLL_AUTOMATIC, 0, 20])
+@pytest.mark.parametrize("io", ["auto", "never"])
+def test_a_client_beside_an_engine_waits_as_the_engine_does(monkeypatch, cpus, device, ms, io):
+    """It does not know the engine's device, on which that depends."""
+    monkeypatch.setattr(busy_poll, "has_gpu", lambda: True)
+    monkeypatch.setattr(busy_poll, "granted_cores", lambda: cpus)
+    config = EngineConfig(server=ServerOptions(busy_poll_ms=ms, busy_poll_io=io), model=ModelOptions(device=device))
+    own_ms, own_io = busy_poll.of_client_beside(config)
+    assert limit_s_for(own_ms) == pytest.approx(limit_s_for(ms, device))
+    assert is_io_kept_awake(own_io, own_ms) == is_io_kept_awake(io, ms, device)
 
 
 @pytest.mark.parametrize("option", [True, False, "", "on"])

@@ -1,6 +1,7 @@
 """The command line: every option reachable, files and flags agree, every refusal one line."""
 
 import json
+import re
 
 import pytest
 
@@ -235,6 +236,19 @@ def test_help_shows_switches_once_and_values_as_people_write_them():
     assert "--[no-]enforce-eager, --[no-]disable-cuda-graph\n" in text and "--no-enforce-eager" not in text
     assert "(default: 1GiB)" in text and "(default: 600)" in text
     assert "--uds PATH" in text and "--chat-template FILE" in text
+
+
+@pytest.mark.parametrize("item", [item for _, item in all_options()], ids=lambda item: item.name)
+def test_help_shows_the_default_of_every_option_as_one_would_write_it(item):
+    """Those of 0 were left out where a 0 stood in what the option does, as in 8192."""
+    action = next(each for each in OptionParser()._actions if flags_of(item)[0] in each.option_strings)
+    [default] = re.findall(r" \(default: (\S+)\)$", action.help)
+    if item.default in ("", ()):
+        assert default == "none"
+    elif item.type is bool:
+        assert default == ("on" if item.default else "off")
+    else:
+        assert parse(flags_of(item)[0], default) == EngineConfig()
 
 
 def test_a_configuration_survives_the_way_through_arguments():

@@ -107,7 +107,9 @@ EXAMPLES = {
             vocab_size=100,
             device_name="cpu",
             link_bytes_per_s=50_000_000_000,
+            unprepared_count=132,
         ),
+        m.Unprepared(131),
         m.StepResult(
             step_id=2**40,
             token_ids=array("i", [5, -1]),

@@ -5,10 +5,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from common import processes
+from common.processes import Child, DeathPipe, last_error_line
 
 SCRIPT = """
 import subprocess, sys
@@ -93,3 +96,55 @@ def test_what_two_children_write_is_not_mixed_where_our_stderr_takes_it_in_parts
     for thread in threads:
         thread.join()
     assert {line.strip(line[:1]) for line in bytes(written).splitlines()} == {b""}
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run_child_script(script: str, **keywords: object) -> Child:
+    return Child("child", ["-c", script], DeathPipe(), **keywords)
+
+
+def test_a_childs_grandchildren_end_with_it():
+    script = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    child = run_child_script(script, capture_stdout=True)
+    pid = int(child._process.stdout.readline())
+    child.kill()
+    child.close()
+    assert wait_for(lambda: not alive(pid) or b"zombie" in Path(f"/proc/{pid}/status").read_bytes())
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        os.sched_yield()
+    return True
+
+
+def test_what_a_child_writes_reaches_our_stderr(capfd):
+    child = run_child_script("import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(4)")
+    child._process.wait()
+    assert child.describe_end() == "child ended with exit code 4: err"
+    child.close()
+    assert sorted(capfd.readouterr().err.split()) == ["err", "out"]
+
+
+def test_the_last_line_of_a_child_that_ended_well_is_no_reason():
+    """SIGTERM to a worker showed its last INFO line as what had gone wrong."""
+    child = run_child_script("import sys; print('INFO all is well', file=sys.stderr)")
+    child._process.wait()
+    assert child.describe_end() == "child ended with exit code 0 unexpectedly"
+    child.close()
+
+
+def test_the_last_error_line_of_a_traceback():
+    text = 'Traceback (most recent call last):\n  File "x.py", line 1\n    1/0\nZeroDivisionError: division by zero\n\n'
+    assert last_error_line(text) == "ZeroDivisionError: division by zero"
+    assert last_error_line("") == ""

@@ -47,6 +47,23 @@ def test_only_a_run_directory_whose_engine_has_ended_is_never_served_again(tmp_p
     assert not module.may_return(socket)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_left"),
+    [(None, True), ("trireme-llm", False), ("trireme-frontend", True), ("trireme-Frontend", False),
+     ("own/trireme-frontend", False), ("trireme-frontend2", False), ("frontend", False)],
+)  # fmt: skip
+def test_a_removed_run_directory_is_told_from_one_that_may_be_made_yet(name, is_left, tmp_path, monkeypatch):
+    """Nobody knows the name of the former before it is made: it is drawn by lot."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with RunDir(tmp_path) as made:
+        folder = tmp_path / name if name else made.path
+        assert not name or module.is_left_behind(folder / "client.sock") == is_left
+        assert not module.is_left_behind(made.path / "client.sock"), "it is in use"
+        (made.path / "lock").rename(made.path / "other")
+        assert not module.is_left_behind(made.path / "client.sock"), "it is there"
+    assert module.is_left_behind(folder / "client.sock") == is_left
+
+
 def test_a_killed_instances_directory_is_removed_by_the_next_start(tmp_path):
     stale = tmp_path / (PREFIX + "gone")
     stale.mkdir()

@@ -340,34 +340,6 @@ def test_bytes_of_the_schedulers_that_are_no_message_end_every_request(frontend)
     assert "cannot be read" in frontend.link.detail
 
 
-def test_stop_lets_requests_finish_and_refuses_new_ones(frontend):
-    frontend.scheduler.gate.clear()
-    with Client(frontend.endpoint) as client:
-        running = client.submit("abc", SamplingParams(max_tokens=5))
-        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
-        frontend.link.order(m.Stop(30_000))
-        while client.status().state != "draining":
-            pass
-        with pytest.raises(RequestError, match="shutting down"):
-            client.generate("a")
-        frontend.scheduler.gate.set()
-        assert running.result().completion_tokens == 5
-    assert frontend.stop() == 0
-
-
-def test_stop_without_grace_ends_requests_with_an_error(frontend):
-    frontend.scheduler.gate.clear()
-    with Client(frontend.endpoint) as client:
-        running = client.submit("abc", SamplingParams(max_tokens=5))
-        frontend.scheduler.wait_until(lambda: frontend.scheduler.live_count == 1)
-        assert frontend.stop() == 0
-        with pytest.raises(RequestError, match="shut down"):
-            running.result()
-        client.timeout_s = 0.1  # nobody comes any more
-        with pytest.raises(EngineDeadError):
-            client.submit("a").result()
-
-
 def test_no_engine_at_the_endpoint(tmp_path):
     with pytest.raises(EngineDeadError, match="no engine can be reached"):
         Client(f"ipc://{tmp_path}/nothing.sock", timeout_s=0.05)

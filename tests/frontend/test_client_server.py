@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+from array import array
+from typing import get_args
 
 import pytest
 import zmq
@@ -111,8 +113,25 @@ def test_requests_that_come_at_once_reach_the_scheduler_at_once(shared_frontend)
     assert [request.params.max_tokens for request in shared_frontend.scheduler.added[-3:]] == [2, 2, 2]
 
 
-def test_another_clients_message_takes_no_word_of_more_back(shared_frontend, monkeypatch):
-    """It was one flag for all: a batch of which a part was still to come was planned without it."""
+NO_REQUESTS = [
+    wire.Hello(), wire.Abort("r"), wire.Tokenize("t", "abc"), wire.Detokenize("d", array("i", [1])),
+    wire.GetStatus("s"), wire.Ping("p"),
+]  # fmt: skip
+REQUESTS = [
+    generate("q", {"max_tokens": 2}),
+    wire.Embed(request_id="e", prompt="abc"),
+    wire.Resume(generate("q", {"max_tokens": 2}), ()),
+]
+
+
+def test_every_message_is_a_request_or_none():
+    assert {*map(type, NO_REQUESTS), *map(type, REQUESTS)} == set(get_args(wire.FromClient))
+
+
+@pytest.mark.parametrize("ending", REQUESTS, ids=lambda message: type(message).__name__)
+def test_a_word_of_more_holds_until_its_clients_next_request(shared_frontend, monkeypatch, ending):
+    """It was one flag for all, and an abort between two requests of a batch took it back: a batch of which a part was
+    still to come was planned without it."""
     running, sent = shared_frontend.frontend, []
     outbox, send = running._engine.core._outbox, running._send_to_scheduler
 
@@ -122,15 +141,19 @@ def test_another_clients_message_takes_no_word_of_more_back(shared_frontend, mon
         send(data, more)
 
     async def come() -> None:
-        request, ping = (message.to_wire() for message in (generate("r", {"max_tokens": 2}), wire.Ping("p")))
-        for frames in ([b"one", request, wire.MORE_FOLLOWS], [b"other", ping], [b"one", ping]):
+        request = generate("r", {"max_tokens": 2}).to_wire()
+        others = [[b"one", message.to_wire()] for message in NO_REQUESTS] + [[b"one", b"no message"]]
+        for frames in ([b"one", request, wire.MORE_FOLLOWS], [b"other", request], *others):
             running._clients.on_frames(frames)
             running._clients.flush()
+        assert sent == [MoreFollows()] * 2 and outbox._more_follows(), "said behind each request"
+        running._clients.on_frames([b"one", ending.to_wire()])
+        assert not outbox._more_follows()
+        running._clients.flush()
 
     monkeypatch.setattr(outbox, "_send", also_keep)
     monkeypatch.setattr(outbox, "_clock", lambda: 1.0)  # however long that takes, the first one's word is believed
     asyncio.run_coroutine_threadsafe(come(), running._ended.get_loop()).result(20)
-    assert sent == [MoreFollows(), MoreFollows(follows=False)], "the second with its own client's next message"
 
 
 def test_refusals_at_once_are_all_sent(connect):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.fake_scheduler import LIMITS
 from common import messages as m
 from common.errors import RequestError
 from common.sampling_params import SamplingParams
@@ -371,18 +370,6 @@ def test_a_bad_word_of_too_many_tokens_is_refused_by_name(memory_engine, submit)
     assert (memory_engine.sent, memory_engine.core.live_count) == ([], 0)
     submit(bad_words=("sea",))
     assert memory_engine.sent[0].bad_token_ids
-
-
-def test_before_the_first_step_every_block_is_free(memory_engine):
-    core = memory_engine.core
-    core.handle(LIMITS)
-    assert (core.stats.total_block_count, core.stats.free_block_count) == (LIMITS.block_count, LIMITS.block_count)
-    core.handle(m.EngineStats(steps=3, total_block_count=LIMITS.block_count, free_block_count=1))
-    core.handle(LIMITS)
-    assert core.stats.free_block_count == 1, "what the scheduler says counts"
-    core.suspend("worker-0 was killed", 1)
-    core.handle(LIMITS)
-    assert (core.stats.steps, core.stats.free_block_count) == (3, LIMITS.block_count)
 
 
 def test_counters_go_on_after_a_restart(memory_engine):

@@ -137,6 +137,16 @@ def test_a_new_client_does_not_wait_at_what_a_killed_engine_left(asking, left_so
         asking(kind, left_socket)
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_new_client_does_not_wait_where_an_engine_has_removed_its_run_directory(asking, kind, tmp_path, monkeypatch):
+    """As a program does that has kept the endpoint of an engine which was stopped since."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with run_dir.RunDir(tmp_path) as removed:
+        pass
+    with pytest.raises(EngineDeadError, match=r"no engine serves at .* any more: the one that did has ended"):
+        asking(kind, f"ipc://{removed.path}/client.sock")
+
+
 def test_a_new_client_waits_wherever_an_engine_may_start_or_serves(left_socket, run_frontend):
     """The lock's holder is a supervisor whose frontend is still starting; another directory may get another engine."""
     connection, folder = client_state.Connection(left_socket, None), Path(left_socket.removeprefix("ipc://")).parent

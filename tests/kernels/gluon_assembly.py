@@ -29,6 +29,23 @@ def _two_of_fp8(a: torch.Tensor) -> torch.Tensor:
     return _words(a.to(torch.uint16).view(torch.float8_e4m3fn).float(), torch.float16)
 
 
+def _floats(words: torch.Tensor) -> torch.Tensor:
+    return words.to(torch.uint32).view(torch.float32)
+
+
+def _float_words(floats: torch.Tensor) -> torch.Tensor:
+    return floats.view(torch.uint32).to(torch.int64)
+
+
+def _of_floats(function: Callable[..., torch.Tensor], flushes: bool = False) -> Callable[..., torch.Tensor]:
+    """An instruction on float32; `flushes`: what is too small for a full number of digits counts as zero (ftz)."""
+
+    def flushed(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0 * x, x) if flushes else x
+
+    return lambda *operands: _float_words(flushed(function(*(flushed(_floats(each)) for each in operands))))
+
+
 def _permuted(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
     both = low | (high << 32)
     result = torch.zeros_like(both)
@@ -62,8 +79,17 @@ _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sub.rn.bf16x2": lambda a, b: _words(_halves(a) - _halves(b)),
     "mul.rn.f16x2": lambda a, b: _words(_halves(a, torch.float16) * _halves(b, torch.float16), torch.float16),
     "mul.rn.bf16x2": lambda a, b: _words(_halves(a) * _halves(b)),
+    "mul.f32": _of_floats(torch.mul),
+    "add.f32": _of_floats(torch.add),
+    "ex2.approx.ftz.f32": _of_floats(torch.exp2, flushes=True),
+    "rcp.approx.ftz.f32": _of_floats(torch.reciprocal, flushes=True),
     "fma.rn.bf16x2": lambda a, b, c: _words((_halves(a).double() * _halves(b).double() + _halves(c).double()).float()),
 }
+
+
+def _literal(text: str) -> int:
+    """A number's word; `0f` and eight digits are a float32's."""
+    return int(text[2:], 16) if text.startswith("0f") else int(text, 0)
 
 
 def _executed(text: str, outputs: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -75,7 +101,7 @@ def _executed(text: str, outputs: int, inputs: list[torch.Tensor]) -> list[torch
         if not words or words[0] == ".reg":
             continue
         target, *names = [name.strip() for name in words[1].split(",")]
-        operands = [registers[n] if n in registers else torch.full_like(inputs[0], int(n, 0)) for n in names]
+        operands = [registers[n] if n in registers else torch.full_like(inputs[0], _literal(n)) for n in names]
         registers[target] = _INSTRUCTIONS[words[0]](*operands)
     return [registers[f"${index}"] for index in range(outputs)]
 
@@ -104,7 +130,7 @@ def inline_asm(text, constraints, args, dtype, is_pure, pack):
             words.to(torch.uint32).view(torch_dtype_of(each)).reshape(shape)
             for words, each in zip(results, dtype, strict=True)
         )
-    if all(each.element_size() == 2 for each in args):
+    if pack == 1 or all(each.element_size() == 2 for each in args):
         (words,) = _executed(text, count, [_packed(each) for each in args])
         return words.to(torch.uint32).view(torch_dtype_of(dtype)).reshape(shape)
     # Four bytes make two words; what goes with them is the same for the four.

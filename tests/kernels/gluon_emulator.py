@@ -7,11 +7,16 @@ let pass by luck is an error here:
 - a copy arrives when somebody waits for it, and until then its target holds NaN (or, in bytes, -86); so do
   asynchronous copies of a thread's own, which come in groups;
 - a wait for a copy that nobody asked for, or with the wrong phase, is named instead of hanging;
-- a barrier that is told another number of bytes than are copied is named;
+- a barrier that is told another number of bytes than are copied is named, and so is a program that ends while copies to
+  its shared memory are under way;
 - an asynchronous product reads shared memory when its wait comes, not before, and cannot be used until then;
-- loads and stores outside their tensor are errors;
+- a copy from shared memory to a tensor reads it when its wait comes, and the tensor has it when the program has ended;
+  to write there before the wait is an error, and so are a copy with no fence behind what was written and a program that
+  ends without a wait;
+- loads and stores outside their tensor are errors, and so are boxes that end outside it; but past the last row of a
+  `ragged` tensor zeros are read, and nothing is stored;
 - with a `KernelAhead`, what that writes is not there before a program has waited for it, nor may the program write;
-  and some program has to wait. Of the warps of `warp_specialize`, each that reads it has to wait, or all in common.
+  it ends as late as it can, when all warps wait; and some program has to wait.
 
 The warps of `warp_specialize` are threads of which one runs at a time, until it waits. Inline assembly is executed,
 instruction by instruction, for the instructions listed in tests/kernels/gluon_assembly.py.
@@ -44,7 +49,17 @@ from triton.runtime.jit import JITFunction
 
 from kernels.decode_warp import block_barrier
 from tests.kernels.gluon_assembly import inline_asm
-from tests.kernels.gluon_memory import DTYPES, BarrierRow, Baton, ElementType, Pointer, Shared, torch_dtype_of
+from tests.kernels.gluon_memory import (
+    DTYPES,
+    Barrier,
+    BarrierRow,
+    Baton,
+    ElementType,
+    Pointer,
+    Shared,
+    StoredBoxes,
+    torch_dtype_of,
+)
 
 
 def _to(tensor: torch.Tensor, dtype: ElementType | torch.dtype, bitcast: bool = False,
@@ -97,24 +112,33 @@ def _where(condition, left, right):
     return torch.where(condition, torch.as_tensor(left, dtype=dtype), torch.as_tensor(right, dtype=dtype))
 
 
-def _copy(descriptor, place, barrier, target, pred=True):
-    """A box of a tensor to shared memory; rows past the end are zeros, but in a cache, of rank 2, an error."""
-    if not pred:
-        return
+def _box(descriptor, place, shape):
+    """As much of a box as lies in its tensor: all of it, but in a cache, of a higher rank, and in rows of `ragged`."""
     box, tensor = descriptor.box, descriptor.tensor
-    assert list(target.shape) == box, f"a box of {box} into {target.shape}"
+    assert list(shape) == box, f"a box of {box} and {shape}"
     starts = [int(each) for each in place]
     assert min(starts) >= 0, f"a box of {box} at {starts} of {list(tensor.shape)}"
     found = tensor
     for axis, (start, size) in enumerate(zip(starts, box, strict=True)):
         first = min(start, tensor.shape[axis])
         found = found.narrow(axis, first, min(size, tensor.shape[axis] - first))
-    assert len(box) > 2 or list(found.shape) == box, f"a box of {box} at {starts} of {list(tensor.shape)}"
-    source = torch.zeros(box, dtype=tensor.dtype)
+    checked = 1 if descriptor.is_ragged else 0
+    is_inside = len(box) > 2 or list(found.shape)[checked:] == box[checked:]
+    assert is_inside, f"a box of {box} at {starts} of {list(tensor.shape)}"
+    return found
+
+
+def _copy(descriptor, place, barrier, target, pred=True):
+    """A box of a tensor to shared memory, zeros past the tensor's end."""
+    if not pred:
+        return
+    target.boxes.refuse_writing(target.memory)
+    found = _box(descriptor, place, target.shape)
+    source = torch.zeros(descriptor.box, dtype=descriptor.dtype)
     source[tuple(slice(size) for size in found.shape)] = found
     elements = target.elements()
     elements.fill_(float("nan") if elements.is_floating_point() else -86)
-    barrier.copies.append((elements, source))
+    barrier.copies.append((elements, source.reshape(elements.shape)))
 
 
 class Pending:
@@ -159,6 +183,7 @@ class CopyGroups:
         """To a tile of shared memory; zeros where masked."""
         source = _load(pointer, mask)
         assert list(source.shape) == target.shape, f"{list(source.shape)} elements into {target.shape}"
+        target.boxes.refuse_writing(target.memory)
         elements = target.elements()
         elements.fill_(float("nan") if elements.is_floating_point() else -86)
         self.open.append((elements, source.reshape(elements.shape)))
@@ -190,7 +215,8 @@ def _range(*limits: torch.Tensor | int) -> list[torch.Tensor]:
 
 
 class KernelAhead:
-    """The kernel ahead of an early launch: what it writes is undone before each program, and done when that waits.
+    """The kernel ahead of an early launch: what it writes is undone before each program, and done when that waits, with
+    all its warps.
 
     Args:
         written: the tensors, or views of them, that it writes; they hold what they hold afterwards.
@@ -200,12 +226,6 @@ class KernelAhead:
         parts = [part.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[part.itemsize]) for part in written]
         self._parts = [(part, part.clone()) for part in parts]
         self.is_done = True
-        self._program, self._waited = 0, set[int]()
-
-    def begin(self) -> None:
-        """A program starts, in this thread."""
-        self._program, self._waited = threading.get_ident(), set()
-        self.undo()
 
     def undo(self) -> None:
         """Other numbers in place of what it writes: NaN, but in int8."""
@@ -219,25 +239,20 @@ class KernelAhead:
         for part, after in self._parts:
             part.copy_(after)
 
-    def inline_asm(self, text: str, *arguments, **options):
-        """As the assembly's, with the wait."""
-        if "griddepcontrol.wait" in text:
-            self._waited.add(threading.get_ident())
-            self.do()
-        return inline_asm(text, *arguments, **options)
+    def run_behind(self, program: _Program) -> None:
+        """From here on the program's waits are for this kernel, and what it writes has to come behind them."""
+        self.undo()
+        baton, language = program.baton, program.language
+        baton.when_stuck = self.do
 
-    def early(self, read: Callable) -> Callable:
-        """The same, which finds what it writes only after a wait of the warps that read, or of the whole program."""
+        def with_wait(text: str, *arguments, **options):
+            if "griddepcontrol.wait" in text:
+                baton.yield_until(lambda: self.is_done, "the kernel ahead")
+            return inline_asm(text, *arguments, **options)
 
-        def checked(*arguments, **options):
-            if not self.is_done or self._waited & {self._program, threading.get_ident()}:
-                return read(*arguments, **options)
-            self.undo()
-            found = read(*arguments, **options)
-            self.do()
-            return found
-
-        return checked
+        language.inline_asm_elementwise = with_wait
+        language.store, language.atomic_add = self.late(_store), self.late(_atomic_add)
+        program.boxes.copy = self.late(program.boxes.copy)
 
     def late(self, write: Callable) -> Callable:
         """The same, refused before the wait."""
@@ -250,16 +265,22 @@ class KernelAhead:
 
 
 class EmulatedKernel:
-    """A Gluon kernel that runs on the CPU when it is launched; `ahead`: early, behind another kernel."""
+    """A Gluon kernel that runs on the CPU when it is launched; `ahead`: early, behind another kernel.
 
-    def __init__(self, kernel: JITFunction, ahead: KernelAhead | None = None) -> None:
-        self.kernel, self.ahead = kernel, ahead
+    ragged: names of the descriptors whose tensors may end inside a box of rows.
+    """
+
+    def __init__(self, kernel: JITFunction, ahead: KernelAhead | None = None, ragged: tuple[str, ...] = ()) -> None:
+        self.kernel, self.ahead, self.ragged = kernel, ahead, ragged
+        assert set(ragged) <= set(kernel.arg_names), f"{ragged} of {kernel.arg_names}"
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments, num_warps, maxnreg=None, launch_pdl=None, **constants):
-            flat = [_argument(value) for value in arguments]
+            names = self.kernel.arg_names[: len(arguments)]
+            flat = [_argument(value, name in self.ragged) for name, value in zip(names, arguments, strict=True)]
             constants = {name: _plain(value) for name, value in constants.items()}
-            with patch.object(torch.Tensor, "to", _to):
+            has_type = patch.object(torch.Tensor, "type", SimpleNamespace(layout=None))
+            with patch.object(torch.Tensor, "to", _to), has_type:
                 waited = [
                     self._run(_Program(program, grid, num_warps), flat, constants)
                     for program in itertools.product(*map(range, grid))
@@ -273,28 +294,31 @@ class EmulatedKernel:
     def _run(self, program: _Program, arguments: list, constants: dict) -> bool:
         """Run a program; whether it has waited for the kernel ahead, if there is one."""
         if self.ahead is not None:
-            self.ahead.begin()
-            language = program.language
-            language.inline_asm_elementwise = self.ahead.inline_asm
-            language.load, program.copy = self.ahead.early(_load), self.ahead.early(_copy)
-            language.store, language.atomic_add = self.ahead.late(_store), self.ahead.late(_atomic_add)
+            self.ahead.run_behind(program)
         program.emulated(self.kernel)(*arguments, **constants)
+        program.finish()
         return self.ahead is None or self.ahead.is_done
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, ahead: KernelAhead | None = None) -> None:
-    """From here on the module's kernel of that name runs on the CPU; `ahead` as of `EmulatedKernel`."""
+def emulate(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, kernel: str, ahead: KernelAhead | None = None,
+    ragged: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    """From here on the module's kernel of that name runs on the CPU; `ahead` and `ragged` as of `EmulatedKernel`."""
     found = getattr(module, kernel)
     found = found.kernel if isinstance(found, EmulatedKernel) else found
-    monkeypatch.setattr(module, kernel, EmulatedKernel(found, ahead))
+    monkeypatch.setattr(module, kernel, EmulatedKernel(found, ahead, ragged))
 
 
-def _argument(value: object) -> object:
+def _argument(value: object, is_ragged: bool) -> object:
+    if isinstance(value, tuple):
+        return tuple(_argument(each, is_ragged) for each in value)
     if isinstance(value, torch.Tensor):
         span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
         value = Pointer(value.as_strided((span if value.numel() else 0,), (1,)))
     elif isinstance(value, TensorDescriptor):
         value = SimpleNamespace(dtype=value.base.dtype, box=list(value.block_shape),
+                                is_ragged=is_ragged, layout=value.layout,
                                 tensor=value.base.as_strided(tuple(value.shape), tuple(value.strides)))  # fmt: skip
     return value
 
@@ -308,9 +332,9 @@ class _Program:
     """One program: its number, its baton, and its kernels' functions with another language in their globals."""
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...], num_warps: int) -> None:
-        self.baton, self.products, self.copies = Baton(), Products(), CopyGroups()
-        self.copy = _copy
+        self.baton, self.products, self.copies, self.boxes = Baton(), Products(), CopyGroups(), StoredBoxes()
         self.functions: dict[JITFunction, FunctionType] = {}
+        self.barriers: list[Barrier] = []
         plain = {each.name: torch_dtype for each, torch_dtype in DTYPES.items()}
         names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
         dtypes = {name: plain[names.get(name, name)] for name in ("bfloat16", "float16", "float32", *_INTEGERS)}
@@ -334,15 +358,23 @@ class _Program:
             warp_specialize=self._specialise,
         )  # fmt: skip
 
-    def _allocate(self, dtype: object, shape: list[int], layout: object) -> Shared | BarrierRow:
+    def _allocate(self, dtype: object, shape: list[int], layout: object) -> Shared | BarrierRow | Barrier:
         if isinstance(layout, mbarrier.MBarrierLayout):
-            return BarrierRow(shape[0], self.baton)
+            row = BarrierRow(shape[0] if len(shape) > 1 else 1, self.baton)
+            self.barriers += row.barriers
+            return row if len(shape) > 1 else row.index(0)
         dtype = torch_dtype_of(dtype)
         memory = torch.full((int(np.prod(shape)) * dtype.itemsize,), 0xAA, dtype=torch.uint8)
-        return Shared(memory, dtype, shape, layout)
+        return Shared(memory, dtype, shape, layout, self.boxes)
 
     def _specialise(self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
         self.baton.run([partial(function, *arguments) for function, arguments in functions])
+
+    def finish(self) -> None:
+        """The program has ended, and with it the life of its shared memory."""
+        under_way = sum(len(barrier.copies) for barrier in self.barriers)
+        assert under_way == 0, f"a program ends while {under_way} copies to its shared memory are under way"
+        self.boxes.finish()
 
     def emulated(self, function: JITFunction) -> FunctionType:
         """The Python function behind a kernel's function, with this program's language in its globals."""
@@ -352,16 +384,21 @@ class _Program:
         scope = dict(python.__globals__, range=_range)
         emulated = FunctionType(python.__code__, scope, python.__name__, python.__defaults__, python.__closure__)
         self.functions[function] = emulated
-        products = self.products
+        products, boxes = self.products, self.boxes
         replaced = {
-            fence_async_shared: lambda: None, block_barrier: lambda: None, mma_v2: _mma, warpgroup_mma: products.start,
+            fence_async_shared: boxes.fence, block_barrier: lambda: None, mma_v2: _mma, warpgroup_mma: products.start,
             warpgroup_mma_wait: products.wait,
             mbarrier: SimpleNamespace(
                 MBarrierLayout=mbarrier.MBarrierLayout, init=_init, expect=_expect,
-                arrive=lambda barrier, count: barrier.arrive(count),
+                arrive=lambda barrier, count=1, pred=True: barrier.arrive(count) if pred else None,
                 wait=lambda barrier, phase: barrier.wait(int(phase)),
             ),
-            tma: SimpleNamespace(async_copy_global_to_shared=self.copy),
+            tma: SimpleNamespace(
+                async_copy_global_to_shared=_copy, store_wait=boxes.wait,
+                async_copy_shared_to_global=lambda descriptor, place, source: boxes.copy(
+                    _box(descriptor, place, source.shape), source
+                ),
+            ),
             async_copy: SimpleNamespace(
                 async_copy_global_to_shared=self.copies.copy, commit_group=self.copies.commit,
                 wait_group=self.copies.wait,

@@ -105,6 +105,8 @@ class Baton:
         self.errors: list[BaseException] = []
         self.running = 1
         self.waits: dict[int, tuple[Callable[[], bool], str]] = {}
+        self.when_stuck: Callable[[], None] | None = None
+        """Called once, when all threads wait for what has not come: for what comes from outside the program."""
 
     def yield_until(self, is_over: Callable[[], bool], what: str) -> None:
         with self.condition:
@@ -116,15 +118,23 @@ class Baton:
             self.condition.notify_all()
             while not is_over():
                 self._check_progress()
-                self.condition.wait()
+                if not is_over():
+                    self.condition.wait()
             del self.waits[me]
             self.condition.notify_all()
 
     def _check_progress(self) -> None:
         if self.errors:
             raise RuntimeError("another warp failed")
-        if len(self.waits) == self.running and not any(is_over() for is_over, _ in self.waits.values()):
+        if self._is_stuck() and self.when_stuck is not None:
+            when_stuck, self.when_stuck = self.when_stuck, None
+            when_stuck()
+            self.condition.notify_all()
+        if self._is_stuck():
             raise RuntimeError(f"all warps wait: {', '.join(what for _, what in self.waits.values())}")
+
+    def _is_stuck(self) -> bool:
+        return len(self.waits) == self.running and not any(is_over() for is_over, _ in self.waits.values())
 
     def run(self, functions: list[Callable[[], None]]) -> None:
         """Run all to their end, taking turns only where they wait."""
@@ -148,6 +158,74 @@ class Baton:
             self.condition.notify_all()
 
 
+@dataclass(frozen=True)
+class StoredBox:
+    """A copy that `thread` asked for, of shared memory into `part` of a tensor: as much of the box as lies in it."""
+
+    thread: int
+    source: Shared
+    part: torch.Tensor
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`part`, and what it will hold."""
+        return self.part, self.source.load(None)[tuple(map(slice, self.part.shape))]
+
+
+class StoredBoxes:
+    """A program's copies from shared memory to tensors, oldest first.
+
+    A copy reads shared memory when its thread waits for it, and the tensor has it when the program has ended: the wait
+    is for what is read. It does not see what a thread wrote to shared memory and put no fence behind.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[StoredBox] = []
+        self.read: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.unfenced: dict[int, list[range]] = {}
+
+    def refuse_writing(self, memory: torch.Tensor) -> None:
+        """Nothing is written to what a copy may still read."""
+        is_read = any(_overlap(_addresses(memory), _addresses(box.source.memory)) for box in self.asked)
+        assert not is_read, "shared memory is written before its copy to a tensor was waited for"
+
+    def write(self, memory: torch.Tensor) -> None:
+        """A thread writes there by itself."""
+        self.refuse_writing(memory)
+        self.unfenced.setdefault(threading.get_ident(), []).append(_addresses(memory))
+
+    def fence(self) -> None:
+        """What this thread wrote is there for copies."""
+        self.unfenced.pop(threading.get_ident(), None)
+
+    def copy(self, part: torch.Tensor, source: Shared) -> None:
+        """Ask for a copy to `part` of a tensor."""
+        addresses = _addresses(source.memory)
+        is_unfenced = any(_overlap(addresses, each) for written in self.unfenced.values() for each in written)
+        assert not is_unfenced, "shared memory is copied to a tensor with no fence behind what was written"
+        self.asked.append(StoredBox(threading.get_ident(), source, part))
+
+    def wait(self, pendings: int) -> None:
+        """All but the newest `pendings` of this thread's copies have been read."""
+        own = [box for box in self.asked if box.thread == threading.get_ident()]
+        for box in own[: max(len(own) - pendings, 0)]:
+            self.read.append(box.read())
+            self.asked.remove(box)
+
+    def finish(self) -> None:
+        """The program has ended, and what it copied is there."""
+        assert not self.asked, "a program ends before its copies to a tensor were waited for"
+        for part, content in self.read:
+            part.copy_(content)
+
+
+def _addresses(memory: torch.Tensor) -> range:
+    return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+
+
+def _overlap(left: range, right: range) -> bool:
+    return left.start < right.stop and right.start < left.stop
+
+
 class Shared:
     """A view of shared memory: `tiles` tensors of [rows, columns] one behind another.
 
@@ -155,9 +233,12 @@ class Shared:
     it depends on addresses alone and views of one memory must agree on it.
     """
 
-    def __init__(self, memory: torch.Tensor, dtype: torch.dtype, shape: list[int], layout: object) -> None:
+    def __init__(
+        self, memory: torch.Tensor, dtype: torch.dtype, shape: list[int], layout: object, boxes: StoredBoxes
+    ) -> None:
         self.memory, self.torch_dtype, self.shape, self.layout = memory, dtype, list(shape), layout
         self.dtype = ElementType(dtype)
+        self.boxes = boxes
         self.turned = False
 
     @property
@@ -178,16 +259,16 @@ class Shared:
     def index(self, index: torch.Tensor | int) -> Shared:
         size = self.memory.numel() // self.shape[0]
         assert 0 <= int(index) < self.shape[0], f"index {int(index)} of {self.shape[0]}"
-        return Shared(self.memory[int(index) * size : (int(index) + 1) * size], self.torch_dtype, self.shape[1:],
-                      self.layout)  # fmt: skip
+        part = self.memory[int(index) * size : (int(index) + 1) * size]
+        return Shared(part, self.torch_dtype, self.shape[1:], self.layout, self.boxes)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Slice:
         assert dim == 0 and start >= 0 and start + length <= self.shape[0]
-        return Slice(self.elements()[start : start + length], [length, *self.shape[1:]])
+        return Slice(self, self.elements()[start : start + length], [length, *self.shape[1:]])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         assert tuple(order) in ((1, 0), (0, 2, 1))
-        view = Shared(self.memory, self.torch_dtype, self.shape, self.layout)
+        view = Shared(self.memory, self.torch_dtype, self.shape, self.layout, self.boxes)
         view.turned = not self.turned
         return view
 
@@ -196,6 +277,7 @@ class Shared:
         return loaded.mT if self.turned else loaded
 
     def store(self, value: torch.Tensor) -> None:
+        self.boxes.write(self.memory)
         elements = self.elements()
         elements.copy_(value.to(self.torch_dtype).reshape(elements.shape))
 
@@ -203,7 +285,7 @@ class Shared:
         swizzles = [getattr(each, "swizzle_byte_width", None) for each in (self.layout, layout)]
         if swizzles[0] != swizzles[1]:
             self.memory.fill_(0xAA)  # what it holds cannot be read through another swizzle
-        view = Shared(self.memory, torch_dtype_of(dtype), shape, layout)
+        view = Shared(self.memory, torch_dtype_of(dtype), shape, layout, self.boxes)
         assert np.prod(shape) * view.torch_dtype.itemsize == self.memory.numel()
         return view
 
@@ -211,13 +293,14 @@ class Shared:
 class Slice:
     """Some of the rows of a tile in shared memory."""
 
-    def __init__(self, elements: torch.Tensor, shape: list[int]) -> None:
-        self.elements, self.shape = elements, shape
+    def __init__(self, tile: Shared, elements: torch.Tensor, shape: list[int]) -> None:
+        self.tile, self.elements, self.shape = tile, elements, shape
 
     def load(self, layout: object) -> torch.Tensor:
         return self.elements.clone().reshape(self.shape)
 
     def store(self, value: torch.Tensor) -> None:
+        self.tile.boxes.write(self.tile.memory)
         self.elements.copy_(value.to(self.elements.dtype).reshape(self.elements.shape))
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -113,7 +114,8 @@ ahead = compile_ahead.KernelsAhead(compiler)
 ahead.begin_early(needed[:1])
 left = ahead.jobs_left(needed)
 ahead.finish()
-behind = compile_ahead.KernelsBehind(compiler, left, lambda: print("ended"))
+failed = []
+behind = compile_ahead.KernelsBehind(compiler, left, failed.append)
 try:
     with compile_ahead.from_disk_only():
         for kernel in needed:
@@ -125,27 +127,37 @@ assert not behind.ready()
 behind._thread.join()
 assert behind.ready() and not compiler.started
 names = [(job.name, job.with_launcher) for job in left]
-print(json.dumps([names, loaded, before, list(map(is_on_disk, needed))]))
+print(json.dumps([names, loaded, before, list(map(is_on_disk, needed)), failed]))
 """
-    names, loaded, before, after = json.loads(run_script(["-c", SCRIPT + end]))
+    names, loaded, before, after, failed = json.loads(run_script(["-c", SCRIPT + end]))
     assert names == [["_rms_norm_kernel", False], ["_silu_mul_kernel", True]], "launchers are built once"
     assert loaded == 0, "what was found before one that is missing is not kept"
-    assert before == [True, False, False] and after == [True, True, True]
+    assert before == [True, False, False] and after == [True, True, True] and failed == [[]]
 
 
-@pytest.mark.parametrize("answers", [[], [3], [3, 4]])
-def test_only_what_was_compiled_to_its_end_is_said_to_be_there(answers):
-    """A lost process ends the wait too: what is missing is then compiled where it is needed."""
+JOBS = [job("first"), job("second")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "failed"),
+    [
+        ([], None), ([(3, True)], None), ([(3, False)], None),
+        ([(3, True), (4, True)], []), ([(4, False), (3, True)], JOBS[1:]), ([(4, False), (3, False)], JOBS),
+    ],
+)  # fmt: skip
+def test_only_what_was_compiled_is_said_to_be_there(answers, failed):
+    """A lost process ends the wait too: what is missing is then compiled where it is needed. What had failed, as where
+    there was no memory for it, counted as compiled, and no later start tried again."""
     events = []
     compiler = SimpleNamespace(
         order=lambda jobs, is_awaited: events.append((len(jobs), is_awaited)), finished=lambda: iter(answers),
         close=lambda: events.append("close"),
     )  # fmt: skip
-    behind = compile_ahead.KernelsBehind(compiler, [job(), job()], lambda: events.append("ended"))
+    behind = compile_ahead.KernelsBehind(compiler, JOBS, events.append)
     assert events == [], "nothing is begun without being asked for"
     behind.begin()
     behind._thread.join()
-    assert behind.ready() and events == [(2, False), *["ended"] * (len(answers) == 2), "close"]
+    assert behind.ready() and events == [(2, False), *([] if failed is None else [failed]), "close"]
 
 
 def test_nothing_left_needs_no_process():
@@ -160,10 +172,26 @@ def test_a_kernel_has_one_name_on_disk_whatever_was_hashed_before_it(run_script)
     assert found["count"] > 50 and found["differ"] == []
 
 
-def test_the_process_answers_for_what_it_cannot_compile(run_script):
-    order = [(0, compile_process.asdict(job())), (1, compile_process.asdict(job("no_such_kernel")))]
+@pytest.mark.parametrize("wrong", [{"name": "no_such_kernel"}, {"module": "kernels.none"}, {"specialization": "{}"}])
+def test_the_process_says_what_it_cannot_compile(run_script, wrong):
+    order = [(7, compile_process.asdict(replace(job(), **wrong)))]
     line = run_script(["-m", "kernels.compile_process", "1", ""], json.dumps([True, order]) + "\n")
-    assert line == "1", "of the last job"
+    assert line == "7 0"
+
+
+@pytest.mark.parametrize(("end", "is_compiled"), [("os._exit(0)", True), ("os.kill(os.getpid(), 9)", False)])
+def test_a_compilation_that_is_killed_is_none(end, is_compiled):
+    """As by the system, where there is too little memory."""
+    code = f"""
+import os
+from kernels import compile_process as process
+process._compile = lambda job: {end}
+print(list(process._compile_all([None] * 3, width=2, parent=os.getppid())))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert sorted(json.loads(done.stdout.replace("(", "[").replace(")", "]").lower())) == [
+        [number, is_compiled] for number in range(3)
+    ]
 
 
 def test_modules_that_need_a_newer_triton_are_left_out(monkeypatch):
@@ -225,7 +253,7 @@ def test_an_order_that_is_lost_ends_the_answers(end):
 import os, signal
 from kernels import compile_process as process
 def lost(jobs, width, parent):
-    yield 0
+    yield 0, True
     {end}
 process._import_kernels, process._compile_all = lambda: None, lost
 process.main()
@@ -236,13 +264,19 @@ process.main()
         order = [(number, compile_process.asdict(job())) for number in range(2)]
         process.stdin.write(json.dumps([True, order]) + "\n")
         process.stdin.flush()
-        assert process.stdout.read() == "0\n"
+        assert process.stdout.read() == "0 1\n"
         assert process.wait() == 1
 
 
 @pytest.mark.parametrize(
     ("program", "answered"),
-    [("read jobs; echo 1", [1]), ("read jobs; exit 1", []), ("exec 0<&-; echo 0", [0]), (None, [])],
+    [
+        ("read jobs; echo 1 1", [(1, True)]),
+        ("read jobs; echo 1 0", [(1, False)]),
+        ("read jobs; exit 1", []),
+        ("exec 0<&-; echo 0 1", [(0, True)]),
+        (None, []),
+    ],
 )
 def test_a_lost_process_leaves_its_kernels_to_their_first_use(program, answered, tmp_path, monkeypatch, caplog):
     """It dies between two kernels or at one, does not read, or cannot be started: the caller does the rest."""

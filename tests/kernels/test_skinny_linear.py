@@ -9,7 +9,7 @@ import torch
 
 from kernels import skinny_linear_hopper, skinny_linear_warps, tuning
 from kernels.launch import prefetch_share
-from kernels.linear_workspace import Workspace
+from kernels.linear_workspace import Workspace, plan_key
 from kernels.skinny_linear import (
     bytes_moved,
     linear_parts,
@@ -211,6 +211,20 @@ def test_parts_add_up_to_float32(rows, outputs, inputs, plan, dtype):
     want = skinny_linear_reference(x, weight)
     assert_as_exact(parts.float().sum(0).to(dtype), want, steps=2 if plan == LIBRARY else 1)
     assert_as_exact(linear_parts(x, weight, workspace).float().sum(0).to(dtype), want, steps=2)
+
+
+def test_the_plans_of_a_product_and_of_its_parts_are_kept_apart_under_keys_of_one_kind():
+    """Parts had keys of their own making beside those of `plan_key`."""
+    x, weight, out, _, _, _ = make_case(2, 40, 64, torch.float32, "plain")
+    workspace, plan = workspace_for(torch.float32), PARTS_PLANS[0]
+    key = plan_key(2, 40, 64)
+    skinny_linear(x, weight, out, workspace)
+    assert list(workspace.plans) == [key]
+    workspace.plans[plan_key(2, 40, 64, in_parts=True)] = plan
+    assert linear_parts(x, weight, workspace).shape == (plan.split_k, 2, 40), "by the plan that is kept for parts"
+    workspace.plans.clear()
+    linear_parts(x, weight, workspace)
+    assert list(workspace.plans) == [plan_key(2, 40, 64, in_parts=True)] != [key]
 
 
 def test_parts_that_do_not_fit_are_refused():

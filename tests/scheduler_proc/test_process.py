@@ -83,11 +83,17 @@ class Harness:
         self.worker = SimulatedWorker(block_size=4, block_count=block_count)
         ready = WorkerReady(
             protocol_version=PROTOCOL_VERSION, rank=0, max_model_len=200, block_size=4, block_count=block_count,
-            host_block_count=0, block_bytes=1, vocab_size=997, device_name="cpu",
+            host_block_count=0, block_bytes=1, vocab_size=997, device_name="cpu", unprepared_count=2,
         )  # fmt: skip
         self.results.send(ready.to_wire())
-        message = self.receive_out()
-        assert isinstance(message, EngineReady)
+        return self.announcement()
+
+    def announcement(self) -> EngineReady:
+        """What a frontend hears first: figures that are right already, and what it may begin with."""
+        stats, message = self.receive_out(), self.receive_out()
+        assert isinstance(stats, EngineStats) and isinstance(message, EngineReady)
+        assert stats.total_block_count == message.block_count
+        assert (stats.running_count, stats.waiting_count, stats.unprepared_count) == (0, 0, 2)
         return message
 
     def receive_out(self) -> ForFrontend:
@@ -283,7 +289,7 @@ def test_a_frontend_that_was_started_again_finds_an_engine_without_requests(harn
     harness.outputs = bind_pull(harness.context, harness.config.endpoint("outputs", 1))
     harness.requests = connect_push(harness.context, harness.config.endpoint("requests", 1))
     harness.order(NewSession("frontend", "frontend was killed", 1))
-    assert harness.receive_out() == ready
+    assert harness.announcement() == ready
     message = simple_request(0, range(5, 30), max_tokens=10)
     harness.requests.send(message.to_wire())
     harness.tokens.clear()

@@ -86,7 +86,7 @@ def test_the_gpu_is_woken_as_far_as_there_is_one(failing, called, monkeypatch):
     assert calls == called
 
 
-@pytest.mark.parametrize("use", ["", "; kernels_on_disk.note_kernels(EngineConfig())"])
+@pytest.mark.parametrize("use", ["", "; kernels_on_disk.note_kernels(EngineConfig(), 'a card')"])
 def test_torch_is_not_imported_before_that(use, tmp_path):
     """Nor by the look for a note in Triton's folder."""
     code = "import sys, worker_proc.main, common.child; from worker_proc import kernels_on_disk"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.messages import StepResult, decode_from_worker
+from common.messages import StepResult, Stop, Unprepared, decode_from_worker
 from worker_proc.reporter import STEP_TIMEOUT_S, InlineReporter, ThreadReporter
 from worker_proc.worker import QUIET_MS, Worker
 
@@ -111,6 +111,49 @@ def test_the_worker_looks_at_the_device_while_it_waits_for_plans():
     worker._link, worker._plans = SimpleNamespace(wake_fd=-1), None
     with pytest.raises(RuntimeError, match=f"quiet for {QUIET_MS} ms"):
         worker._next_plan(None, object.__new__(Broken))
+
+
+@pytest.mark.parametrize("make", [InlineReporter, lambda send: ThreadReporter(send, pytest.fail)])
+def test_the_scheduler_hears_each_number_of_unprepared_sizes_once_behind_the_steps_before(make):
+    """Steps ask for sizes of their own, pauses prepare some, and an error ends that: the number goes up and down."""
+    sent: list[bytes] = []
+    reporter, worker = make(sent.append), object.__new__(Worker)
+    worker._unprepared_count = 5
+    for step_id, count in enumerate((5, 6, 6, 4, 0), 1):
+        reporter.report(Step(step_id))
+        worker._tell_unprepared(SimpleNamespace(unprepared_count=count), reporter)
+    worker._tell_unprepared(SimpleNamespace(unprepared_count=0), reporter)
+    if isinstance(reporter, ThreadReporter):
+        reporter.close()
+    assert reporter.is_idle
+    heard = [decode_from_worker(data) for data in sent]
+    told = [message if isinstance(message, Unprepared) else message.step_id for message in heard]
+    assert told == [1, 2, Unprepared(6), 3, 4, Unprepared(4), 5, Unprepared(0)]
+
+
+def test_a_pause_prepares_and_says_so_until_nothing_is_left():
+    """The loop waits without a limit only once it has said that."""
+    left, waits_ms, sent = [3], [], []
+
+    def prepare_next() -> bool:
+        left[0] -= 1
+        return left[0] > 0
+
+    def poll(poller, timeout_ms):
+        waits_ms.append(timeout_ms)
+        return [] if timeout_ms is not None else [(-1, 1)]
+
+    class Runner:
+        unprepared_count = property(lambda _: left[0])
+
+    runner, worker = Runner(), object.__new__(Worker)
+    runner.prepare_next = prepare_next
+    worker._unprepared_count, worker._plans, worker._poller = 3, None, None
+    worker._busy = SimpleNamespace(poll=poll, note=lambda: None)
+    worker._link, worker._traces = SimpleNamespace(wake_fd=-1, take_orders=lambda: [Stop(0)]), None
+    assert worker._next_plan(runner, InlineReporter(sent.append)) is None
+    assert waits_ms == [QUIET_MS] * 3 + [None]
+    assert [decode_from_worker(data) for data in sent] == [Unprepared(2), Unprepared(1), Unprepared(0)]
 
 
 def test_a_result_carries_what_the_report_before_it_took():

@@ -10,8 +10,7 @@ import torch
 from kernels import decode_attention as decode
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
-from kernels.launch import shared_memory_bytes
-from worker_proc.cuda.fused_forward import multiprocessor_count
+from kernels.launch import multiprocessor_count, shared_memory_bytes
 from worker_proc.forward_context import ForwardContext
 
 

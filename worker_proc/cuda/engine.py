@@ -23,6 +23,7 @@ from kernels.compile_ahead import (
     name_alike,
 )
 from kernels.compile_process import CompileProcess, Job
+from kernels.launch import shared_memory_bytes
 from kernels.step_layout import PlanLayout
 from worker_proc.cuda.buckets import (
     DECODE,
@@ -135,16 +136,18 @@ class CudaStart:
 
     def _kernels_behind(self) -> KernelsBehind:
         """Have all kernels that the start needs; returns the others."""
-        config = self._config
-        left = (kernels_left(config) or []) if self._is_on_disk else self._compile_the_rest()
-        return KernelsBehind(self._compiler, left, lambda: note_kernels(config))
+        config, card = self._config, card_of(self._slots.device)
+        left = kernels_left(config, card) if self._is_on_disk else None
+        if left is None:
+            left = self._compile_the_rest(card)
+        return KernelsBehind(self._compiler, left, lambda failed: note_kernels(config, card, failed))
 
-    def _compile_the_rest(self) -> list[Job]:
-        """Wait for what has been ordered, and list meanwhile what else has to be compiled."""
+    def _compile_the_rest(self, card: str) -> list[Job]:
+        """Wait for what has been ordered, if anything has, and list meanwhile what else has to be compiled."""
         with torch.inference_mode():
             left = self._kernels.jobs_left(self._trial.needed_kernels(compiled_buckets))
         self._kernels.finish()
-        note_kernels(self._config, left)
+        note_kernels(self._config, card, left)
         return left
 
 
@@ -196,6 +199,15 @@ class Trial:
     def _program(self, *, eager: bool) -> StepProgram:
         arguments = (self._forward, self._cache, self._slots, self._plan, self._layout)
         return StepProgram(*arguments, **self._options, eager=eager)
+
+
+def card_of(device: torch.device) -> str:
+    """All that kernels and their plans depend on of a card."""
+    if device.type != "cuda":
+        return device.type
+    card = torch.cuda.get_device_properties(device)
+    parts = (card.name, card.major, card.minor, card.multi_processor_count, shared_memory_bytes(device))
+    return " ".join(map(str, parts))
 
 
 def prepare_thread() -> None:

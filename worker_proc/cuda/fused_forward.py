@@ -32,7 +32,8 @@ from kernels import fused_decode_attention as fused
 from kernels import prefill_attention as prefill
 from kernels import prefill_plans
 from kernels.embedding import embedding
-from kernels.launch import capability_major, shared_memory_bytes
+from kernels.gemm import HeadStore, heads_plan, project_heads
+from kernels.launch import capability_major, multiprocessor_count, shared_memory_bytes
 from kernels.linear_workspace import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
@@ -70,11 +71,6 @@ def unsupported_reason(model: LlamaForCausalLM) -> str | None:
     if config.head_dim not in HEAD_DIMS:
         return f"head_dim {config.head_dim} is not one of {HEAD_DIMS}"
     return None
-
-
-def multiprocessor_count(device: torch.device) -> int:
-    """Of a GPU; a few for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 class FusedForward:
@@ -164,6 +160,16 @@ class FusedForward:
     ) -> None:  # fmt: skip
         attention, norm = layer.self_attn, layer.input_layernorm
         tokens = hidden.shape[0]
+        store = self._head_store(index, bucket, inputs, cache)
+        if store is not None:
+            normed = self._workspace.rows("normed", tokens, hidden.shape[1])
+            rms_norm(hidden, norm.weight, norm.eps, normed)
+            query, attended = self._query[:tokens], self._attended[:tokens]
+            project_heads(normed, attention.qkv_proj.weight, query, store)
+            plan = self._chunk_plan(index, bucket, cache)
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, None)
+            self._output_product(layer, attended, hidden)
+            return
         qkv = self._qkv[:tokens]
         if attention.qkv_proj.bias is None:
             skinny_linear(
@@ -174,31 +180,47 @@ class FusedForward:
             normed = self._workspace.rows("normed", tokens, hidden.shape[1])
             rms_norm(hidden, norm.weight, norm.eps, normed)
             torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
-        if self._leaves_attention(bucket, attention, cache):
-            left = self._attend_few(index, qkv, bucket, inputs, cache, slots, leave=True)
+        few = self._few_rows_plan(bucket, attention, cache)
+        if few is not None and self._leaves_attention(few, bucket, attention):
+            left = self._attend_few(few, index, qkv, bucket, inputs, cache, slots, leave=True)
             assert left is not None
             linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
             return
-        attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts)
+        attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts)
+        self._output_product(layer, attended, hidden)
+
+    def _output_product(self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor) -> None:
+        tokens = hidden.shape[0]
         skinny_linear(
-            attended.view(tokens, -1), attention.o_proj.weight, hidden, self._workspace, residual=hidden,
+            attended.view(tokens, -1), layer.self_attn.o_proj.weight, hidden, self._workspace, residual=hidden,
             upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
         )  # fmt: skip
 
+    def _head_store(self, index: int, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> HeadStore | None:
+        """Where the q/k/v product of many tokens puts its heads itself; None if another kernel does it."""
+        attention = self.model.model.layers[index].self_attn
+        if attention.qkv_proj.bias is not None or cache.key_scales[index] is not None:
+            return None
+        new = NewTokens(self._rope_table, **head_norms(attention))
+        store = HeadStore(
+            cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions, new
+        )
+        shape = (bucket.tokens, self.config.head_count)
+        return store if heads_plan(attention.qkv_proj.weight, *shape, store) is not None else None
+
     def _store_and_attend(
-        self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
-        counts: torch.Tensor,
+        self, few: fused.FusedDecodePlan | None, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs,
+        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts."""
+        """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts. `few`: the plan
+        for few decode rows, where there is one."""
         attention = self.model.model.layers[index].self_attn
         query, attended = self._query[: bucket.tokens], self._attended[: bucket.tokens]
-        if self._is_fused(bucket, attention):
-            self._attend_few(index, qkv, bucket, inputs, cache, slots)
+        if few is not None:
+            self._attend_few(few, index, qkv, bucket, inputs, cache, slots)
             return attended
         new = NewTokens(self._rope_table, **head_norms(attention))
-        window, quantised = attention.sliding_window or 0, cache.key_scales[index] is not None
-        has_chunks = bucket.kind != DECODE
-        plan = self._prefill_plan(bucket, cache.block_size, window, quantised) if has_chunks else None
+        plan = self._chunk_plan(index, bucket, cache)
         reads_fresh = plan is not None and plan.fresh
         qk_norm_rope_store(
             qkv, query, cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions,
@@ -209,29 +231,33 @@ class FusedForward:
         self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
         return attended
 
+    def _chunk_plan(self, index: int, bucket: Bucket, cache: KVCache) -> prefill_plans.PrefillPlan | None:
+        """The plan of a layer's attention for the bucket's chunks; None without chunks."""
+        if bucket.kind == DECODE:
+            return None
+        window = self.model.model.layers[index].self_attn.sliding_window or 0
+        return self._prefill_plan(bucket, cache.block_size, window, cache.key_scales[index] is not None)
+
     def _attend_few(
-        self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
-        leave: bool = False,
+        self, plan: fused.FusedDecodePlan, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs,
+        cache: KVCache, slots: DeviceSlots, leave: bool = False,
     ) -> fused.AttentionParts | None:  # fmt: skip
         """The same of a few decode rows in one launch; with `leave` the parts in which one row's attention is left."""
         attention, key_cache = self.model.model.layers[index].self_attn, cache.key_caches[index]
         following = min(index + 1, len(cache.key_caches) - 1)
         return fused.fused_decode_attention(
             self._attended[: bucket.rows], qkv, key_cache, cache.value_caches[index], slots.block_tables,
-            inputs.row_slots, inputs.context_lengths, self._partials, self._decode_counters,
-            self._fused_plan(bucket.rows, self._takes_warps(bucket.rows, key_cache)),
+            inputs.row_slots, inputs.context_lengths, self._partials, self._decode_counters, plan,
             NewTokens(self._rope_table, **head_norms(attention)), scale=attention.scale,
             key_scales=cache.key_scales[index], value_scales=cache.value_scales[index],
             next_caches=(cache.key_caches[following], cache.value_caches[following]), leave=leave,
         )  # fmt: skip
 
-    def _leaves_attention(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> bool:
+    def _leaves_attention(self, plan: fused.FusedDecodePlan, bucket: Bucket, attention: LlamaAttention) -> bool:
         """Whether a row's attention stays in parts, which the output product merges as it reads them."""
-        if bucket.rows != 1 or not self._is_fused(bucket, attention):
-            return False
-        plan = self._fused_plan(1, self._takes_warps(1, cache.key_caches[0]))
         heads = (self.config.head_count, self.config.head_dim)
-        return plan.leaves_parts and merges_parts(self._workspace, attention.o_proj.weight, *heads)
+        is_left = bucket.rows == 1 and plan.leaves_parts
+        return is_left and merges_parts(self._workspace, attention.o_proj.weight, *heads)
 
     def _own_keys_and_values(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The step's own, as prefill attention takes them: views [token, kv_head, head_dim] of the product's rows."""
@@ -264,12 +290,13 @@ class FusedForward:
         for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
             attention, norm, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
             ahead = self._ahead(attention.o_proj.weight, tokens)
-            if self._is_fused(bucket, attention):
+            few = self._few_rows_plan(bucket, attention, cache)
+            if few is not None:
                 qkv = self._qkv[:tokens]
                 skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace, upcoming=ahead)
             else:
                 qkv = linear_parts(normed, attention.qkv_proj.weight, workspace, ahead)
-            attended = self._store_and_attend(index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
+            attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
             ahead = self._ahead(mlp.gate_up_proj.weight, tokens)
             parts = linear_parts(attended, attention.o_proj.weight, workspace, ahead)
             rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
@@ -361,6 +388,12 @@ class FusedForward:
             return False
         group = self.config.head_count // self.config.kv_head_count
         return fused.supports(self.config.head_dim, group, self._rope_table.shape[1], attention.sliding_window or 0)
+
+    def _few_rows_plan(self, bucket: Bucket, attention: LlamaAttention, cache: KVCache) -> fused.FusedDecodePlan | None:
+        """Of that kernel; None where it does not do it."""
+        if not self._is_fused(bucket, attention):
+            return None
+        return self._fused_plan(bucket.rows, self._takes_warps(bucket.rows, cache.key_caches[0]))
 
     def _takes_warps(self, rows: int, cache: torch.Tensor) -> bool:
         config, dtype = self.config, self._qkv.dtype

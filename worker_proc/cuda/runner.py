@@ -112,6 +112,11 @@ class CudaRunner:
         for _ in first_buckets(self._limits.max_num_seqs, self._limits.max_num_batched_tokens):
             self._prepare_first()
 
+    @property
+    def unprepared_count(self) -> int:
+        """Buckets that `prepare_next` has yet to capture."""
+        return len(self._unprepared)
+
     def prepare_next(self) -> bool:
         """Capture the next bucket of start-up, or one that steps have come for since, on an empty plan: nothing is
         computed or stored. Takes 20 to 30 ms, on a slow host up to 0.1 s.

@@ -66,7 +66,7 @@ def test_the_schedulers_figures(api):
     first = EngineStats(
         running_count=3, waiting_count=2, swapped_count=1, total_block_count=10, free_block_count=4,
         cached_block_count=1, prompt_tokens=90, output_tokens=7, preemptions=5, prefix_query_tokens=80,
-        prefix_hit_tokens=40, evictions=6, steps=2, decode_tokens=4, chunk_tokens=96,
+        prefix_hit_tokens=40, evictions=6, steps=2, decode_tokens=4, chunk_tokens=96, unprepared_count=131,
         parts_us=array("i", [10, 20, 30, 400_000, 50, 60]), step_sizes=array("i", [0, 0, 1, 0, 0, 0, 0, 1]),
     )  # fmt: skip
     api.engine.core.handle(first)
@@ -76,6 +76,7 @@ def test_the_schedulers_figures(api):
         "prompt_tokens_total": 90, "generation_tokens_total": 7, "num_preemptions_total": 5,
         "prefix_cache_queries_total": 80, "prefix_cache_hits_total": 40, "prefix_cache_evictions_total": 6,
         "engine_steps_total": 2, "iteration_tokens_total_count": 2, "iteration_tokens_total_sum": 100,
+        "num_step_sizes_unprepared": 131,
         'step_time_seconds_total part="forward"': 0.8,
     }  # fmt: skip
     assert {name: values.get(name) for name in expected} == expected

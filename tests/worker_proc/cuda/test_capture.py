@@ -230,10 +230,10 @@ def test_nothing_is_captured_before_its_kernels_are_compiled(monkeypatch):
     runner._behind = SimpleNamespace(ready=lambda: bool(kernels))
     monkeypatch.setattr(program, "prepare", prepared.append)
     assert [chosen(runner, 1, 100) for _ in range(3)] == [largest] * 3
-    assert runner.prepare_next() and runner.prepare_next() and prepared == []
+    assert runner.prepare_next() and runner.prepare_next() and prepared == [] and runner.unprepared_count == 1
     kernels.append("compiled")
     assert chosen(runner, 1, 100) == Bucket(CHUNK, 1, 128)
-    assert not runner.prepare_next() and prepared == [Bucket(CHUNK, 1, 128)]
+    assert not runner.prepare_next() and prepared == [Bucket(CHUNK, 1, 128)] and runner.unprepared_count == 0
 
 
 class BrokenRehearsal:

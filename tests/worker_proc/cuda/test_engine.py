@@ -1,10 +1,13 @@
 """How the GPU worker is put together: sizes and refusals, on a pretended card; models that fall back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from common.config import CacheOptions, EngineConfig, SchedulerOptions, StepLimits
 from kernels.compile_process import CompileProcess
+from kernels.launch import shared_memory_bytes
 from worker_proc.cuda import engine
 from worker_proc.cuda.buckets import first_buckets, start_buckets
 from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
@@ -64,9 +67,10 @@ def test_what_start_up_leaves_is_prepared_one_by_one(start, monkeypatch):
     assert not runner.prepare_next() and len(prepared) == turns, "nothing is prepared twice"
 
 
-@pytest.mark.parametrize("is_on_disk", [True, False])
-def test_kernels_are_listed_and_compiled_only_if_one_is_not_on_disk(is_on_disk, start, monkeypatch):
-    """A note says that they are; it may be wrong, and then the process that compiles is started late."""
+@pytest.mark.parametrize(("is_on_disk", "noted"), [(True, []), (True, None), (False, []), (False, None)])
+def test_kernels_are_listed_and_compiled_only_if_one_is_not_on_disk(is_on_disk, noted, start, monkeypatch):
+    """A note says that they are; it may be wrong, and then the process that compiles is started late. Or it is one for
+    another card, and what else this one needs is listed."""
     events, load, needed_kernels = [], engine.Trial.load, engine.Trial.needed_kernels
 
     def list_kernels(trial, buckets):
@@ -77,13 +81,27 @@ def test_kernels_are_listed_and_compiled_only_if_one_is_not_on_disk(is_on_disk, 
     monkeypatch.setattr(engine.Trial, "needed_kernels", list_kernels)
     monkeypatch.setattr(CompileProcess, "start", lambda _: events.append("start"))
     monkeypatch.setattr(CompileProcess, "close", lambda _: events.append("close"))
-    monkeypatch.setattr(engine, "kernels_left", lambda _: None)
-    monkeypatch.setattr(engine, "note_kernels", lambda _, left: events.append("note"))
+    monkeypatch.setattr(engine, "kernels_left", lambda _, card: noted if card == "cpu" else pytest.fail(card))
+    monkeypatch.setattr(engine, "note_kernels", lambda _, card, left: events.append(f"note of {card}"))
     monkeypatch.setattr(PlainForward, "capturable", True)
     runner, _ = start(cache=CacheOptions(num_kv_blocks=40))
-    listed = ["start", "slowest_to_compile", "first_buckets", "compiled_buckets", "note"]
-    assert events == [*([] if is_on_disk else listed), "close"]
+    compiled = [] if is_on_disk else ["start", "slowest_to_compile", "first_buckets"]
+    listed = ["compiled_buckets", "note of cpu"] if not is_on_disk or noted is None else []
+    assert events == [*compiled, *listed, "close"]
     assert runner._behind.ready()
+
+
+CARD = {"name": "H200", "major": 9, "minor": 0, "multi_processor_count": 132, "shared_memory_per_block_optin": 232_448}
+
+
+@pytest.mark.parametrize("changed", CARD)
+def test_cards_are_one_if_all_that_plans_depend_on_is(changed, monkeypatch):
+    def named(card: dict) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**card))
+        monkeypatch.setattr(engine, "shared_memory_bytes", shared_memory_bytes.__wrapped__)
+        return engine.card_of(torch.device("cuda"))
+
+    assert named(CARD) == named(dict(CARD)) != named(CARD | {changed: 7})
 
 
 @pytest.mark.parametrize(

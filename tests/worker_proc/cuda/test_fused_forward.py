@@ -191,7 +191,7 @@ class OnePrompt:
             slots = SimpleNamespace(block_tables=table[None].int().to(device))
             counts = torch.tensor([1, 0], dtype=torch.int32, device=device)
             bucket = Bucket(CHUNK, 1, tokens)
-            output = self.forward._store_and_attend(0, rows, bucket, inputs, self.cache, slots, counts)
+            output = self.forward._store_and_attend(None, 0, rows, bucket, inputs, self.cache, slots, counts)
             found.append(output[: end - start].clone())
         return torch.cat(found), table
 

@@ -93,10 +93,15 @@ def test_one_rows_attention_is_merged_by_the_output_product(tiny_model, make_gpu
     monkeypatch.setattr(fused_forward, "linear_of_parts", lambda *a, **k: merged.append(1) or merging(*a, **k))
     _, folder = tiny_model("Qwen3", **fused_sizes, intermediate_size=96)
     driver = make_gpu_driver(folder, "cpu", dtype=torch.float16)
+    planned, plan_rows = [], fused_forward.FusedForward._fused_plan
+    monkeypatch.setattr(
+        fused_forward.FusedForward, "_fused_plan", lambda pass_, *a: planned.append(a[0]) or plan_rows(pass_, *a)
+    )
     requests = [driver.add(prompt(length, seed=length)) for length in (3, 9)]
     driver.run(requests, 3, chunk=16)
     driver.run(requests[:1], 5, chunk=16)
     assert len(merged) == rows.count(1) > 0 and rows.count(2) > 0
+    assert planned == rows, "once for each launch; it was twice for one row"
     model = load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
     for request in requests:
         logits = plain_logits(model, request.tokens[:-1])[request.prompt_count - 1 :]

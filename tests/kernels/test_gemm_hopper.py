@@ -1,0 +1,313 @@
+"""Products of prompts' rows and what follows inside them: on a Hopper card, and without one in the emulator."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kernels import gemm_hopper
+from kernels.gemm import HeadStore, gemm_reference, project_heads_reference
+from kernels.launch import HOPPER_SHARED_BYTES, multiprocessor_count
+from kernels.linear_workspace import Workspace
+from kernels.new_token import NewTokens
+from kernels.skinny_linear import run_plan
+from kernels.tuning import LinearPlan
+from tests.kernels.closeness import DEVICE, assert_as_exact, assert_replay_equals_eager, random_tensor
+from tests.kernels.gluon_emulator import KernelAhead, emulate
+from tests.kernels.test_qk_norm_rope_store import MAX_POSITION, rope_table
+
+FOLLOWS = ["plain", "residual", "in_place", "silu_mul", "heads", "heads_without_norm"]
+TILES = [*itertools.product(FOLLOWS, (256, 128)), ("plain_float32", 128)]
+"""What follows, and the tile's columns."""
+
+FLOAT32_SUM = 2**-14
+"""How exact the tensor cores' sums are at least: finer than a float of 16 bits."""
+
+RAGGED = ("x_desc", "residual_desc", "out_desc")
+"""The tensors whose rows may end inside a tile; W's have to fill theirs."""
+
+
+@pytest.fixture
+def device(hopper_device, monkeypatch):
+    """The card, or the CPU with the kernel emulated."""
+    if hopper_device == "cpu":
+        emulate(monkeypatch, gemm_hopper, "_gemm_kernel", ragged=RAGGED)
+    return hopper_device
+
+
+def in_nan(rows: torch.Tensor) -> torch.Tensor:
+    """The same as a view of more and longer rows, in which everything else is NaN."""
+    wide = torch.full((rows.shape[0] + 131, rows.shape[1] + 24), float("nan"), dtype=rows.dtype, device=rows.device)
+    view = wide[1:-130, 8:-16]
+    return view.copy_(rows)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `gemm_hopper.launch`, and the memory around what it writes: NaN, but for a residual in place."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    tile_n: int
+    options: dict
+    caches: torch.Tensor
+    """[block, key or value, head, position, element]; empty where no heads are stored."""
+
+    def launch(self, programs: int, **plan) -> None:
+        options = self.options | plan
+        gemm_hopper.launch(self.x, self.weight, self.out, tile_n=self.tile_n, programs=programs, **options)
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `out` and `caches` should hold, in float32."""
+        caches = self.caches.float()
+        store = self.options.get("store")
+        if store is None:
+            return gemm_reference(self.x, self.weight, **self.options), caches
+        wide = replace(store, key_cache=caches[:, 0], value_cache=caches[:, 1])
+        query_heads = self.out.shape[1] // store.key_cache.shape[3]
+        return project_heads_reference(self.x, self.weight, query_heads, wide).flatten(1), caches
+
+
+def make_case(
+    follows: str, rows: int, columns: int, inputs: int, dtype: torch.dtype, tile_n: int, *, kv_columns: int,
+    head_dim: int = 128, block_size: int = 16, seed: int = 0,
+) -> Case:  # fmt: skip
+    """`follows`: of FOLLOWS. `columns`: W's rows; of a q/k/v product `kv_columns` are k's, and as many v's."""
+    x = in_nan(random_tensor(rows, inputs, dtype=dtype, seed=seed + 1))
+    weight = in_nan(random_tensor(columns, inputs, dtype=dtype, seed=seed + 2, scale=inputs**-0.5))
+    caches, options = torch.empty(0, 2, dtype=dtype, device=DEVICE), {}
+    out_columns = columns
+    if follows == "silu_mul":
+        options, out_columns = {"silu_mul": True}, columns // 2
+    elif follows.startswith("heads"):
+        out_columns = columns - 2 * kv_columns
+        caches = empty_caches(rows, kv_columns, head_dim, block_size, dtype)
+        options = {"store": make_store(caches, rows, follows == "heads", seed)}
+    out_dtype = torch.float32 if follows == "plain_float32" else dtype
+    out = in_nan(torch.full((rows, out_columns), float("nan"), dtype=out_dtype, device=DEVICE))
+    if follows in ("residual", "in_place"):
+        residual = random_tensor(rows, columns, dtype=dtype, seed=seed + 3)
+        options = {"residual": out.copy_(residual) if follows == "in_place" else in_nan(residual)}
+    return Case(x, weight, out, tile_n, options, caches)
+
+
+def empty_caches(rows: int, kv_columns: int, head_dim: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Room for more than the rows; a block's keys and values lie one behind the other."""
+    shape = (rows // block_size + 3, 2, kv_columns // head_dim, block_size, head_dim)
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def make_store(caches: torch.Tensor, rows: int, has_norm: bool, seed: int) -> HeadStore:
+    """Distinct slots in shuffled order, of which every third from the second on is none."""
+    blocks, _, _, block_size, head_dim = caches.shape
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(blocks * block_size, generator=generator)[:rows]
+    slots[1::3] = -1
+    positions = torch.randint(MAX_POSITION, (rows,), generator=generator)
+    positions = positions if caches.dtype == torch.float16 else positions.int()
+    weights = [random_tensor(head_dim, dtype=caches.dtype, seed=seed + i) if has_norm else None for i in (4, 5)]
+    new = NewTokens(rope_table(head_dim), *weights, eps=1e-6)
+    return HeadStore(caches[:, 0], caches[:, 1], slots.to(DEVICE), positions.to(DEVICE), new)
+
+
+def assert_elements(got: torch.Tensor, exact: torch.Tensor) -> None:
+    """As a whole as exact as rounding, and no element off by more than two roundings of itself or a usual one; in
+    float32, which is not rounded, by the error of a sum."""
+    assert torch.equal(got.isnan(), exact.isnan()), "written where nothing should be, or the other way round"
+    got, exact = got.nan_to_num(0), exact.nan_to_num(0)
+    if got.dtype != torch.float32:
+        assert_as_exact(got, exact)
+    usual = exact[exact != 0].square().mean().sqrt() if exact.any() else 1.0
+    limit = max(torch.finfo(got.dtype).eps, FLOAT32_SUM) * exact.abs().clamp_min(usual)
+    wrong = (got.float() - exact).abs() > limit
+    assert not wrong.any(), f"{int(wrong.sum())} wrong elements, the first at {wrong.nonzero()[0].tolist()}"
+
+
+def check(case: Case, programs: int, **plan) -> None:
+    """Launch, compare with float32, and look around the result; the case is used up."""
+    want, want_caches = case.exact()
+    case.launch(programs, **plan)
+    assert_elements(case.out, want)
+    for kind in range(2):
+        assert_elements(case.caches[:, kind], want_caches[:, kind])
+    case.out.fill_(float("nan"))
+    assert case.out._base.isnan().all(), "written beside the result"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a product: rows, tiles of columns, steps of K, and programs that share the tiles."""
+
+    rows: int
+    n_tiles: int
+    steps: int
+    programs: int
+
+    def case(self, follows: str, tile_n: int, dtype: torch.dtype, **heads) -> Case:
+        """A third of the tiles are k's, and as many v's."""
+        columns, kv_columns = self.n_tiles * tile_n, self.n_tiles // 3 * tile_n
+        return make_case(follows, self.rows, columns, 64 * self.steps, dtype, tile_n, kv_columns=kv_columns, **heads)
+
+
+SIZES = {
+    "one-row": Size(1, 3, 1, programs=5),
+    "two-row-tiles": Size(200, 3, 2, programs=2),
+    "an-empty-half": Size(300, 4, 1, programs=5),  # rows 320-383 lie past the end
+    "whole-tiles-many-steps": Size(128, 7, 8, programs=3),  # of up to 6 stages
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize(("follows", "tile_n"), TILES)
+def test_matches_float32(follows, tile_n, size, dtype, device):
+    check(size.case(follows, tile_n, dtype), size.programs)
+
+
+@pytest.mark.parametrize("follows", ["heads", "heads_without_norm"])
+@pytest.mark.parametrize(
+    ("head_dim", "tile_n", "block_size"),
+    [(16, 128, 16), (32, 256, 8), (64, 128, 128), (64, 256, 16), (128, 128, 1), (256, 256, 32)],
+)
+def test_heads_of_any_size(head_dim, tile_n, block_size, follows, device):
+    case = Size(70, 5, 2, programs=3).case(follows, tile_n, torch.bfloat16, head_dim=head_dim, block_size=block_size)
+    check(case, programs=3)
+
+
+@pytest.mark.parametrize("tile_n", [256, 128])
+def test_tokens_without_a_slot_are_not_stored(tile_n, device):
+    case = Size(130, 3, 1, programs=4).case("heads", tile_n, torch.bfloat16)
+    case.options["store"].slot_mapping.fill_(-1)
+    check(case, programs=4)
+    assert case.caches.isnan().all()
+
+
+@pytest.mark.parametrize("follows", FOLLOWS)
+def test_a_row_of_nan_stays_alone(follows, device):
+    case = Size(140, 3, 2, programs=2).case(follows, 128, torch.bfloat16)
+    for row in (3, 127, 139):
+        case.x[row] = float("nan")
+    want, want_caches = case.exact()
+    case.launch(2)
+    assert_elements(case.out, want)
+    assert torch.equal(case.caches.isnan(), want_caches.isnan())
+
+
+@pytest.mark.parametrize(("stages", "offset"), [(2, 0), (2, 1), (3, 2), (6, 5)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_fewer_steps_than_one_group_is_behind_the_other(steps, stages, offset, device):
+    """With one step and one tile a program the second group waited for a second step for ever."""
+    for programs in (3, 1):
+        case = Size(129, 3, steps, programs).case("plain", 128, torch.bfloat16)
+        check(case, programs, stages=stages, offset=offset)
+
+
+@pytest.mark.parametrize(("group_m", "programs"), [(1, 3), (1, 20), (2, 4), (3, 1), (16, 20)])
+def test_tiles_in_bands_of_any_height(group_m, programs, device):
+    """Five tiles of rows, which are no multiple of most heights. A program behind a full last band divided by zero."""
+    check(Size(570, 3, 1, programs).case("plain", 128, torch.bfloat16), programs, group_m=group_m)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the emulator's, which knows what is early")
+@pytest.mark.parametrize(("follows", "tile_n"), [each for each in TILES if each[0] != "in_place"])
+def test_what_the_kernel_ahead_writes_is_read_after_it(follows, tile_n, monkeypatch):
+    """Not in place: what a program wrote there would be undone before the next one."""
+    case = Size(130, 3, 2, programs=2).case(follows, tile_n, torch.bfloat16)
+    written = [case.x, *(case.options[name] for name in ("residual",) if name in case.options)]
+    emulate(monkeypatch, gemm_hopper, "_gemm_kernel", KernelAhead(*written), RAGGED)
+    check(case, programs=2, pdl=True)
+
+
+GEMM_PLAN = LinearPlan("gemm", 128, 64, 4, norm_apart=True)
+LEFT_TO_THE_LIBRARY = [(name, columns) for name in ("x", "weight", "out", "residual") for columns in (4, 8)]
+
+
+@pytest.mark.parametrize("misplaced", [None, *LEFT_TO_THE_LIBRARY])
+def test_rows_that_the_copy_engine_cannot_copy_are_the_librarys(misplaced, device, monkeypatch):
+    """Rows of 8 bytes too many, or from 8 bytes on: for a residual of such rows there was an error."""
+    calls, launch = [], gemm_hopper.launch
+    monkeypatch.setattr(gemm_hopper, "launch", lambda *a, **o: calls.append(a) or launch(*a, **o))
+    case = Size(300, 3, 2, programs=2).case("residual", 128, torch.bfloat16)
+    tensors = {"x": case.x, "weight": case.weight, "out": case.out} | case.options
+    if misplaced is not None:
+        name, columns = misplaced
+        rows, width = tensors[name].shape
+        wide = tensors[name].new_zeros(rows, width + columns)
+        tensors[name] = wide[:, columns // 8 * 4 :][:, :width].copy_(tensors[name])
+    x, weight, out, residual = tensors.values()
+    workspace = Workspace.allocate(300, 128, 384, torch.bfloat16, torch.device(DEVICE))
+    run_plan(GEMM_PLAN, x, weight, out, None, 1e-6, residual, False, workspace)
+    assert_as_exact(out, gemm_reference(x, weight, residual=residual), steps=2)
+    assert len(calls) == (misplaced is None)
+
+
+def test_stages_fit_beside_what_is_staged():
+    wide, silu_mul = gemm_hopper.PLAIN.value, gemm_hopper.SILU_MUL.value
+    for tile_n, follows, out_bytes in (
+        (256, wide, 2),
+        (128, wide, 2),
+        (256, silu_mul, 2),
+        (128, silu_mul, 2),
+        (128, wide, 4),
+    ):
+        stages = gemm_hopper.stage_count(tile_n, follows, out_bytes)
+        staged = 128 * tile_n * out_bytes // (2 if follows == silu_mul else 1)
+        barriers = 8 * (2 * stages + 3)
+        assert 3 <= stages <= 6 and staged + stages * (128 + tile_n) * 128 + barriers <= HOPPER_SHARED_BYTES
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of the products of a model's layer."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    inter: int
+    has_norm: bool
+
+    def case(self, product: str, rows: int, tile_n: int, seed: int) -> Case:
+        """One of the layer's four products, a plain one, or a part of the logits."""
+        q_columns, kv_columns = self.heads * 128, self.kv_heads * 128
+        heads = "heads" if self.has_norm else "heads_without_norm"
+        follows, columns, inputs = {
+            "qkv": (heads, q_columns + 2 * kv_columns, self.hidden),
+            "o": ("in_place", self.hidden, q_columns),
+            "gate_up": ("silu_mul", 2 * self.inter, self.hidden),
+            "down": ("residual", self.hidden, self.inter),
+            "plain": ("plain", q_columns + 2 * kv_columns, self.hidden),
+            "logits": ("plain_float32", 16_384, self.hidden),
+        }[product]
+        return make_case(follows, rows, columns, inputs, torch.bfloat16, tile_n, kv_columns=kv_columns, seed=seed)
+
+
+QWEN3_06B = Model(1024, 16, 8, 3072, has_norm=True)
+LLAMA_8B = Model(4096, 32, 8, 14_336, has_norm=False)
+on_a_card = pytest.mark.parametrize("hopper_device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
+@on_a_card
+@pytest.mark.parametrize(
+    ("product", "tile_n"),
+    [*itertools.product(["qkv", "o", "gate_up", "down", "plain"], (256, 128)), ("logits", 128)],
+)
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [(QWEN3_06B, 8000), (QWEN3_06B, 300), (QWEN3_06B, 1), (LLAMA_8B, 500)],
+    ids=["qwen-8000", "qwen-300", "qwen-1", "llama-500"],
+)
+def test_a_models_products(model, rows, product, tile_n, hopper_device):
+    """Early behind the copies that make the inputs, and on fresh ones: an error that moves would be a race."""
+    for seed in (0, 10):
+        case = model.case(product, rows, tile_n, seed)
+        check(case, multiprocessor_count(case.x.device), pdl=True)
+
+
+@on_a_card
+def test_replay_equals_eager(hopper_device):
+    case = QWEN3_06B.case("o", 300, 128, seed=0)
+    assert_replay_equals_eager(lambda: case.launch(132), case.out)
