@@ -126,8 +126,8 @@ def test_what_helped_is_combined_the_most_promising_first():
 
 
 def test_every_choice_is_of_the_plan_and_differs_from_it():
-    """Names are arguments of `launch_plan` or fields of the plan; an unknown one would only fail on the card. One choice
-    may be what ships, but not of prompts over 8-bit caches."""
+    """Names are arguments of `launch_plan` or fields of the plan; an unknown one would only fail on the card. One
+    choice may be what ships, but not of prompts over 8-bit caches."""
     from kernels import decode_attention, fused_decode_attention, prefill_plans
 
     makers = {
