@@ -23,6 +23,7 @@ workspace is `launch_plan(..., specialised=True, num_warps=...)`'s. Limits: thos
 
 With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
 block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+When its own first tiles are on their way it lets the next kernel start, as kernels/decode_attention_hopper.py does.
 
 Measured figures: kernels/decode_attention.py and docs/log.md. Sources: those of kernels/decode_attention_hopper.py, and
 there `cp.async`.
@@ -356,6 +357,7 @@ def _team_decode_kernel(
                 BLOCK_SIZE,
             )  # fmt: skip
         async_copy.commit_group()
+    let_next_start(PDL)
     if PDL:
         wait_for_inputs(PDL)
         begun = _beginning(
@@ -465,7 +467,6 @@ def _team_decode_kernel(
         work = next_work
         row, head, length, table_ptr = next_row, next_head, next_length, next_table_ptr
         start, first_tile, tile_end = next_start, next_tile, next_end
-    let_next_start(PDL)
 
 
 def launch(
