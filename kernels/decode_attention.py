@@ -145,8 +145,8 @@ class _Sizes:
     num_stages: int = 3
 
 
-# Either fills the shared memory. A layer of 256 rows of 658 tokens on average takes 200.6 us by six programs and 203.2 by
-# four, one of 64 x 256 42.0 and 39.1 (NVIDIA H200, docs/log.md): there most of the shorter pieces are cut.
+# Either fills the shared memory. A layer of 256 rows of 658 tokens on average takes 200.6 us by six programs and 203.2
+# by four, one of 64 x 256 42.0 and 39.1 (NVIDIA H200, docs/log.md): there most of the shorter pieces are cut.
 _HOPPER_PLAIN = _Sizes(32, 6, 1, start_tiles=2, num_stages=2)
 _HOPPER_PLAIN_FEW = _Sizes(32, 4, 1, start_tiles=2)
 _HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory

@@ -75,6 +75,18 @@ def test_attention_over_8_bit_caches_compiles(compiler):
 
 
 @pytest.mark.parametrize(
+    ("rows", "key_tile", "stack_bytes"), [(8, 64, 0), pytest.param(2, 128, 192, marks=pytest.mark.slow)]
+)
+def test_prefill_attention_compiles_with_either_tile_of_keys(rows, key_tile, stack_bytes, compiler):
+    """The short one without spills; either with all the registers of its multiprocessor."""
+    found = ask(compiler, Workload("prefill", (256,) * rows), specialised=True, key_tile=key_tile)
+    assert "failed" not in found, found
+    check(found["kernels"])
+    (kernel,) = found["kernels"]
+    assert (kernel["threads"], kernel["registers"]) == (384, 168) and kernel["stack_bytes"] <= stack_bytes, kernel
+
+
+@pytest.mark.parametrize(
     ("cache", "tokens", "programs", "stages"),
     [
         ("fp8", 16, 12, 3),
