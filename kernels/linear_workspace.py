@@ -21,8 +21,8 @@ class Workspace:
 
     partials  [float32 elements]   partial sums of products that split K
     counters  [COUNTERS] int32     zero between launches
-    normed    [elements]           x after its norm, where the library does the product
-    wide      [elements]           gate and up, where the library does the product
+    normed    [elements]           x after its norm, where that is a launch of its own
+    wide      [elements]           gate and up, where the library does the product; its product in parts
     plans                          by operation and rows, once they have been looked up
 
     `elements` are of the products' dtype.
@@ -36,15 +36,17 @@ class Workspace:
 
     @classmethod
     def allocate(
-        cls, max_rows: int, max_inputs: int, max_outputs: int, dtype: torch.dtype, device: torch.device
-    ) -> "Workspace":
-        """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K."""
+        cls, max_rows: int, max_inputs: int, max_outputs: int, dtype: torch.dtype, device: torch.device,
+        *, wide_rows: int | None = None,
+    ) -> "Workspace":  # fmt: skip
+        """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K. `wide_rows`: up
+        to how many the library may do a product with SiLU * up, if not all of them."""
         skinny = min(max(max_rows, FEWEST_TILE_ROWS), MAX_ROWS)
         return cls(
             partials=torch.empty(MAX_SPLITS * skinny * min(max_outputs, 2048), dtype=torch.float32, device=device),
             counters=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
             normed=torch.empty(max_rows * max_inputs, dtype=dtype, device=device),
-            wide=torch.empty(max_rows * max_outputs, dtype=dtype, device=device),
+            wide=torch.empty((max_rows if wide_rows is None else wide_rows) * max_outputs, dtype=dtype, device=device),
         )
 
     def plan_of(self, rows: int, weight: torch.Tensor, *, has_norm: bool = False, silu_mul: bool = False) -> LinearPlan:

@@ -59,7 +59,7 @@ from kernels.prefill_plans import PrefillPlan
 TILE_ROWS = 128
 
 # Registers of a thread that computes and of one that copies, by the tile of keys (block ids that are read ahead have to
-# be kept), and over an 8-bit cache, where converting warps have theirs. Of the long tiles it is the warp that copies keys
+# be kept), and over an 8-bit cache, where converting warps have theirs. Of long tiles it is the warp that copies keys
 # that spills: groups that compute with 232 were 4 to 7 % slower on long rows.
 PLAIN_REGISTERS = {64: (224, 56), 128: (240, 24)}
 QUANTISED_REGISTERS = (208, 32)

@@ -18,8 +18,8 @@ from benchmarks.kernels import harness
 from benchmarks.kernels.runner import device_and_dtype
 from kernels import interpreter
 
-LAYERS = 4
-"""Weights that calls take in turn: together more than the level-2 cache holds."""
+LAYER_COUNT, SMOKE_LAYER_COUNT = 16, 2
+"""Layers whose weights calls take in turn: the smallest, of 4 MiB, are together more than the level-2 cache holds."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ SMOKE_CASES = [(Layer("small", 64, 2, 1, 32, 64, True), 8)]
 class Products:
     """The products of a layer for that many tokens; calls by number of the layer whose weights they take."""
 
-    def __init__(self, layer: Layer, tokens: int) -> None:
+    def __init__(self, layer: Layer, tokens: int, layer_count: int) -> None:
         from kernels.gemm import HeadStore
         from kernels.linear_workspace import Workspace
         from kernels.new_token import NewTokens
 
         device, dtype = device_and_dtype()
-        self.layer, self.tokens = layer, tokens
+        self.layer, self.tokens, self.layer_count = layer, tokens, layer_count
         head_dim, wide = layer.head_dim, 2 * layer.intermediate
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device).to(dtype)
 
         def weights(outputs: int, inputs: int) -> list[torch.Tensor]:
-            return [random(outputs, inputs) / inputs**0.5 for _ in range(LAYERS)]
+            return [random(outputs, inputs) / inputs**0.5 for _ in range(layer_count)]
 
         heads = layer.query_heads + 2 * layer.kv_heads
         self.weights = {
@@ -126,21 +126,22 @@ class Products:
 
     def calls(self, way: Callable[[str, int], None], name: str) -> list[Callable[[], None]]:
         """One call for each layer's weights."""
-        return [partial(way, name, index) for index in range(LAYERS)]
+        return [partial(way, name, index) for index in range(self.layer_count)]
 
 
 def main() -> None:
     """Measure the cases that `--only` names, all by default."""
     arguments = harness.argument_parser(__doc__).parse_args()
     report = harness.Report("gemm")
-    for layer, tokens in SMOKE_CASES if arguments.smoke else CASES:
-        products = Products(layer, tokens)
+    cases, layer_count = (SMOKE_CASES, SMOKE_LAYER_COUNT) if arguments.smoke else (CASES, LAYER_COUNT)
+    for layer, tokens in cases:
+        products = Products(layer, tokens, layer_count)
         for name in products.weights:
             label = f"{layer.name}_{name}_t{tokens}"
             if arguments.only not in label:
                 continue
             ways = [products.calls(products.ours, name), products.calls(products.by_library, name)]
-            ours, library = harness.time_in_turn_us(ways)
+            ours, library = harness.time_in_turn_us(ways, inner=layer_count)
             report.add(label, ours, flops=products.flops(name))
             report.add(label, library, flops=products.flops(name), engine="torch")
     report.write(arguments.output)

@@ -145,6 +145,16 @@ def find_plan(
     return replace(plan, norm_apart=True) if rounds_early else plan
 
 
+def most_library_rows(device: torch.device, dtype: torch.dtype, max_rows: int, outputs: int, inputs: int) -> int:
+    """Up to how many rows, of `max_rows`, the library does a product with SiLU * up; measured rows count as such."""
+    fewest = min(max_rows, ROW_BUCKETS[-1])
+    tiles_of_rows = range(max_rows // GEMM_TILE_ROWS * GEMM_TILE_ROWS, fewest, -GEMM_TILE_ROWS)
+    for rows in (max_rows, *tiles_of_rows):  # the plan is the same for all that fill as many tiles
+        if find_plan(device, dtype, rows, outputs, inputs, silu_mul=True, has_norm=True).kernel == "library":
+            return rows
+    return fewest
+
+
 def _found_plan(
     device: torch.device, dtype: torch.dtype, rows: int, outputs: int, inputs: int, silu_mul: bool, has_norm: bool
 ) -> LinearPlan:

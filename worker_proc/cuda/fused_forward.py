@@ -42,6 +42,7 @@ from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import linear_of_parts, linear_parts, merges_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
+from kernels.tuning import most_library_rows
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
@@ -109,7 +110,10 @@ class FusedForward:
         self._sampled = buffer(max_rows, config.hidden_size)
         self.logits = buffer(max_rows, config.vocab_size, torch.float32)
         widest = 2 * config.intermediate_size
-        self._workspace = Workspace.allocate(max_tokens, config.hidden_size, widest, dtype, device)
+        wide_rows = max_tokens
+        if not self.fixed_order:
+            wide_rows = most_library_rows(device, dtype, max_tokens, widest, config.hidden_size)
+        self._workspace = Workspace.allocate(max_tokens, config.hidden_size, widest, dtype, device, wide_rows=wide_rows)
         self._rope_table = rope_table(model, max_positions)
         both = (False, True)
         decode_plans = [
