@@ -135,27 +135,33 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """A tile, programs a multiprocessor, warps of each, and tiles that a beginning counts as; as measured."""
+    """A tile, programs a multiprocessor, warps of each, tiles that a beginning counts as, and tiles on their way at a
+    time; as measured."""
 
     tile_tokens: int
     programs: int
     num_warps: int
     start_tiles: int = 1
+    num_stages: int = 3
 
 
-_HOPPER_PLAIN = _Sizes(32, 4, 1, start_tiles=2)
+# Either fills the shared memory. A layer of 256 rows of 658 tokens on average takes 200.6 us by six programs and 203.2
+# by four, one of 64 x 256 42.0 and 39.1 (NVIDIA H200, docs/log.md): there most of the shorter pieces are cut.
+_HOPPER_PLAIN = _Sizes(32, 6, 1, start_tiles=2, num_stages=2)
+_HOPPER_PLAIN_FEW = _Sizes(32, 4, 1, start_tiles=2)
 _HOPPER_8_BITS = _Sizes(16, 12, 1, start_tiles=2)  # programs of one warp fill the shared memory
 _HOPPER_8_BITS_FEW = _Sizes(128, 2, 4, start_tiles=0)
 FEW_ROWS = 64
 """Up to here teams of warps are taken over 8-bit caches: 32 x 1024 22.2 us instead of 26.0, 1 x 1024 6.8 instead of
-12.3, 48 x 1024 32.6 instead of 37.8 (int8, NVIDIA H200, docs/log.md)."""
+12.3, 48 x 1024 32.6 instead of 37.8 (int8, NVIDIA H200, docs/log.md). Over a plain cache fewer programs."""
 
 
 def _usual_sizes(max_rows: int, dim_tile: int, quantised: bool, specialised: bool) -> _Sizes:
+    is_few = max_rows <= FEW_ROWS
     if specialised and quantised:
-        return _HOPPER_8_BITS_FEW if max_rows <= FEW_ROWS else _HOPPER_8_BITS
+        return _HOPPER_8_BITS_FEW if is_few else _HOPPER_8_BITS
     if specialised:
-        return _HOPPER_PLAIN
+        return _HOPPER_PLAIN_FEW if is_few else _HOPPER_PLAIN
     if dim_tile > 128:
         return _Sizes(32, 2, 4)
     return _Sizes(64, 4, 2) if quantised else _Sizes(64, 2, 4)
@@ -194,6 +200,7 @@ def launch_plan(
     min_tiles: int = 1,
     start_tiles: int | None = None,
     num_warps: int | None = None,
+    num_stages: int | None = None,
 ) -> DecodePlan:
     """The launch for a bucket of `max_rows` rows; `quantised`: over an 8-bit cache.
 
@@ -215,7 +222,7 @@ def launch_plan(
         min_tiles=min_tiles,
         start_tiles=sizes.start_tiles if start_tiles is None else start_tiles,
         num_warps=num_warps or sizes.num_warps,
-        num_stages=3,
+        num_stages=num_stages or sizes.num_stages,
         max_registers=None,
         workspace_floats=2 * program_count * group_rows * (dim_tile + 2),
         counter_count=max_rows * kv_heads,

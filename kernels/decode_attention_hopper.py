@@ -20,6 +20,10 @@ or (over a plain cache) f16, head_dim 64 or 128, groups of up to 8, blocks of 8 
 
 With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
 block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+It lets the next kernel start as soon as its own first tiles are on their way (rule 1 of kernels/launch.py): what this
+one reads, writes and keeps in its workspace, kernels behind it write only after their wait, which returns when every
+program here has ended. That holds too for the next layer's call, which shares the workspace: it may be placed while
+this one still runs, and until its wait it reads what no kernel of the step writes.
 
 Measured on an H200, 16 query and 8 K/V heads of 128, by `python -m benchmarks.kernels.tune_attention --only decode`, in
 microseconds for bfloat16, int8, fp8: 256 x 1024 254, 142, 145; 32 x 1024 37.8, 26.3, 25.2; 64 x 256 21.0, 17.8, 16.9.
@@ -238,6 +242,7 @@ def _hopper_decode_kernel(
         first_tile, early_end, read, key_desc, value_desc, table_ptr, head, length, key_boxes, value_boxes, full,
         KV_HEADS, BLOCK_SIZE, TILE, STAGES, BOX_ROWS, HALVES,
     )  # fmt: skip
+    let_next_start(PDL)
     if PDL:
         wait_for_inputs(PDL)
         late_tile = gl.maximum(early_end, first_tile)
@@ -344,7 +349,6 @@ def _hopper_decode_kernel(
 
     # 8. Rows without tokens get zeros.
     wait_for_inputs(PDL)  # also a program without work: who waits for this kernel waits for those before it
-    let_next_start(PDL)
     zero_empty_rows(
         output_ptr, slots_ptr, lengths_ptr, program, programs, row_count, output_stride, KV_HEADS * GROUP * HEAD_DIM
     )

@@ -23,6 +23,7 @@ workspace is `launch_plan(..., specialised=True, num_warps=...)`'s. Limits: thos
 
 With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
 block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+When its own first tiles are on their way it lets the next kernel start, as kernels/decode_attention_hopper.py does.
 
 Measured figures: kernels/decode_attention.py and docs/log.md. Sources: those of kernels/decode_attention_hopper.py, and
 there `cp.async`.
@@ -200,15 +201,19 @@ def _ask(caches, blocks, head, tile, length, tiles, stage, tokens, units,
 
 
 @gluon.jit
-def _beginning(
-    query_ptr, query_stride, row, head, first_tile, tile_end, length, table_ptr, scales, tokens, mma: gl.constexpr,
-    FORMAT: gl.constexpr, WARPS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """What a segment needs beside its tiles: its queries and, for 8 bits, the scales of its first tile and the block
-    ids of the second. The row and the head are there even where the segment has no tiles."""
+def _segment_queries(query_ptr, query_stride, row, head, mma: gl.constexpr, FORMAT: gl.constexpr, WARPS: gl.constexpr,
+                     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):  # fmt: skip
+    """A segment's queries. The row and the head are there even where the segment has no tiles."""
     group_ptr = query_ptr + row.to(gl.int64) * query_stride + head * (GROUP * HEAD_DIM)
-    first, second = _load_queries(group_ptr, mma, FORMAT, WARPS, GROUP, HEAD_DIM)
+    return _load_queries(group_ptr, mma, FORMAT, WARPS, GROUP, HEAD_DIM)
+
+
+@gluon.jit
+def _segment_scales(
+    scales, head, first_tile, tile_end, length, table_ptr, tokens, mma: gl.constexpr, FORMAT: gl.constexpr,
+    WARPS: gl.constexpr, KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """For 8 bits the scales of a segment's first tile and the block ids of the second."""
     token_layout: gl.constexpr = gl.SliceLayout(2, mma)
     key_scale = gl.full([WARPS, TILE // WARPS], 1.0, gl.float32, token_layout)
     value_scale = key_scale
@@ -219,15 +224,15 @@ def _beginning(
         key_scale, value_scale = _scales_of_tile(
             scales, blocks, head, first_tile, tile_end, length, tokens, KV_HEADS, BLOCK_SIZE, TILE
         )
-    return first, second, key_scale, value_scale, next_blocks
+    return key_scale, value_scale, next_blocks
 
 
 @gluon.jit
-def _no_beginning(begun):
-    """Nothing in the place of a beginning: so that its registers are free while tiles are computed."""
+def _nothing(tensors):
+    """Zeros in the place of tensors: so that their registers are free while tiles are computed."""
     none = ()
-    for place in gl.static_range(len(begun)):
-        none += (gl.zeros_like(begun[place]),)
+    for place in gl.static_range(len(tensors)):
+        none += (gl.zeros_like(tensors[place]),)
     return none
 
 
@@ -336,12 +341,15 @@ def _team_decode_kernel(
     place = (head, length, table_ptr, start, first_tile, tile_end)
     blocks = _blocks_of_tile(table_ptr, first_tile, tile_end, length, copy_tokens, BLOCK_SIZE, TILE)
 
-    # 3. Ask for the first tiles; for one with a new token when the kernel ahead has stored it.
+    # 3. The first scales, then the first tiles, behind which they would queue; what belongs to a new token when the
+    # kernel ahead has stored it, and then the queries, which it gives.
     if not PDL:
-        begun = _beginning(
-            query_ptr, query_stride, row, head, first_tile, tile_end, length, table_ptr, scales, tokens, mma, FORMAT,
-            WARPS, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, TILE,
-        )  # fmt: skip
+        queries = _segment_queries(query_ptr, query_stride, row, head, mma, FORMAT, WARPS, GROUP, HEAD_DIM)
+    elif (first_tile + 1) * TILE >= length:
+        wait_for_inputs(PDL)
+    begun = _segment_scales(
+        scales, head, first_tile, tile_end, length, table_ptr, tokens, mma, FORMAT, WARPS, KV_HEADS, BLOCK_SIZE, TILE
+    )
     for ahead in gl.static_range(STAGES - 1):
         asked, asked_blocks = place, blocks
         place = _next_place(
@@ -356,12 +364,10 @@ def _team_decode_kernel(
                 BLOCK_SIZE,
             )  # fmt: skip
         async_copy.commit_group()
+    let_next_start(PDL)
     if PDL:
         wait_for_inputs(PDL)
-        begun = _beginning(
-            query_ptr, query_stride, row, head, first_tile, tile_end, length, table_ptr, scales, tokens, mma, FORMAT,
-            WARPS, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, TILE,
-        )  # fmt: skip
+        queries = _segment_queries(query_ptr, query_stride, row, head, mma, FORMAT, WARPS, GROUP, HEAD_DIM)
 
     # 4. Rows without tokens get zeros.
     zero_empty_rows(
@@ -371,8 +377,8 @@ def _team_decode_kernel(
 
     while work < work_end:
         # 5. The queries.
-        first_query, second_query, key_scale, value_scale, next_blocks = begun
-        first_query, second_query, unit = _query_operands(first_query, second_query, mma, FORMAT, WARPS)
+        key_scale, value_scale, next_blocks = begun
+        first_query, second_query, unit = _query_operands(queries[0], queries[1], mma, FORMAT, WARPS)
         factor = unit * scale_log2
         maximum = gl.full([WARPS, QUERIES], LOWEST, gl.float32, column_layout)
         normaliser = gl.zeros([WARPS, QUERIES], gl.float32, column_layout)
@@ -438,14 +444,17 @@ def _team_decode_kernel(
         next_work = start + tile_end
         next_row, next_head, next_length, next_table_ptr = row, head, length, table_ptr
         next_start, next_tile, next_end = start, first_tile, tile_end
-        begun = _no_beginning(begun)
+        queries, begun = _nothing(queries), _nothing(begun)
         if next_work < work_end:
             next_row, next_head, next_length, next_table_ptr, next_start, next_tile, next_end = segment(
                 next_work, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table_stride, KV_HEADS, TILE, START_TILES
             )
-            begun = _beginning(
-                query_ptr, query_stride, next_row, next_head, next_tile, next_end, next_length, next_table_ptr, scales,
-                tokens, mma, FORMAT, WARPS, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, TILE,
+            queries = _segment_queries(
+                query_ptr, query_stride, next_row, next_head, mma, FORMAT, WARPS, GROUP, HEAD_DIM
+            )
+            begun = _segment_scales(
+                scales, next_head, next_tile, next_end, next_length, next_table_ptr, tokens, mma, FORMAT, WARPS,
+                KV_HEADS, BLOCK_SIZE, TILE,
             )  # fmt: skip
 
         # 8. Add up over the warps, in the memory of the last tile. One that has seen no token has LOWEST, and a share
@@ -465,7 +474,6 @@ def _team_decode_kernel(
         work = next_work
         row, head, length, table_ptr = next_row, next_head, next_length, next_table_ptr
         start, first_tile, tile_end = next_start, next_tile, next_end
-    let_next_start(PDL)
 
 
 def launch(

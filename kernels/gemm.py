@@ -17,7 +17,7 @@ compute capability 9 and Triton 3.6. Everything is accumulated in float32, and r
 |--------------|--------------------------------|---------------------|-------------------------------------|
 | x            | [M, K]                         | bfloat16 or float16 | K a multiple of 64                  |
 | weight       | [N, K]                         | as x                | q's, k's, v's rows; or gate's, up's |
-| out          | [M, N], or [M, N/2] (silu_mul) | as x; plain float32 |                                     |
+| out          | [M, N], or [M, N/2] (silu_mul) | as x                |                                     |
 | residual     | [M, N]                         | as x                |                                     |
 | q_out        | [M, hq, d]                     | as x                | contiguous                          |
 | caches       | [block, kv head, position, d]  | as x                | same strides; positions adjacent    |
@@ -142,9 +142,7 @@ def gemm(
     check_tensor("x", x, (None, None), HALVES)
     rows, outputs = x.shape[0], weight.shape[0]
     check_tensor("weight", weight, (None, x.shape[1]), x.dtype, like=x)
-    is_plain = residual is None and not silu_mul
-    out_dtypes = (x.dtype, torch.float32) if is_plain else x.dtype
-    check_tensor("out", out, (rows, outputs // 2 if silu_mul else outputs), out_dtypes, like=x)
+    check_tensor("out", out, (rows, outputs // 2 if silu_mul else outputs), x.dtype, like=x)
     if residual is not None:
         check_tensor("residual", residual, out.shape, x.dtype, like=x)
         if silu_mul:

@@ -103,14 +103,6 @@ def _produce(
 
 
 @gluon.jit
-def _rotating_halves(heads, HEAD_DIM: gl.constexpr):
-    """Heads [row, column] as the two halves that rotate, [row, head, HEAD_DIM / 2] each: in a thread's registers."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    pairs = gl.reshape(heads, [heads.shape[0], heads.shape[1] // HEAD_DIM, 2, HALF])
-    return gl.split(gl.permute(pairs, (0, 1, 3, 2)))
-
-
-@gluon.jit
 def _gains(weight_ptr, layout: gl.constexpr, HALF: gl.constexpr):
     """A norm's weight at the two halves of a head's columns, [1, 1, HALF] each."""
     dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -120,33 +112,32 @@ def _gains(weight_ptr, layout: gl.constexpr, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _angles(table_ptr, positions_ptr, first_row, M, layout: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Cosines and sines [ROWS, 1, HEAD_DIM / 2] of the rows' positions."""
+def _normed_rotated(
+    heads, weight_ptr, table_ptr, positions_ptr, first_row, M, eps, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr
+):
+    """Heads [row, column] of q or k, float32, after their norm and rotation."""
+    ROWS: gl.constexpr = heads.shape[0]
+    COUNT: gl.constexpr = heads.shape[1] // HEAD_DIM
     HALF: gl.constexpr = HEAD_DIM // 2
+    pairs = gl.permute(gl.reshape(heads, [ROWS, COUNT, 2, HALF]), (0, 1, 3, 2))
+    first, second = gl.split(pairs)
+    layout: gl.constexpr = first.type.layout
+    if HAS_NORM:
+        scale = gl.rsqrt(gl.sum(first * first + second * second, axis=2) / HEAD_DIM + eps)
+        first_gain, second_gain = _gains(weight_ptr, layout, HALF)
+        first = first * gl.expand_dims(scale, 2) * first_gain
+        second = second * gl.expand_dims(scale, 2) * second_gain
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))
     dims = gl.arange(0, HALF, layout=gl.SliceLayout(0, row_layout))
     positions = gl.load(positions_ptr + rows, mask=rows < M, other=0).to(gl.int64)
     angle_ptr = table_ptr + positions[:, None] * HEAD_DIM + dims[None, :]
-    return gl.load(angle_ptr), gl.load(angle_ptr + HALF)
-
-
-@gluon.jit
-def _normed_rotated(heads, weight_ptr, cos, sin, eps, HEAD_DIM: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Heads [row, column] of q or k, float32, after their norm and rotation."""
-    first, second = _rotating_halves(heads, HEAD_DIM)
-    layout: gl.constexpr = first.type.layout
-    if HAS_NORM:
-        scale = gl.rsqrt(gl.sum(first * first + second * second, axis=2) / HEAD_DIM + eps)
-        first_gain, second_gain = _gains(weight_ptr, layout, HEAD_DIM // 2)
-        first = first * gl.expand_dims(scale, 2) * first_gain
-        second = second * gl.expand_dims(scale, 2) * second_gain
-    cos = gl.expand_dims(cos, 1)
-    sin = gl.expand_dims(sin, 1)
+    cos = gl.expand_dims(gl.load(angle_ptr), 1)
+    sin = gl.expand_dims(gl.load(angle_ptr + HALF), 1)
     turned = first * cos - second * sin
     second = second * cos + first * sin
     joined = gl.permute(gl.join(turned, second), (0, 1, 3, 2))
-    return gl.convert_layout(gl.reshape(joined, heads.shape), heads.type.layout)
+    return gl.convert_layout(gl.reshape(joined, [ROWS, COUNT * HEAD_DIM]), heads.type.layout)
 
 
 @gluon.jit
@@ -179,16 +170,16 @@ def _store_tile(values, out_desc, staged, first_row, first_column):
 
 @gluon.jit
 def _finish_heads(
-    total, out_desc, heads, cos, sin, staged, first_row, column, M, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
+    total, out_desc, heads, staged, first_row, column, M, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
 ):  # fmt: skip
     """Heads from `column` of the product on: of q to `out`, of k and v to the cache."""
-    k_ptr, v_ptr, slots_ptr, _, _, q_weight, k_weight, eps, block_stride, head_stride = heads
+    k_ptr, v_ptr, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, block_stride, head_stride = heads
     if column < Q_COLUMNS + KV_COLUMNS:
         weight = q_weight
         if column >= Q_COLUMNS:
             weight = k_weight
-        total = _normed_rotated(total, weight, cos, sin, eps, HEAD_DIM, HAS_NORM)
+        total = _normed_rotated(total, weight, table_ptr, positions_ptr, first_row, M, eps, HEAD_DIM, HAS_NORM)
     if column < Q_COLUMNS:
         _store_tile(total, out_desc, staged, first_row, column)
     else:
@@ -229,11 +220,6 @@ def _consume(
             mbarrier.expect(own_residual, ROWS * COLUMNS * 2)
             tma.async_copy_global_to_shared(residual_desc, [first_row, n * COLUMNS], own_residual, place)
         total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        if FOLLOWS == HEADS:
-            half, _ = _rotating_halves(total, HEAD_DIM)
-            _, _, _, positions_ptr, table_ptr, _, _, _, _, _ = heads
-            half_layout: gl.constexpr = half.type.layout
-            cos, sin = _angles(table_ptr, positions_ptr, first_row, M, half_layout, ROWS, HEAD_DIM)
         if OFFSET > 0 and WARP_GROUP == 1:
             mbarrier.wait(behind, 0)  # signalled once, in the first tile
         for step in range(steps):
@@ -251,7 +237,7 @@ def _consume(
         mbarrier.arrive(empty.index((read - 1) % STAGES), count=1)
         if FOLLOWS == HEADS:
             _finish_heads(
-                total, out_desc, heads, cos, sin, place, first_row, n * COLUMNS, M, Q_COLUMNS, KV_COLUMNS, HEAD_DIM,
+                total, out_desc, heads, place, first_row, n * COLUMNS, M, Q_COLUMNS, KV_COLUMNS, HEAD_DIM,
                 BLOCK_SIZE, HAS_NORM,
             )  # fmt: skip
         else:
@@ -326,15 +312,14 @@ def _gemm_kernel(
     )  # fmt: skip
 
 
-def stage_count(tile_n: int, follows: int, out_bytes: int = 2) -> int:
-    """As many stages as fit beside what is staged, `out_bytes` for each result."""
-    staged = TILE_M * tile_n // (2 if follows == SILU_MUL.value else 1) * out_bytes
+def stage_count(tile_n: int, follows: int) -> int:
+    """As many stages as fit beside what is staged."""
+    staged = TILE_M * tile_n // (2 if follows == SILU_MUL.value else 1) * 2
     return min(6, (HOPPER_SHARED_BYTES - 1024 - staged) // ((TILE_M + tile_n) * TILE_K * 2))
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    bits = 8 * tensor.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)
 
 
@@ -362,7 +347,7 @@ def launch(
             Q_COLUMNS=out.shape[1], KV_COLUMNS=kv_heads * head_dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             HAS_NORM=has_norm,
         )  # fmt: skip
-    stages = stages or stage_count(tile_n, follows, out.element_size())
+    stages = stages or stage_count(tile_n, follows)
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),

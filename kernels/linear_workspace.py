@@ -39,10 +39,8 @@ class Workspace:
         cls, max_rows: int, max_inputs: int, max_outputs: int, dtype: torch.dtype, device: torch.device,
         *, wide_rows: int | None = None,
     ) -> "Workspace":  # fmt: skip
-        """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K.
-
-        `wide_rows`: up to how many rows the library may do a product with SiLU * up, if not all of them.
-        """
+        """Buffers for up to `max_rows` rows, of which at most 256 go through the kernels that split K. `wide_rows`: up
+        to how many the library may do a product with SiLU * up, if not all of them."""
         skinny = min(max(max_rows, FEWEST_TILE_ROWS), MAX_ROWS)
         return cls(
             partials=torch.empty(MAX_SPLITS * skinny * min(max_outputs, 2048), dtype=torch.float32, device=device),

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kernels.kv_quant import INT8
+from kernels.launch_gluon import wait_for_inputs
 from kernels.prefill_attention_hopper_copy import MAIL_SLOTS, cached_tiles, read_mail
 
 PIECE_ROWS = gl.constexpr(32)
@@ -121,6 +122,7 @@ def convert(
     raw_value_full, raw_value_empty, keys, values, key_full, key_empty, value_full, value_empty, words,
     mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, FORMAT: gl.constexpr, FRESH: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Read the letters and convert their keys and values, tile by tile from the end, until the last letter.
 
@@ -133,6 +135,7 @@ def convert(
     filled = 0
     done = 0
     is_work, _, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+    wait_for_inputs(PDL)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
         table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride

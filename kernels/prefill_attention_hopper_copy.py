@@ -6,6 +6,13 @@ line in the block tables. The warp that copies keys draws the tiles and writes t
 both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that
 lie beside it, are free again when all of them have said so.
 
+Tiles of queries are drawn heaviest first, those of all rows together. A tile's level is the place of its tokens in
+their context, in whole tiles, so a row with a prefix begins above level 0; levels are taken from the highest, and
+within one the rows in order, heads next to one another. A run of levels with the same rows is passed in one step.
+Where no program gets more than two tiles, they are dealt out to and fro; more are drawn from a counter.
+
+All that is read before the wait for the kernel ahead is the step's inputs (kernels/launch.py): rows and block ids.
+
 Over an 8-bit cache with FRESH, tiles that begin in the step's own tokens go straight to the stages that the computing
 groups read, and those before them to the converting warps, which fill the stages that follow. A wait sees only whether
 a stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it
@@ -23,6 +30,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from kernels.launch_gluon import wait_for_inputs
+
 MAIL_SLOTS = gl.constexpr(2)
 MAIL_FIELDS = gl.constexpr(8)
 
@@ -33,24 +42,38 @@ def _add(left, right):
 
 
 @gluon.jit
-def zero_unowned(
+def _zero_unowned(
     output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
-    TOKEN_SIZE: gl.constexpr, TOKEN_TILE: gl.constexpr,
+    TOKEN_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Write zeros to the tokens of padding rows and to those past the last row, shared out between the programs."""
-    line: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
-    places = gl.arange(0, TOKEN_TILE, layout=line)
-    zeros = gl.zeros([TOKEN_TILE], output_ptr.dtype.element_ty, line)
     for row in range(first_row + program, max_rows, programs):
         if (gl.load(slots_ptr + row) < 0) | (gl.load(lengths_ptr + row) <= 0):
             for token in range(gl.load(starts_ptr + row), gl.load(starts_ptr + row + 1)):
-                token_ptr = output_ptr + token.to(gl.int64) * output_stride
-                gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+                _zero(output_ptr + token.to(gl.int64) * output_stride, TOKEN_SIZE)
     for token in range(gl.load(starts_ptr + max_rows) + program, token_count, programs):
-        token_ptr = output_ptr + token.to(gl.int64) * output_stride
+        _zero(output_ptr + token.to(gl.int64) * output_stride, TOKEN_SIZE)
+
+
+@gluon.jit
+def _zero(token_ptr, TOKEN_SIZE: gl.constexpr):
+    """One warp's zeros, in pieces: it has few registers."""
+    PIECE: gl.constexpr = 256
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    zeros = gl.zeros([PIECE], token_ptr.dtype.element_ty, line)
+    for begin in range(0, TOKEN_SIZE, PIECE):
+        places = begin + gl.arange(0, PIECE, layout=line)
         gl.store(token_ptr + places, zeros, mask=places < TOKEN_SIZE)
+
+
+@gluon.jit
+def _ask_early(desc, box, early):
+    """Ask for any box: the copy engine then has the descriptor when the first box that counts is asked for."""
+    BYTES: gl.constexpr = box.shape[0] * box.shape[1] * box.dtype.primitive_bitwidth // 8
+    mbarrier.expect(early, BYTES)
+    tma.async_copy_global_to_shared(desc, [0, 0], early, box)
 
 
 @gluon.jit
@@ -84,50 +107,78 @@ def _copy_fresh(
 
 
 @gluon.jit
+def _box_rows(
+    table_ptr, head, length, tile, KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    PAGE: gl.constexpr,
+):  # fmt: skip
+    """Where the boxes of a tile of keys, which are PAGE long, begin in the cache."""
+    PAGES: gl.constexpr = KEY_TILE // PAGE
+    PARTS: gl.constexpr = BLOCK_SIZE // PAGE
+    box_rows = ()
+    for place in gl.static_range(PAGES):
+        # edge: blocks past the row's last one are not in the table; the last is copied again in their place
+        page = gl.maximum(gl.minimum(tile * PAGES + place, (length - 1) // PAGE), 0)
+        block = gl.load(table_ptr + page // PARTS)
+        box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE + page % PARTS * PAGE,)
+    return box_rows
+
+
+@gluon.jit
 def _copy_row(
-    desc, table_ptr, head, length, tile_count, copied, pages, full, empty,
+    desc, table_ptr, head, length, tile_count, copied, first_boxes, pages, full, empty,
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Copy the first `tile_count` tiles of keys (or values) from the cache, the last one first; return the stages that
-    are filled so far."""
-    PAGES: gl.constexpr = KEY_TILE // BLOCK_SIZE
+    are filled so far. AHEAD: block ids are read a tile ahead, those of the last tile are `first_boxes`."""
+    PAGE: gl.constexpr = pages.shape[1]
+    PAGES: gl.constexpr = KEY_TILE // PAGE
     BOX: gl.constexpr = pages.shape[2]
     TILE_BYTES: gl.constexpr = KEY_TILE * HALVES * BOX * pages.dtype.primitive_bitwidth // 8
-    last_page = (length - 1) // BLOCK_SIZE
     for step in range(tile_count):
-        first_page = (tile_count - 1 - step) * PAGES
         stage = copied % STAGES
-        box_rows = ()
-        for page in gl.static_range(PAGES):
-            # edge: blocks past the row's last one are not in the table; the last is copied again in their place
-            block = gl.load(table_ptr + gl.minimum(first_page + page, last_page))
-            box_rows += ((block * KV_HEADS + head) * BLOCK_SIZE,)
+        tile = tile_count - 1 - step
+        boxes = first_boxes if AHEAD else _box_rows(table_ptr, head, length, tile, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
         mbarrier.wait(empty.index(stage), ((copied // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(stage), TILE_BYTES)
         for page in gl.static_range(PAGES):
             for half in gl.static_range(HALVES):
                 box = pages.index((stage * HALVES + half) * PAGES + page)
-                tma.async_copy_global_to_shared(desc, [box_rows[page], half * BOX], full.index(stage), box)
+                tma.async_copy_global_to_shared(desc, [boxes[page], half * BOX], full.index(stage), box)
         copied += 1
+        if AHEAD:
+            first_boxes = _box_rows(table_ptr, head, length, tile - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
     return copied
+
+
+@gluon.jit
+def _run_of_levels(begins, ends, level, KV_HEADS: gl.constexpr):
+    """How many tiles of queries `level` has, all heads counted, and the lowest level down to which that stays so."""
+    on_level = (begins <= level) & (ends > level)
+    works = gl.sum(on_level.to(gl.int32), axis=0) * KV_HEADS
+    lowest = gl.max(gl.where(ends <= level, ends, gl.where(begins <= level, begins, 0)), axis=0)
+    return works, lowest
 
 
 @gluon.jit
 def produce_keys(
     query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows,
-    table_stride, query_boxes, key_pages, page_full, page_empty, fresh_desc, fresh_boxes, key_full, key_empty,
-    mail, mail_full, mail_empty,
+    table_stride, query_boxes, query_full, key_pages, page_full, page_empty, fresh_desc, fresh_boxes, key_full,
+    key_empty, mail, mail_full, mail_empty, early,
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr, FRESH: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr, FRESH: gl.constexpr, AHEAD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
     QUERY_HALVES: gl.constexpr = HEAD_DIM // BOX
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    _ask_early(key_desc, key_pages.index(0), early)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
+
+    # 1. Count the tiles of every row: they are on the levels `begins` .. `ends`.
     rows = gl.arange(0, ROWS_TILE, layout=line)
     is_row = (rows >= first_row) & (rows < max_rows)
     slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
@@ -135,8 +186,14 @@ def produce_keys(
     query_counts = gl.load(starts_ptr + rows + 1, mask=is_row, other=0)
     query_counts -= gl.load(starts_ptr + rows, mask=is_row, other=0)
     query_counts = gl.where((slots >= 0) & (lengths > 0), query_counts, 0)
-    ends = gl.associative_scan((query_counts + (QUERY_TILE - 1)) // QUERY_TILE, 0, _add)
-    total = gl.max(ends, axis=0) * KV_HEADS
+    tiles = (query_counts + (QUERY_TILE - 1)) // QUERY_TILE
+    begins = gl.where(tiles > 0, (lengths - query_counts) // QUERY_TILE, 0)
+    ends = begins + tiles
+    total = gl.sum(tiles, axis=0) * KV_HEADS
+    is_drawn = total > 2 * programs
+    level = gl.max(ends, axis=0) - 1
+    run_start = 0
+    works, lowest = _run_of_levels(begins, ends, level, KV_HEADS)
     fields = gl.arange(0, MAIL_FIELDS, layout=line)
 
     work = program
@@ -144,18 +201,30 @@ def produce_keys(
     filled = 0
     copied = 0
     while work < total:
-        before = ends * KV_HEADS <= work
-        row = gl.sum(before.to(gl.int32), axis=0)
-        row_start = gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
+        # 2. Locate: down the levels to the work's own, then its row and K/V head.
+        while work >= run_start + works * (level + 1 - lowest):
+            run_start += works * (level + 1 - lowest)
+            level = lowest - 1
+            works, lowest = _run_of_levels(begins, ends, level, KV_HEADS)
+        place = (work - run_start) % works
+        counts = gl.associative_scan(((begins <= level) & (ends > level)).to(gl.int32), 0, _add)
+        row = gl.sum((counts <= place // KV_HEADS).to(gl.int32), axis=0)
+        head = place % KV_HEADS
         query_start = gl.load(starts_ptr + row)
         query_count = gl.load(starts_ptr + row + 1) - query_start
         length = gl.load(lengths_ptr + row)
         table_row = gl.load(slots_ptr + row)
-        head = (work - row_start) % KV_HEADS
-        tile = (query_count + (QUERY_TILE - 1)) // QUERY_TILE - 1 - (work - row_start) // KV_HEADS
+        tile = level - (work - run_start) // works - (length - query_count) // QUERY_TILE
         first_token = tile * QUERY_TILE
         key_end = length - query_count + gl.minimum(first_token + QUERY_TILE, query_count)
+        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
+        first_boxes = ()
+        if AHEAD:
+            PAGE: gl.constexpr = key_pages.shape[1]
+            first_boxes = _box_rows(table_ptr, head, length, tile_count - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
 
+        # 3. Post it.
         content = gl.where(fields == 1, query_start, 1)
         content = gl.where(fields == 2, query_count, content)
         content = gl.where(fields == 3, first_token, content)
@@ -165,22 +234,24 @@ def produce_keys(
         content = gl.where(fields == 7, table_row, content)
         slot = letter % MAIL_SLOTS
         mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
+        mail.index(slot).store(content)
+        mbarrier.arrive(mail_full.index(slot), count=1)
+        letter += 1
+
+        # 4. Copy its queries and keys. Of queries, tokens past the row's end are other rows' or zeros; what comes of
+        # them is not stored.
+        wait_for_inputs(PDL)
         if COPY_QUERY:
-            # Tokens past the row's end are other rows' or zeros; what comes of them is not stored.
-            mbarrier.expect(mail_full.index(slot), 2 * 64 * HEAD_DIM * 2)
+            mbarrier.expect(query_full.index(slot), 2 * 64 * HEAD_DIM * 2)
             for part in gl.static_range(2):
                 for half in gl.static_range(QUERY_HALVES):
                     tma.async_copy_global_to_shared(
                         query_desc,
                         [query_start + first_token + part * (64 // GROUP), head * GROUP, half * BOX],
-                        mail_full.index(slot),
+                        query_full.index(slot),
                         query_boxes.index((slot * 2 + part) * QUERY_HALVES + half),
                     )
-        mail.index(slot).store(content)
-        mbarrier.arrive(mail_full.index(slot), count=1)
-        letter += 1
-
-        tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        mbarrier.wait(early, 0)
         if FRESH:
             _copy_fresh(
                 fresh_desc, query_start, query_count, length, head, tile_count, filled, fresh_boxes, key_full,
@@ -188,21 +259,22 @@ def produce_keys(
             )  # fmt: skip
             filled += tile_count
         copied = _copy_row(
-            key_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length,
-            cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
-            key_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES,
+            key_desc, table_ptr, head, length, cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
+            first_boxes, key_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
         )  # fmt: skip
-        work = total
-        if total > programs:
+
+        # 5. The next: up to two a program are dealt to and fro, so that a heavy tile is followed by a light one.
+        if is_drawn:
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
+        else:
+            work = (work // programs + 2) * programs - 1 - work % programs
 
     slot = letter % MAIL_SLOTS
     mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
-    if COPY_QUERY:
-        mbarrier.arrive(mail_full.index(slot), count=1)
     mail.index(slot).store(gl.zeros([MAIL_FIELDS], gl.int32, line))
     mbarrier.arrive(mail_full.index(slot), count=1)
-    if total > programs:
+    mbarrier.wait(early, 0)
+    if is_drawn:
         finished = gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
         if finished == programs - 1:
             gl.store(counters_ptr, 0)
@@ -235,19 +307,30 @@ def read_mail(mail, mail_full, letter):
 
 @gluon.jit
 def produce_values(
+    output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
     value_desc, tables_ptr, table_stride, value_pages, page_full, page_empty, fresh_desc, fresh_boxes, value_full,
-    value_empty, mail, mail_full, mail_empty,
+    value_empty, mail, mail_full, mail_empty, early,
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, FRESH: gl.constexpr,
+    PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, TOKEN_SIZE: gl.constexpr, FRESH: gl.constexpr,
+    AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Read the letters and copy their values, until the last letter."""
+    """Read the letters and copy their values, until the last letter; then write the zeros of tokens of no row, while
+    the last tiles are computed."""
+    _ask_early(value_desc, value_pages.index(0), early)
     letter = 0
     filled = 0
     copied = 0
     is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+    wait_for_inputs(PDL)  # also in a program without a tile: who waits for this kernel waits for those before it
+    mbarrier.wait(early, 0)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
         tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
+        first_boxes = ()
+        if AHEAD:
+            PAGE: gl.constexpr = value_pages.shape[1]
+            first_boxes = _box_rows(table_ptr, head, length, tile_count - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
         if FRESH:
             _copy_fresh(
                 fresh_desc, query_start, query_count, length, head, tile_count, filled, fresh_boxes, value_full,
@@ -255,9 +338,11 @@ def produce_values(
             )  # fmt: skip
             filled += tile_count
         copied = _copy_row(
-            value_desc, tables_ptr + table_row.to(gl.int64) * table_stride, head, length,
-            cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
-            value_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES,
+            value_desc, table_ptr, head, length, cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
+            first_boxes, value_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
         )  # fmt: skip
         letter += 1
         is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
+    _zero_unowned(
+        output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count, TOKEN_SIZE
+    )  # fmt: skip

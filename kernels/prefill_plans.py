@@ -18,8 +18,12 @@ MAX_ROWS = 1024
 MAX_GROUP = 128
 SPECIALISED_TOKENS = 1024
 SPECIALISED_ROW_TOKENS = 64
-"""Query tokens of a bucket from which on the Hopper kernel is faster, twice as many where a row has no more than these:
-`is_specialised_size`."""
+SPECIALISED_HEADS = 32
+"""Query tokens of a bucket from which on the Hopper kernel is faster, twice as many where a row has no more than these
+and there are fewer heads: `is_specialised_size`."""
+
+LONG_TOKENS, LONG_ROWS = 4096, 16
+"""Query tokens of a bucket from which on, in no more rows than these, the Hopper kernel takes long tiles of keys."""
 
 SHORT_TOKENS, SHORT_ROWS = 128, 64
 """Query tokens and rows of a bucket up to which the plain kernel has more, smaller tiles of queries that see all keys
@@ -50,16 +54,26 @@ class Tiles:
         return (self.tile_rows + 2 * self.num_stages * self.key_tile) * dim_tile * element_bytes
 
 
-HOPPER_TILES = Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2)
+HOPPER_TILES = {
+    64: Tiles(tile_rows=128, key_tile=64, num_warps=4, num_stages=4),
+    128: Tiles(tile_rows=128, key_tile=128, num_warps=4, num_stages=2),
+}
 
 
-def is_specialised_size(token_count: int, row_count: int) -> bool:
+def is_specialised_size(token_count: int, row_count: int, query_heads: int) -> bool:
     """Whether the Hopper kernel is the faster one for a bucket of that many query tokens with room for so many rows.
 
-    It costs more to start, so a step that is just large enough but made of many short rows is the plain kernel's.
+    It costs more to start, so a step that is just large enough but made of many short rows is the plain kernel's,
+    unless many heads make it larger.
     """
     has_long_rows = token_count > SPECIALISED_ROW_TOKENS * row_count
-    return token_count >= (SPECIALISED_TOKENS if has_long_rows else 2 * SPECIALISED_TOKENS)
+    is_just_enough = has_long_rows or query_heads >= SPECIALISED_HEADS
+    return token_count >= (SPECIALISED_TOKENS if is_just_enough else 2 * SPECIALISED_TOKENS)
+
+
+def hopper_key_tile(token_count: int, row_count: int, quantised: bool) -> int:
+    """Keys of a tile of the Hopper kernel for a bucket of that many query tokens with room for so many rows."""
+    return 128 if quantised or (token_count >= LONG_TOKENS and row_count <= LONG_ROWS) else 64
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,7 @@ def launch_plan(
     *,
     specialised: bool = False,
     quantised: bool = False,
+    chunk_rows: int | None = None,
     element_bytes: int = 2,
     shared_bytes: int = HOPPER_SHARED_BYTES,
     tile_rows: int | None = None,
@@ -135,21 +150,27 @@ def launch_plan(
 
     The grid holds what the card runs at once, or fewer when the bucket cannot have that many tiles: at most
     token_count // query_tile full tiles and one partial tile a row, for each K/V head. `specialised` takes the Hopper
-    kernel, which fixes its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. `element_bytes`
-    of a query's element, `shared_bytes` that the card has for a program: where the measured tiles do not fit, those of
-    few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether the Hopper
-    kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit caches, which
-    take 8 to 18 % longer without; over a plain one it makes less than 2 % either way (attention_plans.jsonl, commit
-    a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values, which it need not convert;
-    over 8-bit caches it is.
+    kernel, which has its own tiles: pass `is_specialised_size(...) and can_specialise(...)`. `chunk_rows`: the rows
+    that share the tokens, by which its tiles are chosen, where `max_rows` counts others too or is rounded up.
+    `element_bytes` of a query's element, `shared_bytes` that the card has for a program: where the measured tiles do
+    not fit, those of few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether
+    the Hopper kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit
+    caches, which take 8 to 18 % longer without; over a plain one it makes less than 2 % either way
+    (attention_plans.jsonl, commit a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values,
+    which it need not convert; over 8-bit caches it is.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
     wanted(group <= MAX_GROUP, "query heads a K/V head", f"<= {MAX_GROUP}", group)
     dim_tile = triton.next_power_of_2(head_dim)
-    chosen = HOPPER_TILES if specialised else measured_tiles(token_count, max_rows, dim_tile)
-    if not specialised and chosen.shared_bytes(dim_tile, element_bytes) > shared_bytes:
-        chosen = measured_tiles(SHORT_TOKENS + 1, max_rows, dim_tile)
+    if specialised:
+        keys = key_tile or hopper_key_tile(token_count, chunk_rows or max_rows, quantised)
+        wanted(keys in HOPPER_TILES, "key_tile", f"one of {list(HOPPER_TILES)} for the Hopper kernel", keys)
+        chosen = HOPPER_TILES[keys]
+    else:
+        chosen = measured_tiles(token_count, max_rows, dim_tile)
+        if chosen.shared_bytes(dim_tile, element_bytes) > shared_bytes:
+            chosen = measured_tiles(SHORT_TOKENS + 1, max_rows, dim_tile)
     if quantised:  # not yet measured; a limit that costs bf16 little makes these spill 700 bytes a thread
         chosen = replace(chosen, max_registers=None)
     tile_rows = max(tile_rows or chosen.tile_rows, triton.next_power_of_2(group))

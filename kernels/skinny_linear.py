@@ -325,7 +325,7 @@ def run_plan(
         normed = workspace.rows("normed", rows, inputs)
         rms_norm(x, norm_weight, eps, normed)
         x, norm_weight = normed, None
-    if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(plan, x, weight, out, residual, silu_mul)):
+    if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(x, weight, out, residual)):
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
     if plan.kernel == "gemm":
@@ -367,15 +367,9 @@ def run_plan(
     )  # fmt: skip
 
 
-def _is_gemm(
-    plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None,
-    silu_mul: bool,
-) -> bool:  # fmt: skip
-    """Whether kernels/gemm.py takes these: a result in x's dtype, or a plain one in float32 by narrow tiles, and rows
-    that the copy engine can copy, from 16 bytes to 16 bytes."""
-    is_plain = residual is None and not silu_mul
-    takes_dtype = out.dtype == x.dtype or (is_plain and out.dtype == torch.float32 and plan.block_n <= 128)
-    return takes_dtype and copies_boxes(x, weight, out, *(() if residual is None else (residual,)))
+def _is_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """Whether kernels/gemm.py takes these: a result in x's dtype, and rows that the copy engine can copy."""
+    return out.dtype == x.dtype and copies_boxes(x, weight, out, *(() if residual is None else (residual,)))
 
 
 def _is_norm_apart(plan: LinearPlan, dtype: torch.dtype, norm_dtype: torch.dtype) -> bool:

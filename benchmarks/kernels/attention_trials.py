@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.kernels import harness
 from benchmarks.kernels.attention_variants import LIBRARY, Options, Workload
-from benchmarks.kernels.bench_prefill_attention import is_specialised, torch_call
+from benchmarks.kernels.bench_prefill_attention import bucket_for, is_specialised, torch_call
 from benchmarks.kernels.decode_chain import QWEN3_06B, SMOKE, DecodeChain, few_rows, takes_warps
 from benchmarks.kernels.decode_chain import is_specialised as is_decode_specialised
 from benchmarks.kernels.paged_inputs import (
@@ -247,6 +247,7 @@ class PrefillTrial(_PagedTrial):
         from worker_proc.cuda.fused_forward import row_class
 
         usual = {"specialised": is_specialised(self.shape), "quantised": self.quantised}
+        usual["chunk_rows"] = bucket_for(self.shape).rows
         sizes = (len(inputs.query), row_class(self.shape.batch), *self.heads, multiprocessor_count())
         plan = plan_with(launch_plan, sizes, usual, options)
         output = torch.full_like(inputs.query, float("nan"))

@@ -159,8 +159,8 @@ def _decode_aspects(quantised: bool, hopper: bool) -> Aspects:
 def _hopper_choices(workload: Workload) -> list[Options]:
     choices: list[Options] = [{"specialised": True, "overlap": workload.cache == "auto"}]
     if workload.cache != "auto":
-        choices.append({"specialised": True, "fresh": False})
-    return choices
+        return [*choices, {"specialised": True, "fresh": False}]
+    return [*choices, {"specialised": True, "key_tile": 64}, {"specialised": True, "key_tile": 128}]
 
 
 def _plain_choices(hopper: bool) -> list[Options]:

@@ -20,21 +20,28 @@ from kernels import interpreter
 
 if TYPE_CHECKING:
     from kernels.prefill_plans import PrefillPlan
+    from worker_proc.cuda.buckets import Bucket
+
+
+def bucket_for(shape: AttentionShape) -> Bucket:
+    """The worker's bucket for the shape."""
+    from worker_proc.cuda.buckets import bucket_of
+
+    token_count = shape.batch * shape.query_tokens
+    return bucket_of(0, shape.batch, token_count, max_rows=256, max_tokens=max(token_count, 8192))
 
 
 def is_specialised(shape: AttentionShape) -> bool:
     """Whether the worker would take the Hopper kernel for the shape as a bucket."""
     from kernels.paged_kv import HeadShape
     from kernels.prefill_plans import can_specialise, is_specialised_size
-    from worker_proc.cuda.buckets import bucket_of
 
-    token_count = shape.batch * shape.query_tokens
     heads = HeadShape(shape.query_heads, shape.kv_heads, shape.head_dim, shape.block_size)
     quantised = shape.cache != "auto"
     dtype, major = device_and_dtype()[1], card_major()
     is_possible = can_specialise(heads, dtype, quantised=quantised, capability_major=major)
-    bucket = bucket_of(0, shape.batch, token_count, max_rows=256, max_tokens=max(token_count, 8192))
-    return is_possible and is_specialised_size(bucket.tokens, bucket.rows)
+    bucket = bucket_for(shape)
+    return is_possible and is_specialised_size(bucket.tokens, bucket.rows, shape.query_heads)
 
 
 def plan_of(shape: AttentionShape) -> PrefillPlan:
@@ -50,6 +57,7 @@ def plan_of(shape: AttentionShape) -> PrefillPlan:
         multiprocessor_count(),
         specialised=is_specialised(shape),
         quantised=shape.cache != "auto",
+        chunk_rows=bucket_for(shape).rows,
     )
 
 

@@ -142,8 +142,6 @@ def candidates(shape: LinearShape, rows: int) -> list[LinearPlan]:
         plans += held_candidates(shape)
     if 16 <= rows <= 64 or (2 <= rows <= 64 and shape.outputs > 50_000):
         plans += small_m_candidates(shape, rows)
-    if shape.outputs > 30_000:
-        plans += gemm_candidates(shape, rows)
     if rows >= 32 and shape.outputs > 30_000:
         plans += resident_candidates(shape, rows)
     return plans

@@ -67,6 +67,19 @@ def test_blocks_and_tiles(block_size, tile_tokens, cache, device):
     check(batch, **plan(tile_tokens=tile_tokens, programs_per_multiprocessor=1))
 
 
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_tiles_on_their_way(num_stages, device, cache):
+    batch = batch_of((150, 2, 37), device, cache)
+    check(batch, **plan(num_stages=num_stages, programs_per_multiprocessor=2))
+
+
+def test_more_rows_are_shared_among_more_programs_in_the_same_shared_memory():
+    few, many = (launch_plan(rows, 16, 8, 128, 132, specialised=True) for rows in (64, 65))
+    assert few.program_count < many.program_count
+    used = [each.program_count * each.num_stages * each.tile_tokens for each in (few, many)]
+    assert used[0] == used[1]
+
+
 @pytest.mark.parametrize("start_tiles, min_tiles, cache", [(3, 1, torch.int8), (1, 5, None)])
 def test_shares_of_the_work(start_tiles, min_tiles, cache, device):
     batch = batch_of((150, 2, 37), device, cache)
@@ -111,10 +124,10 @@ def test_tiles_asked_for_early_or_late(device, cache, monkeypatch):
     assert torch.equal(run(batch, pdl=True, **options), run(batch, **options))
 
 
-def test_what_is_asked_for_early_is_there_already(cache, monkeypatch):
-    check_early(
-        decode_attention_hopper, "_hopper_decode_kernel", cache, plan(programs_per_multiprocessor=2), monkeypatch
-    )
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_what_is_asked_for_early_is_there_already(num_stages, cache, monkeypatch):
+    options = plan(programs_per_multiprocessor=2, num_stages=num_stages)
+    check_early(decode_attention_hopper, "_hopper_decode_kernel", cache, options, monkeypatch)
 
 
 def check_early(

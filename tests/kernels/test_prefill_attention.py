@@ -1,5 +1,7 @@
 """Prefill attention against its reference: fresh and cached prompts, chunks, mixed steps, poison, and graphs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton.runtime import interpreter
@@ -24,9 +26,11 @@ SMALL_TILES = {"tile_rows": 32, "key_tile": 16}  # several tiles in few tokens
 
 
 def run(
-    batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = None, fresh: tuple | None = None, **options
-) -> torch.Tensor:
-    """Launch on a poisoned output; check that the counters come back as zeros. `fresh`: by default what is stored."""
+    batch: PagedBatch, *, scale: float = 0.125, plan_options: dict | None = None, fresh: tuple | None = None,
+    programs: int | None = None, **options,
+) -> torch.Tensor:  # fmt: skip
+    """Launch on a poisoned output; check that the counters come back as zeros. `fresh`: by default what is stored;
+    `programs`: by default as many as planned."""
     device = batch.query.device
     query_heads, head_dim = batch.query.shape[1:]
     multiprocessors = 132 if device.type == "cuda" else MULTIPROCESSORS
@@ -42,6 +46,7 @@ def run(
         **plan_options,
     )
     plan = usual_rows(plan, device)
+    plan = replace(plan, program_count=programs or plan.program_count)
     output = torch.full_like(batch.query, float("nan"))
     counters = torch.zeros(COUNTER_COUNT, dtype=torch.int32, device=device)
     if plan.fresh and fresh is None:

@@ -11,14 +11,16 @@ from kernels import prefill_attention_hopper
 from kernels.kv_format import dequantise, read_back
 from kernels.paged_kv import HeadShape
 from kernels.prefill_attention_hopper_convert import FP8_TO_BF16, INT8_TO_BF16
-from kernels.prefill_plans import can_specialise, is_specialised_size, launch_plan
+from kernels.prefill_plans import can_specialise, hopper_key_tile, is_specialised_size, launch_plan
+from tests.kernels import gluon_emulator
 from tests.kernels.gluon_assembly import inline_asm
-from tests.kernels.gluon_emulator import emulate
+from tests.kernels.gluon_emulator import KernelAhead, emulate
 from tests.kernels.paged_batches import (
     PagedBatch,
     assert_as_exact_as_torch,
     make_batch,
     quantise_caches,
+    skip_unless_here,
 )
 from tests.kernels.test_prefill_attention import ERROR_FACTOR, SMALL_TILES, check, references, run
 
@@ -31,10 +33,12 @@ def in_one_size(rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], int
     return [*rows, *[(0, 0)] * (HOPPER_ROWS - len(rows))], -sum(count for count, _ in rows) % 64
 
 
-def check_specialised(rows: list[tuple[int, int]], device: str, head_dim: int = 128, **shape) -> None:
+def check_specialised(
+    rows: list[tuple[int, int]], device: str, head_dim: int = 128, key_tile: int = 64, **shape
+) -> None:
     rows, spare = in_one_size(rows)
     batch = make_batch(rows, device, torch.bfloat16, head_dim=head_dim, spare_tokens=spare, **shape)
-    check(batch, plan_options={"specialised": True})
+    check(batch, plan_options={"specialised": True, "key_tile": key_tile})
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def device(hopper_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return hopper_device
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim, key_tile", [(64, 64), (128, 64), (128, 128)])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -56,30 +60,130 @@ def device(hopper_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
         [(33, 97), (1, 1), (2, 40), (64, 64)] * 30,
     ],
 )
-def test_the_hopper_kernel_on_rows_of_any_length(rows, head_dim, device):
-    check_specialised(rows, device, head_dim=head_dim)
+def test_the_hopper_kernel_on_rows_of_any_length(rows, head_dim, key_tile, device):
+    check_specialised(rows, device, head_dim=head_dim, key_tile=key_tile)
 
 
-@pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (9, 3), (32, 2), (24, 1), (14, 2)])
-def test_the_hopper_kernel_on_groups(query_heads, kv_heads, device):
-    check_specialised([(190, 190), (70, 823)], device, query_heads=query_heads, kv_heads=kv_heads)
+@pytest.mark.parametrize(
+    "query_heads, kv_heads, key_tile", [(1, 1, 64), (9, 3, 64), (9, 3, 128), (32, 2, 128), (24, 1, 64), (14, 2, 128)]
+)
+def test_the_hopper_kernel_on_groups(query_heads, kv_heads, key_tile, device):
+    heads = {"query_heads": query_heads, "kv_heads": kv_heads}
+    check_specialised([(190, 190), (70, 823)], device, key_tile=key_tile, **heads)
 
 
+@pytest.mark.parametrize("key_tile", [64, 128])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
-def test_the_hopper_kernel_on_block_sizes(block_size, device):
-    check_specialised([(200, 200), (16, 128), (1, 1), (129, 400)], device, block_size=block_size)
+def test_the_hopper_kernel_on_block_sizes(block_size, key_tile, device):
+    rows = [(200, 200), (16, 128), (1, 1), (129, 400), (2, 65)]
+    check_specialised(rows, device, key_tile=key_tile, block_size=block_size)
 
 
-def test_the_hopper_kernel_on_padding_and_decode_rows(device):
+@pytest.mark.parametrize("key_tile, programs", [(64, 1), (64, 4), (64, 40), (128, 7)])
+def test_the_hopper_kernel_on_padding_and_decode_rows(key_tile, programs, device):
     rows = [(1, 30), (1, 17), (120, 400), (50, 50), (0, 0), (6, 6)]
     batch = make_batch(rows, device, torch.bfloat16, head_dim=128, padding=(3,), spare_tokens=7)
     row_count = torch.tensor([2], dtype=torch.int32, device=device)
-    result = run(batch, plan_options={"specialised": True}, decode_row_count=row_count)
+    options = {"plan_options": {"specialised": True, "key_tile": key_tile}, "programs": programs}
+    result = run(batch, decode_row_count=row_count, **options)
     assert result[:2].isnan().all(), "rows of the decode kernel were written"
     assert not result[122:172].any()
     assert not result[178:].any()
     same, exact = references(batch)
     assert_as_exact_as_torch(result[2:], same[2:], exact[2:], ERROR_FACTOR)
+
+
+WAVES = [
+    [(200, 200), (70, 300), (64, 64), (1, 1), (33, 97), (256, 700), (0, 0), (127, 255), (16, 1100)],
+    [(70, 70)] * 4 + [(3, 3)] * 3,
+]
+"""Rows whose tiles of queries, of 64 tokens, are on the same levels of the context, and on levels far apart."""
+
+
+@pytest.mark.parametrize("programs", [1, 5, 15, 16, 29, 30, 31, 40])
+def test_any_number_of_programs_takes_each_tile_once(programs, device):
+    """Fifteen tiles of each of two heads: drawn, dealt in two waves of which one may be cut, and a program for each."""
+    batch = make_batch(WAVES[0], device, torch.bfloat16, head_dim=64, padding=(2,), spare_tokens=5)
+    result = run(batch, plan_options={"specialised": True}, programs=programs)
+    assert torch.equal(result, run(batch, plan_options={"specialised": True}, programs=2))
+    assert_as_exact_as_torch(result, *references(batch), ERROR_FACTOR)
+
+
+def tiles_in_order(batch: PagedBatch, programs: int, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """Of each program, the (first token in the batch, head) of its tiles, as it asks for their queries."""
+    found: list[list[tuple[int, int]]] = []
+    copy, program = gluon_emulator._copy, gluon_emulator._Program
+
+    def begin(*arguments):
+        found.append([])
+        return program(*arguments)
+
+    def record(descriptor, place, barrier, target):
+        if len(place) == 3 and place[2] == 0:
+            found[-1].append((int(place[0]), int(place[1])))
+        copy(descriptor, place, barrier, target)
+
+    monkeypatch.setattr(gluon_emulator, "_Program", begin)
+    monkeypatch.setattr(gluon_emulator, "_copy", record)
+    run(batch, plan_options={"specialised": True}, programs=programs)
+    return [tiles[::2] for tiles in found]  # each is asked for in two parts of 64 rows
+
+
+@pytest.mark.parametrize("rows", WAVES)
+def test_the_heaviest_tiles_come_first_and_are_dealt_to_and_fro(rows, monkeypatch):
+    skip_unless_here("cpu")
+    emulate(monkeypatch, prefill_attention_hopper, "_hopper_kernel")
+    batch = make_batch(rows, "cpu", torch.bfloat16)
+    levels, start = [], 0
+    for count, length in rows:
+        first = (length - count) // 64
+        levels += [
+            ((start + 64 * tile, 2 * head), first + tile) for tile in range(-(-count // 64)) for head in range(2)
+        ]
+        start += count
+    level_of = dict(levels)
+    (one,) = tiles_in_order(batch, 1, monkeypatch)
+    assert sorted(one) == sorted(level_of) and len(set(one)) == len(one)
+    assert [level_of[tile] for tile in one] == sorted(level_of.values(), reverse=True)
+    half = len(one) // 2 + 1
+    dealt = tiles_in_order(batch, half, monkeypatch)
+    want = [[one[index], *one[2 * half - 1 - index :][:1]] for index in range(half)]
+    assert dealt == want
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=["copied", "loaded"])
+@pytest.mark.parametrize("key_tile, programs", [(64, 3), (64, 60), (128, 10)])
+def test_what_is_read_early_is_there_already(key_tile, programs, heads, monkeypatch):
+    """Not the queries, nor keys and values, nor may the output be written; a program without a tile waits too."""
+    skip_unless_here("cpu")
+    rows = [(33, 97), (1, 1), (2, 40), (130, 200), (64, 64)]
+    heads = {"query_heads": heads[0], "kv_heads": heads[1]}
+    batch = make_batch(rows, "cpu", torch.bfloat16, padding=(2,), spare_tokens=3, **heads)
+    check_early(batch, {"specialised": True, "key_tile": key_tile}, programs, None, monkeypatch)
+
+
+@pytest.mark.parametrize("is_fresh", [False, True], ids=["cached", "fresh"])
+def test_what_is_read_early_over_8_bits_is_there_already(is_fresh, monkeypatch):
+    skip_unless_here("cpu")
+    monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)  # heads of 64 too
+    batch = make_batch([(33, 197), (1, 1), (2, 40), (130, 200)], "cpu", torch.bfloat16, padding=(2,), spare_tokens=3)
+    batch = quantise_caches(batch, torch.int8)
+    fresh = batch.fresh() if is_fresh else None
+    check_early(batch, {"specialised": True, "fresh": is_fresh}, 5, fresh, monkeypatch)
+
+
+def check_early(
+    batch: PagedBatch, plan_options: dict, programs: int, fresh: tuple | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of an early launch behind what writes queries, caches and scales, and fresh keys and values."""
+    emulate(monkeypatch, prefill_attention_hopper, "_hopper_kernel")
+    options = {"plan_options": plan_options, "programs": programs, "fresh": fresh}
+    expected = run(batch, **options)
+    caches = [each for each in (batch.key_cache, batch.value_cache, *batch.scales.values()) if each is not None]
+    ahead = KernelAhead(batch.query, *caches, *(fresh or ()))
+    emulate(monkeypatch, prefill_attention_hopper, "_hopper_kernel", ahead)
+    monkeypatch.setattr(kernels.prefill_attention, "launch_options", lambda output: {"PDL": True})
+    assert torch.equal(run(batch, pdl=True, **options), expected)
 
 
 def test_the_hopper_kernel_is_for_what_it_can_compute():
@@ -101,11 +205,25 @@ def test_the_hopper_kernel_is_for_what_it_can_compute():
 
 
 def test_the_hopper_kernel_is_for_large_steps_of_long_rows():
-    assert is_specialised_size(1024, row_count=1)
-    assert not is_specialised_size(1023, row_count=1)
-    assert not is_specialised_size(1024, row_count=16), "8 prompts of 128 tokens, in the bucket of 16 rows"
-    assert is_specialised_size(2048, row_count=16), "8 prompts of 256 tokens"
-    assert is_specialised_size(8192, row_count=256)
+    assert is_specialised_size(1024, row_count=1, query_heads=16)
+    assert not is_specialised_size(1023, row_count=1, query_heads=16)
+    assert not is_specialised_size(1024, row_count=16, query_heads=16), "8 prompts of 128 tokens, in their bucket"
+    assert is_specialised_size(2048, row_count=16, query_heads=16), "8 prompts of 256 tokens"
+    assert is_specialised_size(8192, row_count=256, query_heads=16)
+    assert is_specialised_size(1024, row_count=16, query_heads=32), "twice as many tiles"
+    assert not is_specialised_size(512, row_count=16, query_heads=32)
+
+
+def test_few_long_rows_take_long_tiles_of_keys():
+    assert hopper_key_tile(2048, row_count=16, quantised=False) == 64
+    assert hopper_key_tile(8192, row_count=256, quantised=False) == 64
+    assert hopper_key_tile(8192, row_count=16, quantised=False) == 128
+    assert hopper_key_tile(1024, row_count=16, quantised=True) == 128
+    sizes = (8192, 256, 16, 8, 128, 132)
+    assert launch_plan(*sizes, specialised=True).key_tile == 64
+    assert launch_plan(*sizes, specialised=True, chunk_rows=16).key_tile == 128
+    with pytest.raises(ValueError, match=r"key_tile: wanted one of \[64, 128\] for the Hopper kernel, got 32"):
+        launch_plan(*sizes, specialised=True, key_tile=32)
 
 
 HOPPER_MIXES = [

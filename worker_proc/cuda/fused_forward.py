@@ -436,11 +436,11 @@ class FusedForward:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
         chunk_rows = 1 if bucket.kind == MIXED else bucket.rows  # of a mixed bucket most rows are single tokens
-        is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows)
+        is_large = prefill_plans.is_specialised_size(bucket.tokens, chunk_rows, config.head_count)
         is_specialised = is_large and self._has_hopper_kernel(prefill_plans, block_size, sliding_window, quantised)
         rows = row_class(self.logits.shape[0] if is_specialised else bucket.rows)
         return prefill_plans.launch_plan(
-            bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised,
+            bucket.tokens, rows, *sizes, specialised=is_specialised, quantised=quantised, chunk_rows=chunk_rows,
             element_bytes=self.hidden.element_size(), shared_bytes=shared_memory_bytes(self.hidden.device),
         )  # fmt: skip
 
