@@ -218,8 +218,8 @@ PROMPT_PLANS = [(3, 48, 64), (4, 48, 32), (6, 32, 32), (3, 48, 64), (6, 32, 32)]
 
 
 def test_products_of_prompts_fit_into_registers(run_script):
-    """256 columns of float32 a row and what follows, without spills. Shared memory holds tiles and barriers, and nothing
-    for heads to be exchanged in."""
+    """Without spills, for all the sums of a row's 256 columns. Shared memory holds tiles and barriers, and nothing for
+    heads to be exchanged in."""
     found = json.loads(run_script(["-c", PROMPTS], timeout=110))
     check(found)
     for kernel, (stages, step_kib, staged_kib) in zip(found, PROMPT_PLANS, strict=True):
