@@ -10,8 +10,8 @@ At these sizes the time is that of reading W once, so a kernel is judged by byte
 `_matvec_kernel` keeps a block of W's rows in registers, loaded before the kernel ahead has finished, and multiplies one
 row of x after another; `_small_m_kernel` uses the tensor cores, and splits K over programs where N is small. Hopper has
 three more: `skinny_linear_warps.py` for up to 16 rows, `skinny_linear_hopper.py` for up to 256, and for the rows of
-prompts, where arithmetic is what takes the time, `gemm.py`. Which one, and with what
-tile, comes from a table measured on the card (`kernels/tuning`); a shape that the library does faster goes there.
+prompts, where arithmetic is what takes the time, `gemm.py`. Which one, and with what tile, comes from a table measured
+on the card, or from a rule (`kernels/tuning`); a shape that the library does faster goes there.
 
 | tensor      | axes                           | dtype     | strides     |
 |-------------|--------------------------------|-----------|-------------|

@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks.kernels.linear_shapes import LinearShape
 from kernels import skinny_linear_warps
 from kernels.skinny_linear_hopper import fits
-from kernels.tuning import GEMM_TILE_ROWS, LIBRARY, LinearPlan
+from kernels.tuning import GEMM_TILE_ROWS, LIBRARY, LinearPlan, gemm_tiles
 
 SHARED_BYTES = 200_000
 
@@ -100,10 +100,8 @@ def resident_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
 
 def gemm_candidates(shape: LinearShape, rows: int) -> Iterator[LinearPlan]:
     """The tiles of prompts' products, for as many rows as one of them holds."""
-    halves = 2 if "silu" in shape.fusion else 1
-    for block_n in (128, 256):
-        if rows >= GEMM_TILE_ROWS and shape.inputs % 64 == 0 and shape.out_columns % (block_n // halves) == 0:
-            yield LinearPlan("gemm", block_n, 64, 4, block_m=GEMM_TILE_ROWS, norm_apart=True)
+    if rows >= GEMM_TILE_ROWS:
+        yield from gemm_tiles(shape.outputs, shape.inputs)
 
 
 def _step_choices(shape: LinearShape, lines: int) -> tuple[int, ...]:

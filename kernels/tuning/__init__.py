@@ -1,12 +1,14 @@
-"""Which kernel and tile a skinny product uses: a table measured on the card, and rules where there is none.
+"""Which kernel and tile a product uses: a table measured on the card for few rows, and rules where there is none.
 
 `skinny_linear.json` holds, for each card, dtype and operation, the fastest plan for a bucket of rows. Regenerate it
-for the card at hand with `python -m benchmarks.kernels.tune_skinny_linear`. Called by `kernels.skinny_linear`; knows
-no tensors.
+for the card at hand with `python -m benchmarks.kernels.tune_skinny_linear`. Prompts' products go by rule (`gemm_plan`).
+Called by `kernels.skinny_linear` and `kernels.gemm`; knows no tensors.
 """
 
 import functools
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,14 +45,18 @@ class LinearPlan:
 
 LIBRARY = LinearPlan("library")
 GLUON_KERNELS = ("warps", "resident", "gemm")
-GEMM_FEWEST_ROWS = 225
 GEMM_TILE_ROWS = 128
+GEMM_FEWEST_ROWS = 225
+"""Nearly two tiles of rows: of 256 rows some products were faster than by what serves fewer, of 128 none."""
+
 NARROW_WAVE = 0.54
 """What a wave of tiles of 128 x 128 takes of the time of one of 128 x 256: measured."""
 
 GEMM_FILLED, GEMM_FILLED_FUSED = 0.9, 0.75
-"""The least share of the card's tiles that are filled, in a product's waves, for kernels/gemm_hopper.py to be faster
-than the library, which splits K, or than it and the kernel that follows: measured."""
+"""The least share of the card's tiles that are filled, in a product's waves, for kernels/gemm_hopper.py to do what the
+library, which splits K, would do, or the library and the kernel that follows. By itself a product with a residual is up
+to 6 % slower than the library's then, in a layer of 8,192 tokens 5 us; early launch, for which no kernel of the library
+may stand between, gains 13 there (docs/log.md, 2026-11-30)."""
 
 WARPS_MOST_ROWS = 16
 WARPS_MOST_BYTES = 34 << 20  # W of 4,096 x 4,096, which takes 11 us and the library 15; of 6,144 x 4,096 20 and 18
@@ -99,25 +105,31 @@ def default_plan(
     return LinearPlan("matvec", block_n=block_n, block_k=1024, num_warps=4)
 
 
-def gemm_plan(
-    rows: int, outputs: int, inputs: int, programs: int, *, halves: int = 1, fused: bool = False
-) -> LinearPlan | None:
+def gemm_tiles(columns: int, inputs: int) -> Iterator[LinearPlan]:
+    """The tiles of kernels/gemm_hopper.py that fill so many columns of a product, wide ones first; with silu_mul the
+    columns of gate and up together, since a tile takes half from each."""
+    for block_n in (256, 128):
+        if columns % block_n == 0 and inputs % 64 == 0:
+            yield LinearPlan("gemm", block_n, 64, 4, block_m=GEMM_TILE_ROWS, norm_apart=True)
+
+
+def gemm_plan(rows: int, outputs: int, inputs: int, programs: int, *, fused: bool = False) -> LinearPlan | None:
     """The plan of many rows for kernels/gemm_hopper.py, on a card with so many multiprocessors; None where it would be
     slower, or does not compute the shape.
 
-    `halves`: 2 with silu_mul, whose `outputs` rows of W a tile takes half from gate and half from up. `fused`: what
-    follows the product would be another kernel otherwise.
+    `fused`: what follows the product would be another kernel otherwise.
     """
-    best = None
-    for block_n, cost in ((256, 1.0), (128, NARROW_WAVE)):
-        if rows < GEMM_FEWEST_ROWS or inputs % 64 or outputs // halves % (block_n // halves):
-            continue
-        tiles = -(-rows // GEMM_TILE_ROWS) * (outputs // block_n)
+    if rows < GEMM_FEWEST_ROWS:
+        return None
+    best, best_cost = None, math.inf
+    for plan in gemm_tiles(outputs, inputs):
+        tiles = -(-rows // GEMM_TILE_ROWS) * (outputs // plan.block_n)
         waves = -(-tiles // programs)
+        cost = waves * (1.0 if plan.block_n == 256 else NARROW_WAVE)
         filled = tiles / (waves * programs)
-        if filled >= (GEMM_FILLED_FUSED if fused else GEMM_FILLED) and (best is None or waves * cost < best[0]):
-            best = (waves * cost, block_n)
-    return None if best is None else LinearPlan("gemm", best[1], 64, 4, block_m=GEMM_TILE_ROWS, norm_apart=True)
+        if filled >= (GEMM_FILLED_FUSED if fused else GEMM_FILLED) and cost < best_cost:
+            best, best_cost = plan, cost
+    return best
 
 
 def measured_plan(device: torch.device, dtype: torch.dtype, rows: int, operation: str) -> LinearPlan | None:
@@ -165,8 +177,7 @@ def _found_plan(
         return measured
     by_gluon = dtype.itemsize == 2 and takes_gluon(capability_major(device))
     if by_gluon:
-        halves = 2 if silu_mul else 1
-        plan = gemm_plan(rows, outputs, inputs, multiprocessor_count(device), halves=halves, fused=silu_mul)
+        plan = gemm_plan(rows, outputs, inputs, multiprocessor_count(device), fused=silu_mul)
         if plan is not None:
             return plan
     return default_plan(rows, outputs, inputs, silu_mul, by_warps=by_gluon, has_norm=has_norm)

@@ -153,7 +153,7 @@ def test_every_plan_of_the_table_is_well_formed():
             for operation, buckets in operations.items():
                 for bucket, entry in buckets.items():
                     plan = LinearPlan(**entry["plan"])
-                    kernels = ("matvec", "small_m", "warps", "resident", "library")
+                    kernels = ("matvec", "small_m", "warps", "resident", "gemm", "library")
                     assert plan.kernel in kernels, (card, operation, bucket)
                     inputs = int(operation.split("_")[1][1:])
                     assert plan.kernel != "warps" or skinny_linear_warps.fits(plan, inputs), (operation, bucket)

@@ -9,7 +9,8 @@ residual; gate and up products with the norm before and SiLU * up after; down pr
 - up to 256 tokens on a card that was measured, eight: products leave parts, the q/k/v product's are added up as they
   rotate, the others' by the norm that follows, residual included (seven for a few decode rows). Not where the kernel of
   few rows does the gate and up products (kernels/skinny_linear_warps.py), to which a norm costs next to nothing;
-- nine for more, where the library does the products.
+- for more nine, where the library does the products; where kernels/gemm.py does them, seven: it applies SiLU and stores
+  the heads itself, and norms have launches of their own.
 
 Decode rows beside prompts are one more, since they have an attention of their own.
 
@@ -46,6 +47,7 @@ from kernels.tuning import most_library_rows
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
+from worker_proc.layers.norm import RMSNorm
 from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
 from worker_proc.models.qwen3 import Qwen3Attention
 
@@ -166,10 +168,8 @@ class FusedForward:
         tokens = hidden.shape[0]
         store = self._head_store(index, bucket, inputs, cache)
         if store is not None:
-            normed = self._workspace.rows("normed", tokens, hidden.shape[1])
-            rms_norm(hidden, norm.weight, norm.eps, normed)
             query, attended = self._query[:tokens], self._attended[:tokens]
-            project_heads(normed, attention.qkv_proj.weight, query, store)
+            project_heads(self._normed(hidden, norm), attention.qkv_proj.weight, query, store)
             plan = self._chunk_plan(index, bucket, cache)
             self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, None)
             self._output_product(layer, attended, hidden)
@@ -181,8 +181,7 @@ class FusedForward:
                 upcoming=self._ahead(attention.o_proj.weight, tokens),
             )  # fmt: skip
         else:
-            normed = self._workspace.rows("normed", tokens, hidden.shape[1])
-            rms_norm(hidden, norm.weight, norm.eps, normed)
+            normed = self._normed(hidden, norm)
             torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
         few = self._few_rows_plan(bucket, attention, cache)
         if few is not None and self._leaves_attention(few, bucket, attention):
@@ -192,6 +191,12 @@ class FusedForward:
             return
         attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts)
         self._output_product(layer, attended, hidden)
+
+    def _normed(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """Rows after a norm, in the workspace until its next use."""
+        normed = self._workspace.rows("normed", *hidden.shape)
+        rms_norm(hidden, norm.weight, norm.eps, normed)
+        return normed
 
     def _output_product(self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor) -> None:
         tokens = hidden.shape[0]
@@ -287,10 +292,9 @@ class FusedForward:
     ) -> torch.Tensor:  # fmt: skip
         """The layers and the head with products in parts; `normed` holds the next product's input throughout."""
         workspace, tokens = self._workspace, bucket.tokens
-        normed, activated = workspace.rows("normed", tokens, hidden.shape[1]), self._activated[:tokens]
+        activated = self._activated[:tokens]
         norms = [layer.input_layernorm for _, layer in self._layers[1:]] + [self.model.model.norm]
-        first = self._layers[0][1].input_layernorm
-        rms_norm(hidden, first.weight, first.eps, normed)
+        normed = self._normed(hidden, self._layers[0][1].input_layernorm)
         for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
             attention, norm, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
             ahead = self._ahead(attention.o_proj.weight, tokens)

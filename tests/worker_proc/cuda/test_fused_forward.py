@@ -14,6 +14,7 @@ from kernels import fused_decode_attention as fused
 from kernels import prefill_plans, skinny_linear, tuning
 from kernels.decode_attention import DecodePlan
 from kernels.prefill_plans import PrefillPlan
+from kernels.qk_norm_rope_store import launch_plan
 from kernels.step_layout import StepInputs
 from kernels.tuning import LIBRARY, LinearPlan
 from tests.support.poison import poison
@@ -111,6 +112,38 @@ def test_start_up_compiles_the_attention_of_every_step(limits, is_hopper):
         assert attention_variants(bucket, max_rows, is_hopper) <= ready, bucket
 
 
+MODEL_SIZES = {
+    "qwen3-0.6b": (1024, 16, 8, 128, 3072), "qwen3-8b": (4096, 32, 8, 128, 12_288),
+    "llama-3.2-1b": (2048, 32, 8, 64, 8192), "llama-3.1-8b": (4096, 32, 8, 128, 14_336),
+}  # fmt: skip
+"""Hidden size, query heads, K/V heads, their size, and the feed-forward block's."""
+
+
+def product_variants(bucket: Bucket, hidden: int, heads: int, kv_heads: int, head_dim: int, inter: int) -> set:
+    """What the products of a bucket's step and their neighbours are compiled for, by rule, on an H200."""
+    tokens, query = bucket.tokens, heads * head_dim
+    qkv = tuning.gemm_plan(tokens, query + 2 * kv_heads * head_dim, hidden, 132, fused=True)
+    gate_up = tuning.gemm_plan(tokens, 2 * inter, hidden, 132, fused=True)
+    added = [tuning.gemm_plan(tokens, hidden, inputs, 132) for inputs in (query, inter)]
+    store = launch_plan(tokens, heads, kv_heads, head_dim)
+    return {
+        ("heads", qkv or (store.query_heads, store.num_warps)), ("silu_mul", gate_up),
+        *(("residual", plan) for plan in added),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [(1, 512), (64, 2048), (256, 8192), (512, 4096), (1024, 16_384)], ids=str)
+@pytest.mark.parametrize("sizes", MODEL_SIZES.values(), ids=MODEL_SIZES.keys())
+def test_start_up_compiles_the_products_of_every_step(sizes, limits):
+    """As of attention: which tiles a product takes follows from how many tokens there are, up and down."""
+    max_rows, max_tokens = limits
+    ready = set().union(*(product_variants(bucket, *sizes) for bucket in compiled_buckets(*limits)))
+    for tokens in range(1, max_tokens + 1, 16):
+        for rows in {1, min(64, tokens, max_rows), min(tokens, max_rows)}:
+            bucket = bucket_of(0, rows, tokens, max_rows=max_rows, max_tokens=max_tokens)
+            assert product_variants(bucket, *sizes) <= ready, bucket
+
+
 @pytest.mark.parametrize("measured", ["n40_k64", "n40_k64_norm"])
 def test_the_head_takes_the_plan_of_the_product_that_it_is(measured, monkeypatch):
     """Behind products in parts the rows are normed already, and the product without a norm has a plan of its own."""
@@ -150,6 +183,25 @@ def test_products_leave_parts_where_that_was_measured_and_norms_cost_something(
     )
     assert FusedForward._leaves_parts(pass_, Bucket(DECODE, tokens, tokens)) is leaves
     assert asked == [{"has_norm": True, "silu_mul": True}] * (tokens > 1)
+
+
+@pytest.mark.parametrize(
+    ("bias", "scales", "plan", "stores"),
+    [(None, None, LIBRARY, True), (torch.zeros(4), None, LIBRARY, False), (None, torch.zeros(4), LIBRARY, False),
+     (None, None, None, False)],
+)  # fmt: skip
+def test_a_product_with_a_bias_or_over_an_8_bit_cache_stores_no_heads(bias, scales, plan, stores, monkeypatch):
+    monkeypatch.setattr(fused_forward, "heads_plan", lambda *_: plan)
+    attention = SimpleNamespace(qkv_proj=SimpleNamespace(weight=torch.empty(64, 64), bias=bias))
+    pass_ = SimpleNamespace(
+        model=SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])),
+        config=SimpleNamespace(head_count=2), _rope_table=None,
+    )  # fmt: skip
+    cache = SimpleNamespace(key_caches=["keys"], value_caches=["values"], key_scales=[scales])
+    inputs = SimpleNamespace(slot_mapping="slots", positions="positions")
+    store = FusedForward._head_store(pass_, 0, Bucket(CHUNK, 1, 512), inputs, cache)
+    assert (store is not None) is stores
+    assert store is None or (store.key_cache, store.value_cache) == ("keys", "values")
 
 
 class OnePrompt:

@@ -10,6 +10,7 @@ import torch
 from common.messages import SlotSampling
 from kernels import fused_decode_attention as fused
 from kernels import skinny_linear, skinny_linear_warps, tuning
+from kernels.gemm import project_heads_reference
 from kernels.tuning import LinearPlan
 from tests.kernels.gluon_emulator import emulate
 from worker_proc.cuda import fused_forward
@@ -107,6 +108,29 @@ def test_one_rows_attention_is_merged_by_the_output_product(tiny_model, make_gpu
         logits = plain_logits(model, request.tokens[:-1])[request.prompt_count - 1 :]
         chosen = logits.gather(1, torch.tensor(request.output)[:, None])[:, 0]
         assert ((logits.max(dim=1).values - chosen) < 0.02 * logits.std()).all()
+
+
+@interpreted
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_a_prompts_product_may_store_its_heads_itself(
+    family, library_products, tiny_model, make_gpu_driver, fused_sizes, reference_tokens, monkeypatch
+):
+    """In steps with padding, of chunks and of decode rows beside them. The product itself is the reference's."""
+    projected = []
+
+    def project_heads(x, weight, query, store):
+        projected.append(x.shape[0])
+        query.copy_(project_heads_reference(x, weight, query.shape[1], store))
+
+    monkeypatch.setattr(fused_forward, "heads_plan", lambda weight, rows, *_: LinearPlan("gemm") if rows > 2 else None)
+    monkeypatch.setattr(fused_forward, "project_heads", project_heads)
+    reference, folder = tiny_model(family, **fused_sizes)
+    driver = make_gpu_driver(folder, "cpu", padded=True)
+    requests = [driver.add(prompt(length, seed=length)) for length in (1, 9)]
+    driver.run(requests, 2, chunk=6)
+    assert set(projected) == {16}, "the bucket of both steps with chunks"
+    for sample in requests:
+        assert sample.output == reference_tokens(reference, sample.tokens[: sample.prompt_count], 2)
 
 
 @devices
