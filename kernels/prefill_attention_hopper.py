@@ -1,6 +1,6 @@
 """Prefill attention for Hopper: the operation of kernels/prefill_attention.py with the warps of a program specialised.
 
-Two warps move (kernels/prefill_attention_hopper_copy.py): one draws tiles of queries, the heaviest of all rows first,
+Two warps move (kernels/prefill_attention_hopper_copy.py): one draws tiles of queries, heavy ones before light ones,
 posts each in a mailbox in shared memory and copies its queries and keys; the other copies its values, and in the end
 writes the zeros of padding. They copy block by block with the tensor copy engine (a block of one K/V head is a
 contiguous box of the cache). Before they wait for the kernel ahead they read rows and block ids, and have the copy
@@ -31,9 +31,10 @@ an 8-bit cache they are 128 long.
 The copies have a warp each because one alone, with 32 boxes for each pair of tiles of 128, was slower than the tensor
 cores (docs/log.md).
 
-Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit be3c73e, by
+Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, by
 `python -m benchmarks.kernels.bench_prefill_attention`, where torch's attention on contiguous tensors is measured too:
-16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553), 4x512 new of 8192 542.
+long tiles at commit be3c73e 16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553), 4x512 new of 8192
+542; short ones at ee59f37 8x256 176 (149).
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -75,7 +76,7 @@ def _hopper_kernel(
     HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
     ROWS_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr, AHEAD: gl.constexpr,
-    FRESH: gl.constexpr, PDL: gl.constexpr,
+    FRESH: gl.constexpr, BY_LEVEL: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     dtype: gl.constexpr = output_ptr.dtype.element_ty
@@ -145,7 +146,7 @@ def _hopper_kernel(
                         max_rows, table_stride, query_boxes, query_full, key_pages, key_full, key_empty, None, None,
                         key_full, key_empty, mail, mail_full, mail_empty, early.index(0), KV_HEADS, QUERY_TILE,
                         KEY_TILE, HALVES, BLOCK_SIZE, STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
-                        gl.constexpr(False), AHEAD, PDL,
+                        gl.constexpr(False), AHEAD, BY_LEVEL, PDL,
                     ),
                 ),
                 (
@@ -213,7 +214,7 @@ def _hopper_kernel(
                         max_rows, table_stride, query_boxes, query_full, key_pages, raw_key_full, raw_key_empty,
                         fresh_key_desc, key_boxes, key_full, key_empty, mail, mail_full, mail_empty, early.index(0),
                         KV_HEADS, QUERY_TILE, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), STAGES,
-                        ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, FRESH, AHEAD, PDL,
+                        ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, FRESH, AHEAD, BY_LEVEL, PDL,
                     ),
                 ),
                 (
@@ -324,6 +325,7 @@ def launch(
         OVERLAP=plan.overlap,
         AHEAD=key_tile == 64 and cache_kind == CACHE_PLAIN,
         FRESH=fresh is not None,
+        BY_LEVEL=key_tile == 64 or cache_kind != CACHE_PLAIN,
         PDL=pdl,
         num_warps=4,
         **compile_options(None, pdl),
