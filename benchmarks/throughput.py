@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks import limits, records, workloads
 from benchmarks.arguments import count, named_value
 from benchmarks.engines import ENGINES, Engine, RequestTiming
+from common.cli import VerbParser
 from common.config import DEFAULT_MODEL, parse_count
 from common.errors import ConfigError
 from common.model_cache import ready_model_dir
@@ -156,15 +157,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def workload_name(text: str) -> str:
     """A workload's name from the command line, if there is one of this name."""
     try:
-        workloads.load(text)
+        workloads.longest(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
-def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
-    """The command line that `throughput` and `compare` share."""
-    parsed = argparse.ArgumentParser(prog=program, usage="%(prog)s [options]", description=description)
+def parser(description: str, verb: str = "") -> argparse.ArgumentParser:
+    """The command line that `throughput` and `compare` share; errors of a verb's are raised, as those of others."""
+    kind = VerbParser if verb else argparse.ArgumentParser
+    parsed = kind(prog=verb or None, usage="%(prog)s [options]", description=description)
     add = parsed.add_argument
     add("--model", default="default", help="model folder, .gguf file or hub id (default: the embedded model)")
     add("--model-label", metavar="NAME", default="", help="the model's name in the results")
@@ -195,13 +197,19 @@ def chosen_workloads(args: argparse.Namespace) -> list[str]:
     return list(workloads.WORKLOADS if torch.cuda.is_available() else CPU_WORKLOADS)
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "python -m benchmarks.throughput") -> None:
-    """Parse, measure, print, save."""
-    parsed = parser(__doc__.split("\n\n")[0], program)
+def main(arguments: Sequence[str] | None = None, verb: str = "") -> None:
+    """Parse, measure, print, save.
+
+    Args:
+        verb: what was typed to get here, if this is a verb of `launch.py`'s.
+    """
+    parsed = parser(__doc__.split("\n\n")[0], verb)
     parsed.add_argument("--engine", default="trireme", choices=sorted(ENGINES), help="whose (default: trireme)")
     args = parsed.parse_args(arguments)
+    names = chosen_workloads(args)
+    records.check_output(args.output)
     started_s = time.time()
-    entries = run(args.engine, chosen_workloads(args), args)
+    entries = run(args.engine, names, args)
     if args.output:
         records.save(entries, args.output)
     print(json.dumps({"seconds": round(time.time() - started_s, 1), "results": entries}))

@@ -41,8 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
             return check.run(arguments)
         if verb == "bench":
-            benchmark = importlib.import_module("benchmarks.throughput")
-            benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
+            _bench(arguments)
             return 0
         if verb == "keys":
             from launcher import keys
@@ -71,6 +70,17 @@ def run(argv: Sequence[str]) -> int:
             raise
         logger.critical("stopped by an error", exc_info=error)
         return exit_code(error)
+
+
+def _bench(arguments: Sequence[str]) -> None:
+    """Time workloads; raises ConfigError for what the benchmark refuses."""
+    benchmark = importlib.import_module("benchmarks.throughput")
+    try:
+        benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
+    except SystemExit as end:
+        if not isinstance(end.code, str):  # such as `--help`
+            raise
+        raise ConfigError(end.code) from None
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
