@@ -32,8 +32,8 @@ cores (docs/log.md).
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, by
 `python -m benchmarks.kernels.bench_prefill_attention`, where torch's attention on contiguous tensors is measured too:
-long tiles at commit be3c73e 16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553), 4x512 new of 8192
-542; short ones at ee59f37 8x256 176 (149).
+long tiles at commit be3c73e 16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553); short ones at ee59f37
+8x256 176 (149). Four rows of 512 new tokens and 8192 old ones take short tiles, and 14 % longer (docs/log.md).
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -59,8 +59,8 @@ from kernels.prefill_plans import PrefillPlan
 TILE_ROWS = 128
 
 # Registers of a thread that computes and of one that copies, by the tile of keys (block ids that are read ahead have to
-# be kept), and over an 8-bit cache, where converting warps have theirs. Of long tiles it is the warp that copies keys
-# that spills: groups that compute with 232 were 4 to 7 % slower on long rows.
+# be kept), and over an 8-bit cache, where converting warps have theirs. With long tiles the warps that copy spill, for
+# the groups that compute need theirs: with 232 long rows took 4 to 7 % longer.
 PLAIN_REGISTERS = {64: (224, 56), 128: (240, 24)}
 QUANTISED_REGISTERS = (208, 32)
 CONVERT_REGISTERS = 64
