@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks import limits, records, workloads
 from benchmarks.arguments import count, named_value
 from benchmarks.engines import ENGINES, Engine, RequestTiming
+from common.cli import VerbParser
 from common.config import DEFAULT_MODEL, parse_count
 from common.errors import ConfigError
 from common.model_cache import ready_model_dir
@@ -162,9 +163,11 @@ def workload_name(text: str) -> str:
     return text
 
 
-def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
+def parser(
+    description: str, program: str | None = None, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> argparse.ArgumentParser:
     """The command line that `throughput` and `compare` share."""
-    parsed = argparse.ArgumentParser(prog=program, usage="%(prog)s [options]", description=description)
+    parsed = kind(prog=program, usage="%(prog)s [options]", description=description)
     add = parsed.add_argument
     add("--model", default="default", help="model folder, .gguf file or hub id (default: the embedded model)")
     add("--model-label", metavar="NAME", default="", help="the model's name in the results")
@@ -179,7 +182,7 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     add("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
     add("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
     add("--output", metavar="FILE", default=str(records.RESULTS_DIR / "throughput.jsonl"),
-        help="JSON lines to append the results to; '' keeps none")  # fmt: skip
+        help="JSON lines to append the results to; '' keeps none, as the verb bench by default")  # fmt: skip
     return parsed
 
 
@@ -195,9 +198,10 @@ def chosen_workloads(args: argparse.Namespace) -> list[str]:
     return list(workloads.WORKLOADS if torch.cuda.is_available() else CPU_WORKLOADS)
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "python -m benchmarks.throughput") -> None:
-    """Parse, measure, print, save."""
-    parsed = parser(__doc__.split("\n\n")[0], program)
+def main(arguments: Sequence[str] | None = None, verb: str = "") -> None:
+    """Parse, measure, print, save. As a verb (`launch.py bench`) it leaves wrong arguments to the entry to report."""
+    program, kind = (verb, VerbParser) if verb else ("python -m benchmarks.throughput", argparse.ArgumentParser)
+    parsed = parser(__doc__.split("\n\n")[0], program, kind)
     parsed.add_argument("--engine", default="trireme", choices=sorted(ENGINES), help="whose (default: trireme)")
     args = parsed.parse_args(arguments)
     started_s = time.time()

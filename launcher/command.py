@@ -41,9 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
             return check.run(arguments)
         if verb == "bench":
-            benchmark = importlib.import_module("benchmarks.throughput")
-            benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
-            return 0
+            return _bench(arguments)
         if verb == "keys":
             from launcher import keys
 
@@ -71,6 +69,22 @@ def run(argv: Sequence[str]) -> int:
             raise
         logger.critical("stopped by an error", exc_info=error)
         return exit_code(error)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    """Run the benchmark, which keeps no results unless told where.
+
+    Raises:
+        ConfigError: it refuses its arguments, which ends it with a sentence.
+    """
+    benchmark = importlib.import_module("benchmarks.throughput")
+    try:
+        benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise ConfigError(end.code) from None
+        raise
+    return 0
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
