@@ -163,10 +163,11 @@ def workload_name(text: str) -> str:
     return text
 
 
-def parser(description: str, verb: str = "") -> argparse.ArgumentParser:
-    """The command line that `throughput` and `compare` share; errors of a verb's are raised, as those of others."""
-    kind = VerbParser if verb else argparse.ArgumentParser
-    parsed = kind(prog=verb or None, usage="%(prog)s [options]", description=description)
+def parser(
+    description: str, program: str | None = None, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    """The command line that `throughput` and `compare` share."""
+    parsed = kind(prog=program, usage="%(prog)s [options]", description=description)
     add = parsed.add_argument
     add("--model", default="default", help="model folder, .gguf file or hub id (default: the embedded model)")
     add("--model-label", metavar="NAME", default="", help="the model's name in the results")
@@ -181,7 +182,7 @@ def parser(description: str, verb: str = "") -> argparse.ArgumentParser:
     add("--limits", action="store_true", help="on a GPU: keep what it could reach at best, too")
     add("--smoke", action="store_true", help="tiny sizes, one run, nothing kept: does it work")
     add("--output", metavar="FILE", default=str(records.RESULTS_DIR / "throughput.jsonl"),
-        help="JSON lines to append the results to; '' keeps none")  # fmt: skip
+        help="JSON lines to append the results to; '' keeps none, as the verb bench by default")  # fmt: skip
     return parsed
 
 
@@ -198,12 +199,9 @@ def chosen_workloads(args: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None, verb: str = "") -> None:
-    """Parse, measure, print, save.
-
-    Args:
-        verb: what was typed to get here, if this is a verb of `launch.py`'s.
-    """
-    parsed = parser(__doc__.split("\n\n")[0], verb)
+    """Parse, measure, print, save. As a verb (`launch.py bench`) it leaves wrong arguments to the entry to report."""
+    program, kind = (verb, VerbParser) if verb else ("python -m benchmarks.throughput", argparse.ArgumentParser)
+    parsed = parser(__doc__.split("\n\n")[0], program, kind)
     parsed.add_argument("--engine", default="trireme", choices=sorted(ENGINES), help="whose (default: trireme)")
     args = parsed.parse_args(arguments)
     names = chosen_workloads(args)

@@ -243,7 +243,10 @@ class ProfilingOptions:
     """Recordings and traces."""
 
     record: str = option(
-        "", "record all messages of every process in this folder, for `python -m ROOM.replay DIR`", metavar="DIR"
+        "",
+        "record all messages of every process in this folder, for `python -m worker_proc.replay DIR` and those of "
+        "scheduler_proc and frontend",
+        metavar="DIR",
     )
     profile: str = option("", "write a trace of a process's first steps", choices=("worker", "scheduler", "frontend"))
     profile_steps: int = option(50, "steps in a trace", count=True)

@@ -26,6 +26,7 @@ from frontend import client_requests
 from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
     HELLO_ID,
+    HELLO_PAUSE_S,
     LOOK_S,
     ClientState,
     Connection,
@@ -35,6 +36,7 @@ from frontend.client_state import (
     ServerKey,
     deadline_after,
     raise_error,
+    says_hello_again,
 )
 from frontend.zmq_reader import ZmqReader
 
@@ -71,7 +73,8 @@ class AsyncClient:
         endpoint, timeout_s, name, server_key, client_keys: as `client.Client` has them.
 
     Attributes:
-        welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
+        welcome: what the engine serves: model names, `max_model_len`, `vocab_size` (0 if it was still starting after
+            `timeout_s`).
 
     Raises:
         ConfigError: the keys cannot be read.
@@ -110,7 +113,7 @@ class AsyncClient:
         self._connect()
         self._closed = False
         try:
-            self.welcome = await self._call(self._hello, HELLO_ID)
+            self.welcome = await self._greet()
         except BaseException:
             await self.close()
             raise
@@ -286,6 +289,13 @@ class AsyncClient:
         await self.close()
 
     # -- below the surface ---------------------------------------------------------------------------------------------
+
+    async def _greet(self) -> wire.Welcome:
+        """Say hello until the engine has started, or the time is up."""
+        give_up_at_s = time.monotonic() + self.timeout_s
+        while says_hello_again(welcome := await self._call(self._hello, HELLO_ID), give_up_at_s, time.monotonic()):
+            await asyncio.sleep(HELLO_PAUSE_S)
+        return welcome
 
     def is_live(self, request_id: str) -> bool:
         """Whether a request has not ended yet."""

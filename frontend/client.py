@@ -32,6 +32,7 @@ from frontend import client_requests
 from frontend.client_requests import Batch, Call, ChatOptions, EmbedOptions, Messages, Params, RequestOptions
 from frontend.client_state import (
     HELLO_ID,
+    HELLO_PAUSE_S,
     LOOK_S,
     ClientState,
     Connection,
@@ -41,6 +42,7 @@ from frontend.client_state import (
     Reply,
     ServerKey,
     raise_error,
+    says_hello_again,
 )
 from frontend.client_streams import Running, RunningEmbedding, Stream
 
@@ -69,7 +71,8 @@ class Client:
         busy_poll_ms, busy_poll_io: as the engine's options of these names, for this client's waiting.
 
     Attributes:
-        welcome: what the engine serves: model names, `max_model_len`, `vocab_size`.
+        welcome: what the engine serves: model names, `max_model_len`, `vocab_size` (0 if it was still starting after
+            `timeout_s`).
 
     Raises:
         EngineDeadError: there is no engine at the endpoint.
@@ -106,7 +109,7 @@ class Client:
         self._gathered: list[Gathered] = []
         self._in_use = OneThread()
         try:
-            self.welcome = self._call(self._hello, HELLO_ID)
+            self.welcome = self._greet()
         except BaseException:
             self.close()
             raise
@@ -291,6 +294,13 @@ class Client:
         self.close()
 
     # -- below the surface ---------------------------------------------------------------------------------------------
+
+    def _greet(self) -> wire.Welcome:
+        """Say hello until the engine has started, or the time is up."""
+        give_up_at_s = time.monotonic() + self.timeout_s
+        while says_hello_again(welcome := self._call(self._hello, HELLO_ID), give_up_at_s, time.monotonic()):
+            time.sleep(HELLO_PAUSE_S)
+        return welcome
 
     def is_live(self, request_id: str) -> bool:
         """Whether a request has not ended yet."""

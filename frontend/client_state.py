@@ -25,6 +25,8 @@ from frontend.client_resumption import FRUITLESS_LIMIT, Kept
 
 HELLO_ID = ""
 """The inbox of replies that name no request: Welcome, and errors about unreadable messages."""
+HELLO_PAUSE_S = 0.05
+"""Until a new client says hello again to an engine that was still starting."""
 
 AUTOMATIC_PREFIX = "auto:"
 """Start of the ids that are made up for requests without one; the caller's own ids should not start with it."""
@@ -346,6 +348,11 @@ class Connection:
         if self._keys is None:
             return "it wants keys (server_key, client_keys), or there is no engine"
         return "the engine's key is another one than server_key, or it takes no keys"
+
+
+def says_hello_again(welcome: wire.Welcome, give_up_at_s: float, now_s: float) -> bool:
+    """Whether a new client waits for the engine: it listens, but is still loading its model, and there is time left."""
+    return welcome.state == "starting" and now_s < give_up_at_s
 
 
 def deadline_after(timeout_s: float | None, now_s: float) -> float | None:

@@ -202,7 +202,7 @@ class Frontend:
 
     def _stop(self, grace_s: float) -> None:
         """Refuse requests, and wait so long for those in flight; a later order may leave them less."""
-        logger.info("stopping: %d requests in flight", self._engine.core.live_count)
+        logger.info("stopping; requests in flight: %d", self._engine.core.live_count)
         self._engine.core.drain()
         asyncio.get_running_loop().call_later(grace_s, self._is_over.set)
         self._end(0)

@@ -244,7 +244,7 @@ def _hopper_decode_kernel(
     )  # fmt: skip
     let_next_start(PDL)
     if PDL:
-        wait_for_inputs(PDL)
+        wait_for_inputs(PDL)  # also a program without work: who waits for this kernel waits for those before it
         late_tile = gl.maximum(early_end, first_tile)
         if (late_tile < tile_end) & (late_tile < first_tile + STAGES):
             box_rows = box_rows_of(table_ptr, late_tile, head, length, KV_HEADS, BLOCK_SIZE, TILE, BOX_ROWS)
@@ -348,7 +348,6 @@ def _hopper_decode_kernel(
         start, first_tile, tile_end = next_start, next_tile, next_end
 
     # 8. Rows without tokens get zeros.
-    wait_for_inputs(PDL)  # also a program without work: who waits for this kernel waits for those before it
     zero_empty_rows(
         output_ptr, slots_ptr, lengths_ptr, program, programs, row_count, output_stride, KV_HEADS * GROUP * HEAD_DIM
     )

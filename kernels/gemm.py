@@ -32,6 +32,7 @@ Qwen3-0.6B, take 435 us, by the library and the kernels around it 497. `python -
 measures each product.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -98,13 +99,12 @@ def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadSto
     is_plain = cache.dtype == weight.dtype and weight.dtype in HALVES
     if not is_plain or not takes_gluon(capability_major(weight.device)):
         return None
-    plan = gemm_plan(rows, *weight.shape, multiprocessor_count(weight.device), fused=True)
-    if plan is None:
-        return None
-    is_whole = all(columns % plan.block_n == 0 for columns in (query_heads * head_dim, store.columns))
     rotates = store.new.rope_table.shape[1] == head_dim and head_dim in (16, 32, 64, 128)  # wider ones spill
     adjacent = cache.stride() == values.stride() and cache.stride(2) == head_dim
-    return plan if is_whole and rotates and adjacent else None
+    if not (rotates and adjacent):
+        return None
+    part = math.gcd(query_heads * head_dim, store.columns)
+    return gemm_plan(rows, *weight.shape, multiprocessor_count(weight.device), fused=True, part=part)
 
 
 def project_heads(x: torch.Tensor, weight: torch.Tensor, q_out: torch.Tensor, store: HeadStore) -> None:

@@ -13,7 +13,8 @@ the row's end or at the window's edge are masked.
 
 How the work is split, which is decided on the device: the tiles of a row are ordered from its last tokens (most keys)
 to its first, heads next to one another. The grid is as large as the card holds at once; a program takes its first tile
-by its own number and each later one from a ticket counter, so a program that got short tiles takes more of them.
+by its own number and each later one from a ticket counter, so a program that got short tiles takes more of them. The
+kernel for Hopper has an order of its own (kernels/prefill_attention_hopper_copy.py).
 
 | tensor   | axes                                 | dtype        | padding                                             |
 |----------|--------------------------------------|--------------|-----------------------------------------------------|

@@ -1,10 +1,9 @@
 """Prefill attention for Hopper: the operation of kernels/prefill_attention.py with the warps of a program specialised.
 
-Two warps move (kernels/prefill_attention_hopper_copy.py): one draws tiles of queries, heavy ones before light ones,
+Two warps move (kernels/prefill_attention_hopper_copy.py, which has the order of tiles): one draws tiles of queries,
 posts each in a mailbox in shared memory and copies its queries and keys; the other copies its values, and in the end
 writes the zeros of padding. They copy block by block with the tensor copy engine (a block of one K/V head is a
-contiguous box of the cache). Before they wait for the kernel ahead they read rows and block ids, and have the copy
-engine read the caches' descriptors.
+contiguous box of the cache). The first reads rows and block ids before it waits for the kernel ahead.
 
 Over an 8-bit cache four warps more convert what was copied (kernels/prefill_attention_hopper_convert.py), but for tiles
 of keys that the step itself computed, where the caller has them: these are copied as they are from the rows of its
@@ -33,8 +32,8 @@ cores (docs/log.md).
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, by
 `python -m benchmarks.kernels.bench_prefill_attention`, where torch's attention on contiguous tensors is measured too:
-long tiles at commit be3c73e 16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553), 4x512 new of 8192
-542; short ones at ee59f37 8x256 176 (149).
+long tiles at commit be3c73e 16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553); short ones at ee59f37
+8x256 176 (149). Four rows of 512 new tokens and 8192 old ones take short tiles, and 14 % longer (docs/log.md).
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -60,8 +59,8 @@ from kernels.prefill_plans import PrefillPlan
 TILE_ROWS = 128
 
 # Registers of a thread that computes and of one that copies, by the tile of keys (block ids that are read ahead have to
-# be kept), and over an 8-bit cache, where converting warps have theirs. Of long tiles it is the warp that copies keys
-# that spills: groups that compute with 232 were 4 to 7 % slower on long rows.
+# be kept), and over an 8-bit cache, where converting warps have theirs. With long tiles the warps that copy spill, for
+# the groups that compute need theirs: with 232 long rows took 4 to 7 % longer.
 PLAIN_REGISTERS = {64: (224, 56), 128: (240, 24)}
 QUANTISED_REGISTERS = (208, 32)
 CONVERT_REGISTERS = 64
@@ -101,7 +100,6 @@ def _hopper_kernel(
     mail_full = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
     mail_empty = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
     query_full = gl.allocate_shared_memory(gl.int64, [MAIL_SLOTS, 1], bars)
-    early = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
         mbarrier.init(key_empty.index(stage), count=2)
@@ -111,8 +109,6 @@ def _hopper_kernel(
         mbarrier.init(mail_full.index(slot), count=1)
         mbarrier.init(mail_empty.index(slot), count=3 if FORMAT == 0 else 4)
         mbarrier.init(query_full.index(slot), count=1)
-    for warp in gl.static_range(2):
-        mbarrier.init(early.index(warp), count=1)
     # A stage of [KEY_TILE, HEAD_DIM] lies in memory as its halves of 64 columns, and each half block by block, or as
     # a part of a block.
     query_boxes = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, PAGE, 64], shared)
@@ -144,9 +140,9 @@ def _hopper_kernel(
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
                         max_rows, table_stride, query_boxes, query_full, key_pages, key_full, key_empty, None, None,
-                        key_full, key_empty, mail, mail_full, mail_empty, early.index(0), KV_HEADS, QUERY_TILE,
-                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY,
-                        gl.constexpr(False), AHEAD, BY_LEVEL, PDL,
+                        key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, HALVES,
+                        BLOCK_SIZE, STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, gl.constexpr(False), AHEAD,
+                        BY_LEVEL, PDL,
                     ),
                 ),
                 (
@@ -154,9 +150,8 @@ def _hopper_kernel(
                     (
                         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
                         token_count, value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, None,
-                        None, value_full, value_empty, mail, mail_full, mail_empty, early.index(1), KV_HEADS,
-                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, STAGES, KV_HEADS * GROUP * HEAD_DIM,
-                        gl.constexpr(False), AHEAD, PDL,
+                        None, value_full, value_empty, mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES,
+                        BLOCK_SIZE, STAGES, STAGES, KV_HEADS * GROUP * HEAD_DIM, gl.constexpr(False), AHEAD, PDL,
                     ),
                 ),
             ],
@@ -212,9 +207,9 @@ def _hopper_kernel(
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
                         max_rows, table_stride, query_boxes, query_full, key_pages, raw_key_full, raw_key_empty,
-                        fresh_key_desc, key_boxes, key_full, key_empty, mail, mail_full, mail_empty, early.index(0),
-                        KV_HEADS, QUERY_TILE, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), STAGES,
-                        ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, FRESH, AHEAD, BY_LEVEL, PDL,
+                        fresh_key_desc, key_boxes, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS,
+                        QUERY_TILE, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), STAGES, ROWS_TILE, GROUP,
+                        HEAD_DIM, COPY_QUERY, FRESH, AHEAD, BY_LEVEL, PDL,
                     ),
                 ),
                 (
@@ -223,8 +218,8 @@ def _hopper_kernel(
                         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
                         token_count, value_desc, tables_ptr, table_stride, value_pages, raw_value_full,
                         raw_value_empty, fresh_value_desc, value_boxes, value_full, value_empty, mail, mail_full,
-                        mail_empty, early.index(1), KV_HEADS, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1),
-                        STAGES, KV_HEADS * GROUP * HEAD_DIM, FRESH, AHEAD, PDL,
+                        mail_empty, KV_HEADS, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), STAGES,
+                        KV_HEADS * GROUP * HEAD_DIM, FRESH, AHEAD, PDL,
                     ),
                 ),
             ],

@@ -70,14 +70,6 @@ def _zero(token_ptr, TOKEN_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _ask_early(desc, box, early):
-    """Ask for any box: the copy engine then has the descriptor when the first box that counts is asked for."""
-    BYTES: gl.constexpr = box.shape[0] * box.shape[1] * box.dtype.primitive_bitwidth // 8
-    mbarrier.expect(early, BYTES)
-    tma.async_copy_global_to_shared(desc, [0, 0], early, box)
-
-
-@gluon.jit
 def cached_tiles(tile_count, length, query_count, KEY_TILE: gl.constexpr, FRESH: gl.constexpr):
     """How many of a row's first tiles are read from the cache: with FRESH those that hold tokens of earlier steps."""
     if FRESH:
@@ -165,7 +157,7 @@ def _run_of_levels(begins, ends, level, KV_HEADS: gl.constexpr):
 def produce_keys(
     query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row, max_rows,
     table_stride, query_boxes, query_full, key_pages, page_full, page_empty, fresh_desc, fresh_boxes, key_full,
-    key_empty, mail, mail_full, mail_empty, early,
+    key_empty, mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr, FRESH: gl.constexpr, AHEAD: gl.constexpr,
@@ -175,7 +167,6 @@ def produce_keys(
     BOX: gl.constexpr = 64
     QUERY_HALVES: gl.constexpr = HEAD_DIM // BOX
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    _ask_early(key_desc, key_pages.index(0), early)
     program = gl.program_id(0)
     programs = gl.num_programs(0)
 
@@ -264,7 +255,6 @@ def produce_keys(
                         query_full.index(slot),
                         query_boxes.index((slot * 2 + part) * QUERY_HALVES + half),
                     )
-        mbarrier.wait(early, 0)
         if FRESH:
             _copy_fresh(
                 fresh_desc, query_start, query_count, length, head, tile_count, filled, fresh_boxes, key_full,
@@ -288,7 +278,6 @@ def produce_keys(
     mbarrier.wait(mail_empty.index(slot), ((letter // MAIL_SLOTS) & 1) ^ 1)
     mail.index(slot).store(gl.zeros([MAIL_FIELDS], gl.int32, line))
     mbarrier.arrive(mail_full.index(slot), count=1)
-    mbarrier.wait(early, 0)
     if is_drawn:
         finished = gl.atomic_add(counters_ptr + 1, 1, sem="acq_rel", scope="gpu")
         if finished == programs - 1:
@@ -324,20 +313,18 @@ def read_mail(mail, mail_full, letter):
 def produce_values(
     output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows, token_count,
     value_desc, tables_ptr, table_stride, value_pages, page_full, page_empty, fresh_desc, fresh_boxes, value_full,
-    value_empty, mail, mail_full, mail_empty, early,
+    value_empty, mail, mail_full, mail_empty,
     KV_HEADS: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, TOKEN_SIZE: gl.constexpr, FRESH: gl.constexpr,
     AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Read the letters and copy their values, until the last letter; then write the zeros of tokens of no row, while
     the last tiles are computed."""
-    _ask_early(value_desc, value_pages.index(0), early)
     letter = 0
     filled = 0
     copied = 0
     is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)
     wait_for_inputs(PDL)  # also in a program without a tile: who waits for this kernel waits for those before it
-    mbarrier.wait(early, 0)
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
         tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE

@@ -41,8 +41,7 @@ def run(argv: Sequence[str]) -> int:
 
             return check.run(arguments)
         if verb == "bench":
-            _bench(arguments)
-            return 0
+            return _bench(arguments)
         if verb == "keys":
             from launcher import keys
 
@@ -72,15 +71,20 @@ def run(argv: Sequence[str]) -> int:
         return exit_code(error)
 
 
-def _bench(arguments: Sequence[str]) -> None:
-    """Time workloads; raises ConfigError for what the benchmark refuses."""
+def _bench(arguments: Sequence[str]) -> int:
+    """Run the benchmark, which keeps no results unless told where.
+
+    Raises:
+        ConfigError: it refuses its arguments, which ends it with a sentence.
+    """
     benchmark = importlib.import_module("benchmarks.throughput")
     try:
         benchmark.main(["--output", "", *arguments], f"{program_name()} bench")
     except SystemExit as end:
-        if not isinstance(end.code, str):  # such as `--help`
-            raise
-        raise ConfigError(end.code) from None
+        if isinstance(end.code, str):
+            raise ConfigError(end.code) from None
+        raise
+    return 0
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:

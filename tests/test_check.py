@@ -237,6 +237,22 @@ def test_the_bench_verb_keeps_nothing_unless_told_where(monkeypatch):
     assert calls == [(["--output", "", "--smoke"], "launch.py bench")]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--workloads", "b1_99999_9"], "--workloads b1_99999_9 has requests of 100008 tokens"),
+        (["--workloads", "b1_128"], "argument --workloads: unknown workload 'b1_128'"),
+        (["--nope"], "unrecognized arguments: --nope"),
+    ],
+)
+def test_what_the_bench_verb_refuses_is_said_as_by_the_others(monkeypatch, capsys, arguments, error):
+    """A workload too long for the model ended it with code 1, another mistake with its usage."""
+    monkeypatch.setattr("benchmarks.throughput.ENGINES", {})
+    assert launch.main(["bench", "--max-model-len", "2000", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1].startswith(f"trireme: {error}") and "usage" not in printed.err
+
+
 def test_what_a_killed_check_left_is_removed_by_the_next(capsys, model, tmp_path):
     (tmp_path / "trireme-check-left").mkdir()
     assert checked(capsys, model)[0] == 0

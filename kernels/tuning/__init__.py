@@ -113,16 +113,19 @@ def gemm_tiles(columns: int, inputs: int) -> Iterator[LinearPlan]:
             yield LinearPlan("gemm", block_n, 64, 4, block_m=GEMM_TILE_ROWS, norm_apart=True)
 
 
-def gemm_plan(rows: int, outputs: int, inputs: int, programs: int, *, fused: bool = False) -> LinearPlan | None:
+def gemm_plan(
+    rows: int, outputs: int, inputs: int, programs: int, *, fused: bool = False, part: int = 0
+) -> LinearPlan | None:
     """The plan of many rows for kernels/gemm_hopper.py, on a card with so many multiprocessors; None where it would be
     slower, or does not compute the shape.
 
-    `fused`: what follows the product would be another kernel otherwise.
+    `fused`: what follows the product would be another kernel otherwise. `part`: of how many columns its parts consist,
+    across whose ends no tile may reach.
     """
     if rows < GEMM_FEWEST_ROWS:
         return None
     best, best_cost = None, math.inf
-    for plan in gemm_tiles(outputs, inputs):
+    for plan in gemm_tiles(math.gcd(outputs, part), inputs):
         tiles = -(-rows // GEMM_TILE_ROWS) * (outputs // plan.block_n)
         waves = -(-tiles // programs)
         cost = waves * (1.0 if plan.block_n == 256 else NARROW_WAVE)

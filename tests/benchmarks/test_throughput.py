@@ -10,7 +10,6 @@ from benchmarks import compare, limits, startup, throughput, workloads
 from benchmarks.engines import RequestTiming, TriremeEngine
 from benchmarks.throughput import percentile, summarise
 from common.model_cache import DEFAULT_MODEL_DIR_NAME
-from launcher import command
 
 
 def test_figures_of_a_run():
@@ -84,27 +83,6 @@ def test_wrong_arguments_are_refused_before_an_engine_starts(monkeypatch, capsys
 def test_the_lengths_of_a_workload_are_known_without_its_prompts(monkeypatch):
     monkeypatch.setattr(workloads, "uniform", pytest.fail)
     assert workloads.longest("b3_20_7") == 27
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--no-such"], "unrecognized arguments: --no-such"),
-        (["--repeats=-1"], "argument --repeats: wanted a whole number above 0, got '-1'"),
-        (["--workloads", "x"], "argument --workloads: unknown workload 'x'"),
-        (["--workloads", "b1_16_49", "--max-model-len", "64", "--model", "o/m"], "--workloads b1_16_49 has requests"),
-        (["--engine", "vllm", "--model", "o/m", "--smoke"], "--engine vllm needs the package vllm"),
-    ],
-)
-def test_the_verb_ends_with_what_was_refused(monkeypatch, capsys, arguments, error):
-    """With usage before it, without `trireme:`, or with the exit code of a lost process."""
-
-    def absent(*_):
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
-
-    monkeypatch.setitem(throughput.ENGINES, "vllm", absent)
-    assert command.run(["bench", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"trireme: {error}")
 
 
 @pytest.mark.parametrize("main", [throughput.main, startup.main])

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.client_messages import Welcome
 from common.errors import EngineDeadError, RequestError, StartupError
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client, client_requests
 from frontend.async_client import AsyncStream
 from frontend.client import Stream
+from frontend.client_server import ClientServer
+from frontend.client_state import says_hello_again
 
 LONG = SamplingParams(max_tokens=2000)
 
@@ -159,6 +162,41 @@ def test_clients_outlive_an_engine_that_starts_again(run_frontend, monkeypatch):
                 assert client.status().live_count == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_new_client_waits_for_an_engine_that_is_starting(run_frontend, monkeypatch, kind):
+    """Its first request was refused with `starting`: the client socket is there before the model is loaded."""
+    is_greeted, welcome = threading.Event(), ClientServer._welcome
+
+    def note(*arguments) -> None:
+        welcome(*arguments)
+        is_greeted.set()
+
+    async def ask() -> tuple[Welcome, str]:
+        async with AsyncClient(running.endpoint, timeout_s=3600) as client:
+            return client.welcome, (await client.generate("abc", SamplingParams(max_tokens=3))).text
+
+    def ask_blocking() -> tuple[Welcome, str]:
+        with Client(running.endpoint, timeout_s=3600) as client:
+            return client.welcome, client.generate("abc", SamplingParams(max_tokens=3)).text
+
+    monkeypatch.setattr(ClientServer, "_welcome", note)
+    running = run_frontend(is_known=False)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_blocking) if kind is Client else pool.submit(lambda: asyncio.run(ask()))
+        assert is_greeted.wait(30)
+        running.start_scheduler()
+        greeting, text = asked.result()
+    assert (greeting.state, text) == ("serving", "abc") and greeting.max_model_len > 0
+
+
+@pytest.mark.parametrize(
+    ("state", "now_s", "again"),
+    [("starting", 9.9, True), ("starting", 10.0, False), ("serving", 0.0, False), ("dead", 0.0, False)],
+)
+def test_a_new_client_waits_for_no_other_state_and_not_for_ever(state, now_s, again):
+    assert says_hello_again(Welcome(2, ("m",), 0, 0, state, ""), 10.0, now_s) == again
 
 
 def test_sixty_four_clients_at_once(frontend):

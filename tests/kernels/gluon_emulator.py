@@ -69,6 +69,8 @@ def _to(tensor: torch.Tensor, dtype: ElementType | torch.dtype, bitcast: bool = 
 
 
 def _load(pointer, mask=True, other=0, cache_modifier="", eviction_policy=""):
+    if mask is True and pointer.places.dim() == 0:
+        return pointer.storage[pointer.place()].clone()
     shape = torch.broadcast_shapes(pointer.places.shape, torch.as_tensor(mask).shape)
     places, mask = pointer.masked(mask, shape)
     loaded = pointer.storage[torch.where(mask, places, 0)]

@@ -53,6 +53,12 @@ class Pointer:
         """As a number it is still the same place."""
         return self
 
+    def place(self) -> int:
+        """The only place, which most loads have; it lies inside the tensor."""
+        place = int(self.places)
+        assert 0 <= place < self.storage.numel(), f"a place outside a tensor of {self.storage.numel()}"
+        return place
+
     def masked(self, mask: torch.Tensor | bool, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Places and which of them count, both of `shape`; those that count lie inside the tensor."""
         places = self.places.expand(shape)

@@ -83,7 +83,9 @@ def test_heads_are_stored_by_the_product_where_it_can(hopper):
     for refused in (partly, other_strides, eight_bits):
         assert heads_plan(weights(), 2048, 16, refused) is None
     assert heads_plan(weights(head_dim=256), 2048, 16, make_store(2048, head_dim=256)) is None
-    assert heads_plan(weights(kv_heads=3, query_heads=12), 2048, 12, make_store(2048, kv_heads=3)) is None
+    narrow = heads_plan(weights(kv_heads=3, query_heads=12), 4096, 12, make_store(4096, kv_heads=3))
+    assert narrow is not None and narrow.block_n == 128  # one of 256 columns would hold keys and values
+    assert heads_plan(weights(3, 64, 12), 4096, 12, make_store(4096, kv_heads=3, head_dim=64)) is None
 
 
 def test_no_heads_are_stored_without_hopper():

@@ -278,6 +278,17 @@ def test_a_product_that_is_not_waited_for_cannot_be_used():
 
 
 @gluon.jit
+def _one(x_ptr, output_ptr, PLACE: gl.constexpr):
+    gl.store(output_ptr, gl.load(x_ptr + PLACE))
+
+
+@pytest.mark.parametrize("place", [-1, 40])
+def test_a_load_of_one_place_outside_a_tensor_is_named(place):
+    with pytest.raises(AssertionError, match="a place outside a tensor of 40"):
+        EmulatedKernel(_one)[(1,)](torch.zeros(40), torch.zeros(1), PLACE=place, num_warps=1)
+
+
+@gluon.jit
 def _outside(x_ptr, output_ptr):
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     places = gl.arange(0, 64, layout=line)
