@@ -10,6 +10,8 @@ def named_value(text: str) -> tuple[str, str | bool]:
     name, is_given, value = text.partition("=")
     if not name or not is_given:
         raise argparse.ArgumentTypeError(f"wanted NAME=VALUE, got {text!r}")
+    if name == "model":
+        raise argparse.ArgumentTypeError("the model has an option of its own: --model")
     return name, _SWITCHES.get(value, value)
 
 

@@ -23,6 +23,7 @@ def main() -> None:
     parsed.add_argument("--other-dtype", default="", help="the other engine's dtype, if it differs")
     args = parsed.parse_args()
     names = chosen_workloads(args)
+    records.check_output(args.output)
     other_args = argparse.Namespace(**vars(args))
     other_args.dtype = args.other_dtype or args.dtype
     others = run(args.engine, [args.baseline] if args.baseline else names, other_args)

@@ -74,7 +74,7 @@ class TriremeEngine:
 
         self.options = options
         write_stand_in_tokenizer(Path(model))
-        self._llm = LLM(model, prefix_cache="off", **options)
+        self._llm = LLM(model, **{"prefix_cache": "off", **options})
         self._figures: dict[str, int] = {}
         try:
             limits = self._llm.client.status().limits

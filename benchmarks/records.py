@@ -57,6 +57,15 @@ def save(records: list[dict[str, Any]], path: str | Path) -> None:
         file.writelines(json.dumps(entry) + "\n" for entry in records)
 
 
+def check_output(path: str | Path) -> None:
+    """Find out whether results can be kept there before they take minutes to measure; raises SystemExit."""
+    try:
+        if path:
+            save([], path)
+    except OSError as error:
+        raise SystemExit(f"--output: cannot write {path}: {error.strerror}") from None
+
+
 def finish(entry: dict[str, Any], path: str | Path | None) -> None:
     """Show a benchmark's one result, as a line of JSON, and append it to a file if one is named."""
     if path:

@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add("--output", default=str(records.RESULTS_DIR / "startup.jsonl"), help="JSON lines to append to; '' keeps none")
     args = parser.parse_args(arguments)
+    records.check_output(args.output)
     for kv_cache_dtype in args.kv_cache_dtypes:
         options = {"load_format": args.load_format, "kv_cache_dtype": kv_cache_dtype} | dict(args.option)
         entry = records.record(

@@ -157,7 +157,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def workload_name(text: str) -> str:
     """A workload's name from the command line, if there is one of this name."""
     try:
-        workloads.load(text)
+        workloads.longest(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -204,8 +204,10 @@ def main(arguments: Sequence[str] | None = None, verb: str = "") -> None:
     parsed = parser(__doc__.split("\n\n")[0], program, kind)
     parsed.add_argument("--engine", default="trireme", choices=sorted(ENGINES), help="whose (default: trireme)")
     args = parsed.parse_args(arguments)
+    names = chosen_workloads(args)
+    records.check_output(args.output)
     started_s = time.time()
-    entries = run(args.engine, chosen_workloads(args), args)
+    entries = run(args.engine, names, args)
     if args.output:
         records.save(entries, args.output)
     print(json.dumps({"seconds": round(time.time() - started_s, 1), "results": entries}))

@@ -66,9 +66,16 @@ class RunDir:
         self.remove()
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file of mode 0600 in one piece: readers see all of it or none."""
+        """Write a file of mode 0600 in one piece: readers see all of it or none.
+
+        Raises:
+            StartupError: there is no room, or no directory any more.
+        """
         path = self.path / name
-        write_atomically(path, text)
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            raise StartupError(f"cannot write {path}: {error.strerror}") from None
         return path
 
     def remove(self) -> None:

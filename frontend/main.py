@@ -216,7 +216,10 @@ class Frontend:
         self._outputs_reader.close()
         self._outputs.close(linger=0)
         self._requests.close(linger=0)
-        self._connect_scheduler(order.session)
+        try:
+            self._connect_scheduler(order.session)
+        except (StartupError, zmq.ZMQError) as error:  # we would wait for ever for a scheduler that has nobody to tell
+            return self._fail_ourselves(str(error))
         self._outputs_reader = self._read_outputs()
 
     def _end_overdue(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from common import log
 from common.cli import MODEL_DESTINATION, OptionParser, config_from, is_given, program_name
 from common.config import EngineConfig, ServerOptions, is_loopback, with_changes
-from common.errors import ConfigError, TriremeError
+from common.errors import ConfigError, StartupError, TriremeError
 from common.processes import Wakeup, discard_stdout, raise_file_limit, seconds_since_start
 from common.run_dir import RunDir, write_atomically
 from common.version import own_version
@@ -97,7 +97,10 @@ def _announce(supervisor: Supervisor, run_dir: RunDir, arguments: argparse.Names
     text = json.dumps(ready)
     run_dir.write("ready.json", text)
     if arguments.ready_file:
-        write_atomically(Path(arguments.ready_file), text)
+        try:
+            write_atomically(Path(arguments.ready_file), text)
+        except OSError as error:
+            raise StartupError(f"cannot write {arguments.ready_file}: {error.strerror}") from None
     tell_service_manager(READY, status=line)
     try:
         if arguments.once is None:

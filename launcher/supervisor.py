@@ -55,6 +55,7 @@ FAILED_EXIT_S = 0.5
 """How long one that has said why it ends gets to exit; a driver may take seconds to give a GPU's memory back."""
 LAST_WORDS_TIMEOUT_S = 2.0
 TURN_LIMIT_MS = 250
+CONFIG_FILE = "config.json"
 POLL_WITHOUT_PIDFD_MS = 50
 
 logger = logging.getLogger("supervisor")
@@ -156,6 +157,7 @@ class Supervisor:
         model_dir, tokenizer_dir = self._folders()
         self._mark("model folder", time.monotonic() - began)
         self.config = with_changes(self.config, model_dir=model_dir, tokenizer_dir=tokenizer_dir)
+        self._write_config()
         self._spawn(self._rooms)
         deadline = time.monotonic() + self.config.server.startup_timeout
         while self._unready():
@@ -215,10 +217,15 @@ class Supervisor:
             self._http_socket.close()
         remove_own(self.config.server.uds, self._uds_identity)
 
+    def _write_config(self) -> None:
+        """Leave the configuration of the session that has begun for its processes."""
+        config = with_changes(self.config, session=self._restarts.count)
+        self._run_dir.write(CONFIG_FILE, config.to_json())
+
     def _spawn(self, names: Iterable[str]) -> None:
-        """Start processes, in the session that has begun."""
+        """Start processes, in the session that has begun, with the configuration that `_write_config` has left."""
         session = self._restarts.count
-        config_path = self._run_dir.write("config.json", with_changes(self.config, session=session).to_json())
+        config_path = self._run_dir.path / CONFIG_FILE
         for name in names:
             inherits = name == "frontend" and self._http_socket is not None
             fds = [self._http_socket.fileno()] if inherits and self._http_socket else []
@@ -387,16 +394,21 @@ class Supervisor:
             raise ProcessLost(lost.process, f"{lost}; it is not started again: {limit}", lost.exit_code)
         names = self._to_restart(lost.process)
         logger.error("%s; starting again: %s (restart %d)", lost, ", ".join(names), self._restarts.count)
+        try:
+            self._write_config()  # before anybody hears of the session: it may not come about
+            self._begin_session(names, lost)
+        except StartupError as error:
+            raise ProcessLost(lost.process, f"{lost}; {error}", lost.exit_code) from None
+
+    def _begin_session(self, names: Sequence[str], lost: ProcessLost) -> None:
+        """Tell those that go on, and start the named processes anew."""
         self._remove_sockets(names)
         order = NewSession(lost.process, f"{lost}; it is being started again", self._restarts.count)
         self._order([name for name in ("frontend", "scheduler") if name not in names], order)
         for name in names:  # which may take a driver seconds
             self._remove(name)
         self._restart_deadline_s = time.monotonic() + self.config.server.startup_timeout
-        try:
-            self._spawn(names)
-        except StartupError as error:
-            raise ProcessLost(lost.process, f"{lost}; {error}", lost.exit_code) from None
+        self._spawn(names)
 
     def _to_restart(self, lost: str) -> list[str]:
         """All processes that restart together, with those that are not ready: no order could reach them."""

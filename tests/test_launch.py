@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import launch
+from common import run_dir
 from common.config import EngineConfig, ServerOptions
 from common.errors import ConfigError, EngineDeadError, RequestError, StartupError, exit_code
 from common.messages import Stop
@@ -160,6 +162,27 @@ def test_a_process_that_the_system_cannot_start_again_ends_the_run(restarting: E
     os.kill(restarting.pid("worker-0"), signal.SIGKILL)
     with pytest.raises(ProcessLost, match=r"^worker-0 was killed.*; cannot start worker-0: Cannot allocate memory$"):
         restarting.watch()
+
+
+@pytest.mark.parametrize("name", ["worker-0", "frontend"])
+def test_a_run_directory_that_is_gone_ends_the_run(restarting: Engine, name):
+    """As where something cleans up temporary files: in a traceback, and clients had no error."""
+    supervisor = restarting.start()
+    shutil.rmtree(restarting.run_dir.path)
+    os.kill(restarting.pid(name), signal.SIGKILL)
+    with pytest.raises(
+        ProcessLost, match=rf"^{name} was killed.*; cannot write .*config\.json: No such file"
+    ) as caught:
+        restarting.watch()
+    supervisor.announce_loss(caught.value)
+    if name != "frontend":
+        assert any(order.startswith("frontend PeerFailed") for order in restarting.orders())
+
+
+def test_a_start_without_room_in_the_run_directory_is_told_in_a_sentence(engine: Engine, monkeypatch):
+    monkeypatch.setattr(run_dir, "write_atomically", no_memory)
+    with pytest.raises(StartupError, match=r"^cannot write .*config\.json: Cannot allocate memory$"):
+        engine.start()
 
 
 def test_a_refused_configuration_is_told_in_its_own_words(engine: Engine):

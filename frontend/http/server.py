@@ -85,12 +85,14 @@ class HttpServer:
         self._history.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connections, close idle ones, and cut those that still write after `grace_s` seconds."""
+        """Take no new connections, close idle ones, and cut those that still read or write after `grace_s` seconds."""
         if self._task is None:
             return
         self._history.stop()
         self._server.should_exit = True
         await asyncio.wait({self._task}, timeout=grace_s)
+        for connection in list(self._server.server_state.connections):  # their requests end as when a client goes
+            connection.transport.abort()
         self._server.force_exit = True
         await self._task
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import compare, limits, throughput, workloads
-from benchmarks.engines import RequestTiming
+from benchmarks import compare, limits, startup, throughput, workloads
+from benchmarks.engines import RequestTiming, TriremeEngine
 from benchmarks.throughput import percentile, summarise
 from common.model_cache import DEFAULT_MODEL_DIR_NAME
 
@@ -62,18 +62,56 @@ def test_bounds_are_kept_where_they_are_asked_for(monkeypatch):
         (["--workloads", "b1_128_512", "b1_128"], "unknown workload 'b1_128'"),
         (["--workloads", "b0_128_512"], "unknown workload 'b0_128_512'"),
         (["--workloads", "b1_128_0"], "unknown workload 'b1_128_0'"),
+        (["--workloads", "b99999999_128_64"], "has 12799999872 prompt tokens; wanted at most 50000000"),
+        (["--workloads", "b1_999999999999_1"], "has 999999999999 prompt tokens; wanted at most 50000000"),
+        (["--workloads", f"b1_{'9' * 5000}_1"], "unknown workload 'b1_999"),
+        (["--option", "model=x"], "the model has an option of its own: --model"),
         (["--repeats", "0"], "wanted a whole number above 0, got '0'"),
         (["--repeats", "few"], "wanted a whole number above 0, got 'few'"),
         (["--load-format", ""], "invalid choice"),
     ],
 )
 def test_wrong_arguments_are_refused_before_an_engine_starts(monkeypatch, capsys, arguments, error):
-    """They ended in a traceback once the engine ran."""
+    """They ended in a traceback once the engine ran, or drew token ids until the memory was full."""
     monkeypatch.setattr(throughput, "ENGINES", {})
     with pytest.raises(SystemExit) as caught:
         throughput.main([*arguments, "--output", ""])
     assert caught.value.code == 2
     assert error in capsys.readouterr().err
+
+
+def test_the_lengths_of_a_workload_are_known_without_its_prompts(monkeypatch):
+    monkeypatch.setattr(workloads, "uniform", pytest.fail)
+    assert workloads.longest("b3_20_7") == 27
+
+
+@pytest.mark.parametrize("main", [throughput.main, startup.main])
+def test_results_that_cannot_be_kept_are_refused_before_an_engine_starts(monkeypatch, tmp_path, main):
+    """They were lost in a traceback once they had been measured."""
+    monkeypatch.setattr(throughput, "ENGINES", {})
+    monkeypatch.setattr(startup, "measure", pytest.fail)
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "results.jsonl"):
+        with pytest.raises(SystemExit, match=f"--output: cannot write {path}: "):
+            main(["--output", str(path)])
+
+
+@pytest.mark.parametrize(("options", "kind"), [({}, "off"), ({"prefix_cache": "hash"}, "hash")])
+def test_an_option_wins_over_what_the_benchmark_would_choose(monkeypatch, tmp_path, options, kind):
+    """It was given twice, which ended in a traceback."""
+    status = SimpleNamespace(
+        limits={"max_model_len": 9, "block_count": 2, "block_size": 4}, figures={"unprepared_count": 0}
+    )
+    started = []
+
+    def start(model, **options):
+        started.append(options)
+        return SimpleNamespace(client=SimpleNamespace(status=lambda: status))
+
+    monkeypatch.setattr("frontend.LLM", start)
+    monkeypatch.setattr("benchmarks.engines.write_stand_in_tokenizer", lambda folder: None)
+    assert TriremeEngine(str(tmp_path), options).max_len == 9
+    assert started == [{"prefix_cache": kind}]
 
 
 LONG = "--workloads {} has requests of {} tokens, prompt and output; {}"

@@ -18,7 +18,7 @@ from benchmarks.fake_scheduler import EMBEDDING
 from common import client_messages as wire
 from common.client_messages import SampleSoFar
 from common.errors import EngineDeadError, RequestError, StartupError
-from common.messages import AddRequest
+from common.messages import AddRequest, NewSession
 from common.sampling_params import SamplingParams
 from frontend import AsyncClient, Client
 from frontend.request import Request
@@ -52,6 +52,18 @@ def again(run_frontend):
         return lambda **options: run_frontend(after=running, **options)
 
     return lose
+
+
+def test_one_that_cannot_reach_the_next_scheduler_ends(start):
+    """It was deaf from then on, while the engine said that it served again."""
+    running = start()
+    client = Client(running.endpoint)
+    (running.folder / "outputs.1.sock").mkdir()
+    running.link.order(NewSession("worker-0", "worker-0 was killed", 1))
+    running.join(30)
+    assert running.exit_code == 1
+    assert "cannot bind ipc://" in running.link.detail
+    client.close()
 
 
 def joined(deltas) -> tuple[str, list[int]]:

@@ -372,6 +372,28 @@ def serve(api, talk, **options):
     return api.loop.run_until_complete(asyncio.wait_for(run(), 30))
 
 
+def applications(loop=None) -> list[asyncio.Task]:
+    """The requests that a server is busy with."""
+    return [task for task in asyncio.all_tasks(loop) if "run_asgi" in repr(task.get_coro())]
+
+
+def test_a_request_that_is_still_being_sent_ends_with_the_server(api):
+    """It was left to the end of the loop, where each had a traceback in the log."""
+
+    async def talk(address):
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        while not applications():
+            await asyncio.sleep(0)
+        return writer
+
+    writer = serve(api, talk)
+    assert applications(api.loop) == []
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        api.loop.run_until_complete(writer.wait_closed())
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "found"),
     [
