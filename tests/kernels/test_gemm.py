@@ -63,10 +63,12 @@ def make_store(rows: int, kv_heads: int = 8, head_dim: int = 128, dtype: torch.d
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Plans as on an H200; nothing is launched."""
+    """Plans as on an H200; a list of the plans that would have been launched."""
+    launched: list[LinearPlan] = []
     monkeypatch.setattr(module, "takes_gluon", lambda major: True)
     monkeypatch.setattr(module, "multiprocessor_count", lambda device: SMS)
-    monkeypatch.setattr(module, "_launch", lambda *args, **rest: pytest.fail("launched"))
+    monkeypatch.setattr(module, "_launch", lambda plan, *args, **rest: launched.append(plan))
+    return launched
 
 
 def weights(kv_heads: int = 8, head_dim: int = 128, query_heads: int = 16) -> torch.Tensor:
@@ -111,11 +113,14 @@ def test_wrong_tensors_are_named(hopper):
     ]:
         with pytest.raises(ValueError, match=f"^{word}: "):
             gemm(*arguments, **options)
+    assert hopper == []
 
 
 def test_no_rows_are_no_launch(hopper):
     """A tensor without rows cannot be described to the copy engine."""
-    gemm(torch.zeros(0, 128).half(), torch.zeros(256, 128).half(), torch.zeros(0, 256).half(), PLAN)
+    for rows, launches in ((0, []), (1, [PLAN])):
+        gemm(torch.zeros(rows, 128).half(), torch.zeros(256, 128).half(), torch.zeros(rows, 256).half(), PLAN)
+        assert hopper == launches
 
 
 def test_wrong_heads_are_named(hopper):
@@ -132,3 +137,4 @@ def test_wrong_heads_are_named(hopper):
     ]:
         with pytest.raises(ValueError, match=f"^{word}: "):
             project_heads(*arguments)
+    assert hopper == []
