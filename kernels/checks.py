@@ -1,6 +1,6 @@
 """Argument checks shared by the kernels' public functions: each error names what was wanted and what came.
 
-Knows tensors only as shape, dtype, device and strides. Called by every module of `kernels`.
+Knows tensors only as shape, dtype, device, strides and address. Called by every module of `kernels`.
 """
 
 from collections.abc import Sequence
@@ -48,6 +48,11 @@ def check_head_inputs(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check_tensor(name, weight, (head_dim,), FLOATS, like=like)
+
+
+def copies_boxes(*tensors: torch.Tensor) -> bool:
+    """Whether the tensor copy engine can copy from these tensors: rows lie, and begin, at multiples of 16 bytes."""
+    return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -2,7 +2,8 @@
 
 A tile holds some tokens of one K/V head, in blocks that are contiguous boxes of the cache; a group's queries are the
 eight columns of what products give. Called by kernels/decode_attention_hopper.py, kernels/decode_attention_team.py,
-kernels/fused_decode_warps.py and, for merging, kernels/attention_parts.py.
+kernels/fused_decode_warps.py, for merging by kernels/attention_parts.py, and for the cache's boxes by
+kernels/prefill_attention_hopper.py.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.checks import check_head_inputs, check_tensor
+from kernels.checks import check_head_inputs, check_tensor, copies_boxes
 from kernels.launch import capability_major, launch_options, multiprocessor_count, takes_gluon
 from kernels.new_token import NewTokens
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
@@ -85,11 +85,6 @@ def project_heads_reference(x: torch.Tensor, weight: torch.Tensor, query_heads: 
 def flops(rows: int, outputs: int, inputs: int) -> int:
     """Multiplications and additions of a product; what follows is not counted."""
     return 2 * rows * outputs * inputs
-
-
-def copies_boxes(*tensors: torch.Tensor) -> bool:
-    """Whether the tensor copy engine can copy from these matrices: rows lie, and begin, at multiples of 16 bytes."""
-    return all(t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadStore) -> LinearPlan | None:

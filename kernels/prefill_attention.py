@@ -46,7 +46,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_tensor
+from kernels.checks import check_tensor, copies_boxes
 from kernels.launch import launch_options, let_next_start, wait_for_inputs
 from kernels.paged_kv import (
     LOG2_E,
@@ -314,8 +314,8 @@ def _check_fresh(
         check_tensor(name, tensor, (query.shape[0], shape.kv_heads, shape.head_dim), query.dtype, like=query)
         strides, line_bytes = tensor.stride(), tensor.stride(0) * tensor.element_size()
         wanted(strides[1] == shape.head_dim, f"{name} strides", f"(any, {shape.head_dim}, 1)", strides)
-        is_aligned = line_bytes % 16 == 0 and tensor.data_ptr() % 16 == 0
-        wanted(is_aligned, f"{name} alignment", "tokens at multiples of 16 bytes", (line_bytes, tensor.data_ptr()))
+        place = (line_bytes, tensor.data_ptr())
+        wanted(copies_boxes(tensor), f"{name} alignment", "tokens at multiples of 16 bytes", place)
 
 
 def prefill_attention(

@@ -40,14 +40,13 @@ Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.decode_warp import cache_descriptor
 from kernels.kv_format import CACHE_PLAIN, cache_format
 from kernels.launch_gluon import let_next_start
 from kernels.paged_kv import HeadShape, compile_options
@@ -228,22 +227,6 @@ def _hopper_kernel(
         )  # fmt: skip
 
 
-@cache
-def _shared_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-def _descriptor(cache_tensor: torch.Tensor, key_tile: int) -> TensorDescriptor:
-    """Boxes of one block of one K/V head, or of a tile's part of it, 64 columns or all that are bytes; travels by value
-    with the launch."""
-    block_size, head_dim = cache_tensor.shape[2:]
-    lines = cache_tensor.view(-1, head_dim)
-    if cache_tensor.element_size() == 1:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=8, rank=2)
-        return TensorDescriptor.from_tensor(lines.view(torch.int8), [block_size, head_dim], layout)
-    return TensorDescriptor.from_tensor(lines, [min(block_size, key_tile), 64], _shared_layout())
-
-
 def _fresh_descriptor(vectors: torch.Tensor, key_tile: int) -> TensorDescriptor:
     """Boxes of a tile's tokens of [token, K/V head, head_dim], one head and 64 columns of it."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
@@ -286,8 +269,8 @@ def launch(
         output,
         query,
         query_desc,
-        _descriptor(key_cache, key_tile),
-        _descriptor(value_cache, key_tile),
+        cache_descriptor(key_cache, key_tile),
+        cache_descriptor(value_cache, key_tile),
         *(None if fresh is None else _fresh_descriptor(fresh[part], key_tile) for part in range(2)),
         block_tables,
         row_slots,

@@ -37,9 +37,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import FLOATS, check_tensor
+from kernels.checks import FLOATS, check_tensor, copies_boxes
 from kernels.fused_decode_attention import AttentionParts
-from kernels.gemm import copies_boxes, gemm
+from kernels.gemm import gemm
 from kernels.launch import launch_options, let_next_start, prefetch, prefetch_share, wait_for_inputs
 from kernels.linear_workspace import COUNTERS, FEWEST_TILE_ROWS, Workspace, plan_key
 from kernels.rms_norm import rms_norm

@@ -180,4 +180,6 @@ def card_major() -> int:
 
 def multiprocessor_count() -> int:
     """Of the card at hand; 2 in the interpreter."""
-    return torch.cuda.get_device_properties(0).multi_processor_count if has_cuda() else 2
+    from kernels import launch
+
+    return launch.multiprocessor_count(torch.device(device_and_dtype()[0]))

@@ -93,11 +93,7 @@ class FixedOrderForward(FusedForward):
         self._product(self._activated[:tokens], mlp.down_proj, hidden, residual=hidden)
 
     def _head(self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs) -> torch.Tensor:
-        rows = hidden
-        if bucket.kind != DECODE:
-            rows = self._sampled[: bucket.rows]
-            embedding(inputs.sample_rows, hidden, rows)
-        return self._put_logits(rows, self.logits[: bucket.rows])
+        return self._put_logits(self._sampled_rows(hidden, bucket, inputs), self.logits[: bucket.rows])
 
     def _put_logits(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         fixed_order_linear(self._normed(hidden, self.model.model.norm), self.model.lm_head.weight, logits)
