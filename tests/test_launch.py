@@ -25,6 +25,7 @@ from launcher import command
 from launcher import supervisor as supervision
 from launcher.restarts import WINDOW_S, Restarts
 from launcher.supervisor import ProcessLost, StopRequested, Supervisor, Wakeup
+from tests.support.processes import alive
 
 ROOM = """
 import os, select, sys
@@ -114,14 +115,6 @@ class Engine:
             self.supervisor.close()
         self.run_dir.remove()
         assert [pid for pid in pids if alive(pid)] == [], "children left behind"
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.fixture

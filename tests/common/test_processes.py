@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from common import processes
 from common.processes import Child, DeathPipe, last_error_line
+from tests.support.processes import has_ended
 
 SCRIPT = """
 import subprocess, sys
@@ -98,14 +98,6 @@ def test_what_two_children_write_is_not_mixed_where_our_stderr_takes_it_in_parts
     assert {line.strip(line[:1]) for line in bytes(written).splitlines()} == {b""}
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def run_child_script(script: str, **keywords: object) -> Child:
     return Child("child", ["-c", script], DeathPipe(), **keywords)
 
@@ -116,7 +108,7 @@ def test_a_childs_grandchildren_end_with_it():
     pid = int(child._process.stdout.readline())
     child.kill()
     child.close()
-    assert wait_for(lambda: not alive(pid) or b"zombie" in Path(f"/proc/{pid}/status").read_bytes())
+    assert wait_for(lambda: has_ended(pid))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
