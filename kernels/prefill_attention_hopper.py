@@ -113,6 +113,8 @@ def _hopper_kernel(
     query_boxes = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, PAGE, 64], shared)
     if COPY_QUERY:
         query_boxes = queries._reinterpret(dtype, [MAIL_SLOTS * 2 * HALVES, 64 // GROUP, GROUP, 64], cube)
+    key_boxes = keys._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
+    value_boxes = values._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
     if FORMAT == 0:
         key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, PAGE, 64], shared)
         value_pages = values._reinterpret(dtype, [STAGES * HALVES * PAGES, PAGE, 64], shared)
@@ -138,9 +140,9 @@ def _hopper_kernel(
                     produce_keys,
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
-                        max_rows, table_stride, query_boxes, query_full, key_pages, key_full, key_empty, None, None,
-                        key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, HALVES,
-                        BLOCK_SIZE, STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, gl.constexpr(False), AHEAD,
+                        max_rows, table_stride, query_boxes, query_full, key_pages, key_full, key_empty, fresh_key_desc,
+                        key_boxes, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE,
+                        HALVES, BLOCK_SIZE, STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, FRESH, AHEAD,
                         BY_LEVEL, PDL,
                     ),
                 ),
@@ -148,9 +150,9 @@ def _hopper_kernel(
                     produce_values,
                     (
                         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
-                        token_count, value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, None,
-                        None, value_full, value_empty, mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES,
-                        BLOCK_SIZE, STAGES, STAGES, KV_HEADS * GROUP * HEAD_DIM, gl.constexpr(False), AHEAD, PDL,
+                        token_count, value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty,
+                        fresh_value_desc, value_boxes, value_full, value_empty, mail, mail_full, mail_empty, KV_HEADS,
+                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, STAGES, KV_HEADS * GROUP * HEAD_DIM, FRESH, AHEAD, PDL,
                     ),
                 ),
             ],
@@ -172,8 +174,6 @@ def _hopper_kernel(
         mbarrier.init(raw_value_empty.index(0), count=1)
         key_pages = raw_keys._reinterpret(gl.int8, [PAGES, PAGE, HEAD_DIM], raw)
         value_pages = raw_values._reinterpret(gl.int8, [PAGES, PAGE, HEAD_DIM], raw)
-        key_boxes = keys._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
-        value_boxes = values._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
         gl.warp_specialize(
             [
                 (

@@ -14,10 +14,11 @@ follows row, each from its end on: less to work out for a warp with few register
 
 All that is read before the wait for the kernel ahead is the step's inputs (kernels/launch.py): rows and block ids.
 
-Over an 8-bit cache with FRESH, tiles that begin in the step's own tokens go straight to the stages that the computing
-groups read, and those before them to the converting warps, which fill the stages that follow. A wait sees only whether
-a stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it
-have been placed or taken, and the groups empty the stages in order.
+With FRESH, tiles that begin in the step's own tokens are copied from where these lie one after another, in a box for
+each half of a head instead of one for each block of the cache, and those before them from the cache: over a plain one
+to the stages that follow; over an 8-bit one to the converting warps, which fill them. A wait sees only whether a
+stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it have
+been placed or taken, and the groups empty the stages in order.
 
 Blocks of the cache are copied to `pages`: over a plain cache these are the computing groups' stages, seen block by
 block, and over an 8-bit one stages of their own, which the converting warps empty.
@@ -166,6 +167,7 @@ def produce_keys(
     """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
     QUERY_HALVES: gl.constexpr = HEAD_DIM // BOX
+    IS_PLAIN: gl.constexpr = key_pages.dtype.primitive_bitwidth == 16
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -222,11 +224,12 @@ def produce_keys(
         first_token = tile * QUERY_TILE
         key_end = length - query_count + gl.minimum(first_token + QUERY_TILE, query_count)
         tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        old_tiles = cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH)
         table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
         first_boxes = ()
         if AHEAD:
             PAGE: gl.constexpr = key_pages.shape[1]
-            first_boxes = _box_rows(table_ptr, head, length, tile_count - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
+            first_boxes = _box_rows(table_ptr, head, length, old_tiles - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
 
         # 3. Post it.
         content = gl.where(fields == 1, query_start, 1)
@@ -261,9 +264,11 @@ def produce_keys(
                 key_empty, STAGES,
             )  # fmt: skip
             filled += tile_count
+            if IS_PLAIN:
+                copied = filled - old_tiles
         copied = _copy_row(
-            key_desc, table_ptr, head, length, cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
-            first_boxes, key_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
+            key_desc, table_ptr, head, length, old_tiles, copied, first_boxes, key_pages, page_full, page_empty,
+            KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
         )  # fmt: skip
 
         # 5. The next: of levels up to two a program are dealt to and fro, so that a light tile follows a heavy one.
@@ -320,6 +325,7 @@ def produce_values(
 ):  # fmt: skip
     """Read the letters and copy their values, until the last letter; then write the zeros of tokens of no row, while
     the last tiles are computed."""
+    IS_PLAIN: gl.constexpr = value_pages.dtype.primitive_bitwidth == 16
     letter = 0
     filled = 0
     copied = 0
@@ -328,20 +334,23 @@ def produce_values(
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
         tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        old_tiles = cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH)
         table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
         first_boxes = ()
         if AHEAD:
             PAGE: gl.constexpr = value_pages.shape[1]
-            first_boxes = _box_rows(table_ptr, head, length, tile_count - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
+            first_boxes = _box_rows(table_ptr, head, length, old_tiles - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
         if FRESH:
             _copy_fresh(
                 fresh_desc, query_start, query_count, length, head, tile_count, filled, fresh_boxes, value_full,
                 value_empty, STAGES,
             )  # fmt: skip
             filled += tile_count
+            if IS_PLAIN:
+                copied = filled - old_tiles
         copied = _copy_row(
-            value_desc, table_ptr, head, length, cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
-            first_boxes, value_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
+            value_desc, table_ptr, head, length, old_tiles, copied, first_boxes, value_pages, page_full, page_empty,
+            KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
         )  # fmt: skip
         letter += 1
         is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)

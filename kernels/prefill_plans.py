@@ -156,8 +156,8 @@ def launch_plan(
     not fit, those of few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether
     the Hopper kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit
     caches, which take 8 to 18 % longer without; over a plain one it makes less than 2 % either way
-    (attention_plans.jsonl, commit a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values,
-    which it need not convert; over 8-bit caches it is.
+    (attention_plans.jsonl, commit a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values
+    one after another, which is less to copy and, over an 8-bit cache, nothing to convert; by default it is.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -191,7 +191,7 @@ def launch_plan(
         max_registers=chosen.max_registers,
         one_loop=chosen.one_loop if one_loop is None else one_loop,
         overlap=quantised if overlap is None else overlap,
-        fresh=specialised and quantised if fresh is None else fresh,
+        fresh=specialised if fresh is None else fresh,
     )
 
 
