@@ -121,9 +121,9 @@ def test_a_prompts_product_may_store_its_heads_itself(
     """In steps with padding, of chunks and of decode rows beside them. The product itself is the reference's."""
     projected = []
 
-    def project_heads(x, weight, query, store):
+    def project_heads(x, weight, heads, store):
         projected.append(x.shape[0])
-        query.copy_(project_heads_reference(x, weight, query.shape[1], store))
+        heads.copy_(project_heads_reference(x, weight, heads.shape[1], store))
 
     monkeypatch.setattr(fused_forward, "heads_plan", lambda weight, rows, *_: LinearPlan("gemm") if rows > 2 else None)
     monkeypatch.setattr(fused_forward, "project_heads", project_heads)
@@ -256,7 +256,7 @@ def test_captured_steps_on_hopper_tiles_choose_as_float32_does(tiny_model, make_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_prompts_that_read_their_own_keys_may_be_cut_anywhere(
     device, kv_cache_dtype, fresh_plans, tiny_model, make_gpu_driver, fused_sizes
 ):
