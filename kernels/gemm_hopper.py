@@ -10,7 +10,8 @@ behind: while one applies what follows to its sums and stores them, the tensor c
     warp 8       x[i % stages], W[i % stages]
 
 N is a multiple of the tile's columns; with HEADS so are the columns of q and those of k. Rows past M read as zeros and
-are not stored.
+are not stored. With a count of tokens in device memory, tiles of rows past it are none; so there may be none at all.
+The count is read once, before the warps part: the copying one has no register to spare for it.
 
 A row's heads come to be in a thread and its three neighbours, a rotation's pairs in one thread, since a tensor core's
 sums lie so: norm and rotation cost no exchange through memory. The arithmetic is that of kernels/qk_norm_rope_store.py,
@@ -83,11 +84,13 @@ def _produce(
     BYTES: gl.constexpr = (HEIGHT + WIDTH * HALVES) * 128
     first = gl.program_id(0)
     tiles = m_tiles * n_tiles
-    ahead = gl.minimum(steps, STAGES) * (first < tiles).to(gl.int32)
-    _, first_n = _place(gl.minimum(first, tiles - 1), m_tiles, n_tiles, GROUP_M)
-    for step in range(ahead):
-        mbarrier.expect(full.index(step), BYTES)
-        _ask_weights(weight_desc, weights, full, step, first_n, step, half_rows, True, HALVES)
+    ahead = 0
+    if first < tiles:
+        ahead = gl.minimum(steps, STAGES)
+        _, first_n = _place(first, m_tiles, n_tiles, GROUP_M)
+        for step in range(ahead):
+            mbarrier.expect(full.index(step), BYTES)
+            _ask_weights(weight_desc, weights, full, step, first_n, step, half_rows, True, HALVES)
     wait_for_inputs(PDL)
     asked = 0
     for tile in range(first, tiles, gl.num_programs(0)):
@@ -257,13 +260,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["M", "N", "steps"])
 def _gemm_kernel(
-    x_desc, weight_desc, out_desc, residual_desc, heads, M, N, steps,
+    x_desc, weight_desc, out_desc, residual_desc, heads, token_count_ptr, M, N, steps,
     STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr, GROUP_M: gl.constexpr,
     TILE_N: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
+    token_count = M
+    if token_count_ptr is not None:
+        token_count = gl.minimum(gl.load(token_count_ptr), M)  # rule 4 of kernels/launch.py: of the step's plan
     dtype: gl.constexpr = x_desc.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -283,23 +289,23 @@ def _gemm_kernel(
     mbarrier.init(behind, count=1)
     mbarrier.init(residual_full.index(0), count=1)
     mbarrier.init(residual_full.index(1), count=1)
-    m_tiles = (M + 127) // 128
+    m_tiles = (token_count + 127) // 128
     n_tiles = N // TILE_N
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
-                    steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full,
+                    token_count, steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
                     KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
-                    steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full,
+                    token_count, steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
                     KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
                 ),
             ),
@@ -330,7 +336,8 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescript
 def launch(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, tile_n: int, programs: int,
     residual: torch.Tensor | None = None, silu_mul: bool = False, store: HeadStore | None = None,
-    pdl: bool = False, offset: int = OFFSET, group_m: int = GROUP_M, stages: int = 0,
+    token_count: torch.Tensor | None = None, pdl: bool = False, offset: int = OFFSET, group_m: int = GROUP_M,
+    stages: int = 0,
 ) -> None:  # fmt: skip
     """One product, by that many programs, on arguments that were checked."""
     rows, inputs = x.shape
@@ -356,8 +363,8 @@ def launch(
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),
-        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, rows, weight.shape[0],
-        inputs // TILE_K, STAGES=stages, OFFSET=offset, FOLLOWS=follows,
+        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, token_count, rows,
+        weight.shape[0], inputs // TILE_K, STAGES=stages, OFFSET=offset, FOLLOWS=follows,
         GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -210,6 +210,38 @@ def test_fewer_steps_than_one_group_is_behind_the_other(steps, stages, offset, d
         check(case, programs, stages=stages, offset=offset)
 
 
+TILE_ROWS = 128
+
+
+def check_count(case: Case, programs: int, count: int, **plan) -> None:
+    """Launch with a count of tokens, and look at rows below it, at tiles past it and around the result."""
+    used, options = min(count, len(case.x)), dict(case.options)
+    if "store" in options:
+        slots = options["store"].slot_mapping.clone()
+        slots[used:] = -1
+        options["store"] = replace(options["store"], slot_mapping=slots)
+    want, want_caches = replace(case, options=options).exact()
+    tiled = min(-(-used // TILE_ROWS) * TILE_ROWS, len(case.x))
+    untouched = case.out[tiled:].clone()
+    # Of a plan, where it is not aligned as tensors are.
+    counts = torch.tensor([1, 0, count], dtype=torch.int32, device=case.x.device)
+    case.launch(programs, token_count=counts[2:], **plan)
+    assert_elements(case.out[:used], want[:used])
+    assert torch.equal(case.out[tiled:].nan_to_num(7), untouched.nan_to_num(7)), "a tile without tokens is computed"
+    for kind in range(2):
+        assert_elements(case.caches[:, kind], want_caches[:, kind])
+    case.out.fill_(float("nan"))
+    assert case.out._base.isnan().all(), "written beside the result"
+
+
+@pytest.mark.parametrize("programs", [2, 7])
+@pytest.mark.parametrize("count", [0, 1, 128, 129, 300, 301, 2**31 - 1])
+@pytest.mark.parametrize("follows", ["plain", "residual", "in_place", "silu_mul", "heads"])
+def test_rows_past_the_count_of_tokens_cost_nothing(follows, count, programs, device):
+    """Whole tiles and parts of them, none at all, more than there are rows; fewer tiles than programs, and more."""
+    check_count(Size(300, 3, 2, programs).case(follows, 128, torch.bfloat16), programs, count)
+
+
 @pytest.mark.parametrize(("group_m", "programs"), [(1, 3), (1, 20), (2, 4), (3, 1), (16, 20)])
 def test_tiles_in_bands_of_any_height(group_m, programs, device):
     """Five tiles of rows, which are no multiple of most heights. A program behind a full last band divided by zero."""
@@ -224,6 +256,15 @@ def test_what_the_kernel_ahead_writes_is_read_after_it(follows, tile_n, monkeypa
     written = [case.x, *(case.options[name] for name in ("residual",) if name in case.options)]
     emulate(monkeypatch, gemm_hopper, "_gemm_kernel", KernelAhead(*written), RAGGED)
     check(case, programs=2, pdl=True)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the emulator's, which knows what is early")
+@pytest.mark.parametrize("count", [0, 1, 130])
+def test_programs_without_a_tile_wait_for_the_kernel_ahead(count, monkeypatch):
+    """Who waits for this kernel would not wait for that one otherwise; and the count is read before."""
+    case = Size(130, 3, 2, programs=2).case("plain", 128, torch.bfloat16)
+    emulate(monkeypatch, gemm_hopper, "_gemm_kernel", KernelAhead(case.x), RAGGED)
+    check_count(case, 2, count, pdl=True)
 
 
 GEMM_PLAN = LinearPlan("gemm", 128, 64, 4, norm_apart=True)
@@ -303,6 +344,14 @@ def test_a_models_products(model, rows, product, tile_n, hopper_device):
     for seed in (0, 10):
         case = model.case(product, rows, tile_n, seed)
         check(case, multiprocessor_count(case.x.device), pdl=True)
+
+
+@on_a_card
+@pytest.mark.parametrize("product", ["qkv", "o", "gate_up", "down", "plain"])
+@pytest.mark.parametrize("count", [0, 1, 4097, 7424, 8192])
+def test_a_models_products_end_with_the_tokens(product, count, hopper_device):
+    case = QWEN3_06B.case(product, 8192, 256, seed=0)
+    check_count(case, multiprocessor_count(case.x.device), count, pdl=True)
 
 
 @on_a_card

@@ -134,7 +134,7 @@ class FusedForward:
 
         Args:
             inputs: of the bucket's sizes.
-            counts: int32 [2], on the device: rows, decode rows.
+            counts: int32 [3], on the device: rows, decode rows, tokens. Products of many rows end with the last token.
         """
         hidden = self.hidden[: bucket.tokens]
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
@@ -142,7 +142,7 @@ class FusedForward:
             return self._run_in_parts(hidden, bucket, inputs, cache, slots, counts)
         for index, layer in self._layers:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
-            self._feed_forward_block(index, layer, hidden)
+            self._feed_forward_block(index, layer, hidden, counts[2:3])
         return self._head(hidden, bucket, inputs)
 
     def shortened(self) -> "FusedForward":
@@ -165,7 +165,7 @@ class FusedForward:
         cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
     ) -> None:  # fmt: skip
         attention, norm = layer.self_attn, layer.input_layernorm
-        tokens = hidden.shape[0]
+        tokens, token_count = hidden.shape[0], counts[2:3]
         store = self._head_store(index, bucket, inputs, cache)
         qkv = self._qkv[:tokens]
         if store is not None:
@@ -175,14 +175,15 @@ class FusedForward:
             if plan is not None and plan.fresh:
                 heads = qkv.view(tokens, -1, self.config.head_dim)
                 query, fresh = heads[:, : self.config.head_count], self._own_keys_and_values(qkv)
-            project_heads(self._normed(hidden, norm), attention.qkv_proj.weight, heads, store)
+            normed = self._normed(hidden, norm, token_count)
+            project_heads(normed, attention.qkv_proj.weight, heads, store, token_count)
             self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
-            self._output_product(layer, attended, hidden)
+            self._output_product(layer, attended, hidden, token_count)
             return
         if attention.qkv_proj.bias is None:
             skinny_linear(
                 hidden, attention.qkv_proj.weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,
-                upcoming=self._ahead(attention.o_proj.weight, tokens),
+                upcoming=self._ahead(attention.o_proj.weight, tokens), token_count=token_count,
             )  # fmt: skip
         else:
             normed = self._normed(hidden, norm)
@@ -194,19 +195,21 @@ class FusedForward:
             linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
             return
         attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts)
-        self._output_product(layer, attended, hidden)
+        self._output_product(layer, attended, hidden, token_count)
 
-    def _normed(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def _normed(self, hidden: torch.Tensor, norm: RMSNorm, token_count: torch.Tensor | None = None) -> torch.Tensor:
         """Rows after a norm, in the workspace until its next use."""
         normed = self._workspace.rows("normed", *hidden.shape)
-        rms_norm(hidden, norm.weight, norm.eps, normed)
+        rms_norm(hidden, norm.weight, norm.eps, normed, token_count=token_count)
         return normed
 
-    def _output_product(self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _output_product(
+        self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor, token_count: torch.Tensor | None = None
+    ) -> None:
         tokens = hidden.shape[0]
         skinny_linear(
             attended.view(tokens, -1), layer.self_attn.o_proj.weight, hidden, self._workspace, residual=hidden,
-            upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
+            upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens), token_count=token_count,
         )  # fmt: skip
 
     def _head_store(self, index: int, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> HeadStore | None:
@@ -349,17 +352,19 @@ class FusedForward:
                 *shared, inputs.query_starts, self._prefill_counters, plan, fresh=fresh, **options
             )
 
-    def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
+    def _feed_forward_block(
+        self, index: int, layer: LlamaLayer, hidden: torch.Tensor, token_count: torch.Tensor | None = None
+    ) -> None:
         norm, mlp = layer.post_attention_layernorm, layer.mlp
         activated = self._activated[: hidden.shape[0]]
         skinny_linear(
             hidden, mlp.gate_up_proj.weight, activated, self._workspace,
             norm_weight=norm.weight, eps=norm.eps, silu_mul=True,
-            upcoming=self._ahead(mlp.down_proj.weight, hidden.shape[0]),
+            upcoming=self._ahead(mlp.down_proj.weight, hidden.shape[0]), token_count=token_count,
         )  # fmt: skip
         skinny_linear(
             activated, mlp.down_proj.weight, hidden, self._workspace, residual=hidden,
-            upcoming=self._ahead(self._after(index), hidden.shape[0]),
+            upcoming=self._ahead(self._after(index), hidden.shape[0]), token_count=token_count,
         )  # fmt: skip
 
     def _ahead(self, weight: torch.Tensor, tokens: int) -> torch.Tensor | None:

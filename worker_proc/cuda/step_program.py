@@ -175,7 +175,7 @@ class StepProgram:
         if bucket.kind != DECODE:
             scatter_words(self._slots.memory, self._plan, self._layout)
         step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)
-        logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
+        logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:3])
         if sampling:
             self.sample(bucket, logits)
         return logits

@@ -84,13 +84,14 @@ def fresh_plans(monkeypatch, device):
         monkeypatch.setattr(
             fused_forward.FusedForward, "_has_hopper_kernel", lambda self, plans, *_, **__: plans is prefill_plans
         )
-        monkeypatch.setattr(fused_forward, "qk_norm_rope_store", _store_by_reference)
+        monkeypatch.setattr(fused_forward, "qk_norm_rope_store", store_by_reference)
     return calls
 
 
-def _store_by_reference(
+def store_by_reference(
     qkv, q_out, key_cache, value_cache, slots, positions, rope_table, q_weight, k_weight, *rest, **named
 ):
+    """Stands in for `qk_norm_rope_store`."""
     heads = (q_out.shape[1], q_weight, k_weight, *rest)
     q_out.copy_(
         qk_norm_rope_store_reference(qkv, key_cache, value_cache, slots, positions, rope_table, *heads, **named)

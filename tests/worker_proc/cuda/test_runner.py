@@ -121,7 +121,7 @@ def test_a_prompts_product_may_store_its_heads_itself(
     """In steps with padding, of chunks and of decode rows beside them. The product itself is the reference's."""
     projected = []
 
-    def project_heads(x, weight, heads, store):
+    def project_heads(x, weight, heads, store, token_count=None):
         projected.append(x.shape[0])
         heads.copy_(project_heads_reference(x, weight, heads.shape[1], store))
 
