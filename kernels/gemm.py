@@ -19,7 +19,8 @@ compute capability 9 and Triton 3.6. Everything is accumulated in float32, and r
 | weight       | [N, K]                         | as x                | q's, k's, v's rows; or gate's, up's |
 | out          | [M, N], or [M, N/2] (silu_mul) | as x                |                                     |
 | residual     | [M, N]                         | as x                |                                     |
-| q_out        | [M, hq, d]                     | as x                | contiguous                          |
+| heads_out    | [M, heads of q, d], or with    | as x                | contiguous                          |
+|              | those of k and v after them    |                     |                                     |
 | caches       | [block, kv head, position, d]  | as x                | same strides; positions adjacent    |
 | slot_mapping | [M]                            | int64               | -1: K and V are not stored          |
 | positions    | [M]                            | int32 or int64      | below max_position                  |
@@ -30,7 +31,7 @@ the columns of q and of k. M may be 0 without heads.
 
 With a `token_count` only the first so many rows count, M at most: a graph is captured for M rows, and padding in it
 costs no products. The kernel reads it before it has waited for the kernel ahead (rule 4 of kernels/launch.py). Rows of
-out and q_out from there on hold anything afterwards, and their K and V are not stored.
+out and heads_out from there on hold anything afterwards, and their K and V are not stored.
 
 Measured on an H200 (docs/log.md, 2026-11-30): a layer's products with their norms and what follows, for 8,192 tokens of
 Qwen3-0.6B, take 435 us, by the library and the kernels around it 497. `python -m benchmarks.kernels.bench_gemm`
@@ -108,31 +109,38 @@ def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadSto
 
 
 def project_heads(
-    x: torch.Tensor, weight: torch.Tensor, q_out: torch.Tensor, store: HeadStore,
+    x: torch.Tensor, weight: torch.Tensor, heads_out: torch.Tensor, store: HeadStore,
     token_count: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write q to `q_out`, and K and V to their places. Shapes: the module's table.
+    """Write q to `heads_out`, and K and V to their places, and to `heads_out` too if it has room for them. Shapes: the
+    module's table.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table, and where `heads_plan` has none.
     """
     cache, new = store.key_cache, store.new
-    rows, query_heads, head_dim = q_out.shape
+    rows, head_count, head_dim = heads_out.shape
+    query_heads = weight.shape[0] // head_dim - 2 * cache.shape[1]
     check_tensor("x", x, (rows, None), HALVES)
     check_tensor("weight", weight, (query_heads * head_dim + 2 * store.columns, x.shape[1]), x.dtype, like=x)
-    check_tensor("q_out", q_out, (None, None, cache.shape[3]), x.dtype, like=x)
+    check_tensor("heads_out", heads_out, (None, None, cache.shape[3]), x.dtype, like=x)
+    if head_count not in (query_heads, query_heads + 2 * cache.shape[1]):
+        raise ValueError(
+            f"heads_out: wanted the {query_heads} heads of q, or with those of k and v "
+            f"{query_heads + 2 * cache.shape[1]}, got {head_count}"
+        )
     check_tensor("key_cache", cache, (None, None, None, None), x.dtype, like=x)
     check_tensor("value_cache", store.value_cache, cache.shape, x.dtype, like=x)
     check_tensor("slot_mapping", store.slot_mapping, (rows,), torch.int64, like=x)
     check_tensor("positions", store.positions, (rows,), (torch.int32, torch.int64), like=x)
     check_head_inputs(new.rope_table, new.q_weight, new.k_weight, head_dim, like=x)
     _check_count(token_count, x)
-    if not q_out.is_contiguous():
-        raise ValueError(f"q_out: wanted a contiguous tensor, got strides {q_out.stride()}")
+    if not heads_out.is_contiguous():
+        raise ValueError(f"heads_out: wanted a contiguous tensor, got strides {heads_out.stride()}")
     plan = heads_plan(weight, rows, query_heads, store)
     if plan is None:
         raise ValueError(f"weight: no plan for {rows} rows and {list(weight.shape)} in {weight.dtype}")
-    _check_boxes(x=x, weight=weight, q_out=q_out)
-    _launch(plan, x, weight, q_out.view(rows, -1), store=store, token_count=token_count)
+    _check_boxes(x=x, weight=weight, heads_out=heads_out)
+    _launch(plan, x, weight, heads_out.view(rows, -1), store=store, token_count=token_count)
 
 
 def gemm(

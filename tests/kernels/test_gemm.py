@@ -130,11 +130,12 @@ def test_wrong_heads_are_named(hopper):
     store = make_store(2048)
     for arguments, word in [
         ((x[:100], weights(), query, store), "x"),
-        ((x, weights(query_heads=8), query, store), "weight"),
-        ((x, weights(), query.float(), store), "q_out"),
+        ((x, weights()[:, :32], query, store), "weight"),
+        ((x, weights(query_heads=8), query, store), "heads_out"),
+        ((x, weights(), query.float(), store), "heads_out"),
         ((x, weights(), query, replace(store, slot_mapping=store.slot_mapping[:9])), "slot_mapping"),
         ((x, weights(), query, replace(store, positions=store.positions.float())), "positions"),
-        ((x, weights(), query.transpose(0, 1).contiguous().transpose(0, 1), store), "q_out"),
+        ((x, weights(), query.transpose(0, 1).contiguous().transpose(0, 1), store), "heads_out"),
         ((x, weights(), query, store, torch.zeros(1)), "token_count"),
         ((x[:100], weights(), query[:100], make_store(100)), "weight"),
     ]:

@@ -167,15 +167,19 @@ class FusedForward:
         attention, norm = layer.self_attn, layer.input_layernorm
         tokens, token_count = hidden.shape[0], counts[2:3]
         store = self._head_store(index, bucket, inputs, cache)
+        qkv = self._qkv[:tokens]
         if store is not None:
             query, attended = self._query[:tokens], self._attended[:tokens]
+            plan, fresh = self._chunk_plan(index, bucket, cache), None
+            heads = query
+            if plan is not None and plan.fresh:
+                heads = qkv.view(tokens, -1, self.config.head_dim)
+                query, fresh = heads[:, : self.config.head_count], self._own_keys_and_values(qkv)
             normed = self._normed(hidden, norm, token_count)
-            project_heads(normed, attention.qkv_proj.weight, query, store, token_count)
-            plan = self._chunk_plan(index, bucket, cache)
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, None)
+            project_heads(normed, attention.qkv_proj.weight, heads, store, token_count)
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
             self._output_product(layer, attended, hidden, token_count)
             return
-        qkv = self._qkv[:tokens]
         if attention.qkv_proj.bias is None:
             skinny_linear(
                 hidden, attention.qkv_proj.weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,

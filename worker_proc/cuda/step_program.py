@@ -23,7 +23,7 @@ from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
 GRAPH_LIMIT = 256
-"""Graphs that are kept at most; 14 are captured at the start and 132 in pauses, with the default limits. Steps of
+"""Graphs that are kept at most; 14 are captured at the start and 139 in pauses, with the default limits. Steps of
 further buckets run without one, if none stands in."""
 
 logger = logging.getLogger(__name__)
