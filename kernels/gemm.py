@@ -31,7 +31,7 @@ the columns of q and of k. M may be 0 without heads.
 
 With a `token_count` only the first so many rows count, M at most: a graph is captured for M rows, and padding in it
 costs no products. The kernel reads it before it has waited for the kernel ahead (rule 4 of kernels/launch.py). Rows of
-out and q_out from there on hold anything afterwards, and their K and V are not stored.
+out and heads_out from there on hold anything afterwards, and their K and V are not stored.
 
 Measured on an H200 (docs/log.md, 2026-11-30): a layer's products with their norms and what follows, for 8,192 tokens of
 Qwen3-0.6B, take 435 us, by the library and the kernels around it 497. `python -m benchmarks.kernels.bench_gemm`

@@ -10,8 +10,8 @@ behind: while one applies what follows to its sums and stores them, the tensor c
     warp 8       x[i % stages], W[i % stages]
 
 N is a multiple of the tile's columns; with HEADS so are the columns of q and those of k. Rows past M read as zeros and
-are not stored. With a count of tokens in device memory, tiles of rows past it are none; so there may be none at all.
-The count is read once, before the warps part: the copying one has no register to spare for it.
+are not stored. With a count of tokens in device memory, rows from there on have no tiles; so there may be none at all.
+The count is read once, before the warps part, and not by the copying one, which has 24 registers.
 
 A row's heads come to be in a thread and its three neighbours, a rotation's pairs in one thread, since a tensor core's
 sums lie so: norm and rotation cost no exchange through memory. The arithmetic is that of kernels/qk_norm_rope_store.py,

@@ -236,7 +236,7 @@ def check_count(case: Case, programs: int, count: int, **plan) -> None:
 
 @pytest.mark.parametrize("programs", [2, 7])
 @pytest.mark.parametrize("count", [0, 1, 128, 129, 300, 301, 2**31 - 1])
-@pytest.mark.parametrize("follows", ["plain", "residual", "in_place", "silu_mul", "heads"])
+@pytest.mark.parametrize("follows", FOLLOWS)
 def test_rows_past_the_count_of_tokens_cost_nothing(follows, count, programs, device):
     """Whole tiles and parts of them, none at all, more than there are rows; fewer tiles than programs, and more."""
     check_count(Size(300, 3, 2, programs).case(follows, 128, torch.bfloat16), programs, count)
