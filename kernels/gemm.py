@@ -21,7 +21,8 @@ compute capability 9 and Triton 3.6. Everything is accumulated in float32, and r
 | residual     | [M, N]                         | as x                |                                     |
 | heads_out    | [M, heads of q, d], or with    | as x                | contiguous                          |
 |              | those of k and v after them    |                     |                                     |
-| caches       | [block, kv head, position, d]  | as x                | same strides; positions adjacent    |
+| caches       | [block, kv head, position, d]  | as x, int8 or fp8   | same strides; positions adjacent    |
+| scales       | [block, kv head, position]     | float16             | contiguous; beside 8-bit caches     |
 | slot_mapping | [M]                            | int64               | -1: K and V are not stored          |
 | positions    | [M]                            | int32 or int64      | below max_position                  |
 | token_count  | [1]                            | int32               | optional; 0 or more, also above M   |
@@ -44,6 +45,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.checks import check_head_inputs, check_tensor, copies_boxes
+from kernels.kv_format import TOPS
+from kernels.kv_quant import check_scales
 from kernels.launch import capability_major, launch_options, multiprocessor_count, takes_gluon
 from kernels.new_token import NewTokens
 from kernels.qk_norm_rope_store import qk_norm_rope_store_reference
@@ -54,13 +57,16 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class HeadStore:
-    """What becomes of the heads: caches, each token's place and position, and how heads are normed and rotated."""
+    """What becomes of the heads: caches (scales beside 8-bit ones), each token's place and position, and how heads are
+    normed and rotated."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
     slot_mapping: torch.Tensor
     positions: torch.Tensor
     new: NewTokens
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -84,7 +90,7 @@ def project_heads_reference(x: torch.Tensor, weight: torch.Tensor, query_heads: 
     new = store.new
     return qk_norm_rope_store_reference(
         x.float() @ weight.float().T, store.key_cache, store.value_cache, store.slot_mapping, store.positions,
-        new.rope_table, query_heads, new.q_weight, new.k_weight, new.eps,
+        new.rope_table, query_heads, new.q_weight, new.k_weight, new.eps, store.key_scales, store.value_scales,
     )  # fmt: skip
 
 
@@ -97,8 +103,8 @@ def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadSto
     """The plan by which `project_heads` runs here; None where the product and `qk_norm_rope_store` have to."""
     cache, values = store.key_cache, store.value_cache
     head_dim = cache.shape[3]
-    is_plain = cache.dtype == weight.dtype and weight.dtype in HALVES
-    if not is_plain or not takes_gluon(capability_major(weight.device)):
+    is_known = weight.dtype in HALVES and (cache.dtype == weight.dtype or cache.dtype in TOPS)
+    if not is_known or not takes_gluon(capability_major(weight.device)):
         return None
     rotates = store.new.rope_table.shape[1] == head_dim and head_dim in (16, 32, 64, 128)  # wider ones spill
     adjacent = cache.stride() == values.stride() and cache.stride(2) == head_dim
@@ -128,8 +134,9 @@ def project_heads(
             f"heads_out: wanted the {query_heads} heads of q, or with those of k and v "
             f"{query_heads + 2 * cache.shape[1]}, got {head_count}"
         )
-    check_tensor("key_cache", cache, (None, None, None, None), x.dtype, like=x)
-    check_tensor("value_cache", store.value_cache, cache.shape, x.dtype, like=x)
+    check_tensor("key_cache", cache, (None, None, None, None), (x.dtype, *TOPS), like=x)
+    check_tensor("value_cache", store.value_cache, cache.shape, cache.dtype, like=x)
+    check_scales(cache, key_scales=store.key_scales, value_scales=store.value_scales)
     check_tensor("slot_mapping", store.slot_mapping, (rows,), torch.int64, like=x)
     check_tensor("positions", store.positions, (rows,), (torch.int32, torch.int64), like=x)
     check_head_inputs(new.rope_table, new.q_weight, new.k_weight, head_dim, like=x)

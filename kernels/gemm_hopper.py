@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gemm import HeadStore
+from kernels.kv_format import CACHE_PLAIN, cache_format
+from kernels.kv_quant_gluon import divided, quantising_scale, read_back, whole_levels
 from kernels.launch import HOPPER_SHARED_BYTES
 from kernels.launch_gluon import let_next_start, wait_for_inputs
 
@@ -41,6 +43,9 @@ OFFSET = 1
 GROUP_M = 16
 PLAIN, RESIDUAL, SILU_MUL, HEADS = (gl.constexpr(kind) for kind in range(4))
 """What follows the product."""
+
+PASSED_COLUMNS = gl.constexpr(128)
+"""Columns of 8-bit elements that change threads at a time, on their way to a cache."""
 
 
 @gluon.jit
@@ -163,6 +168,71 @@ def _store_cached(
 
 
 @gluon.jit
+def _first_slots(slots_ptr, first_row, M, layout: gl.constexpr, ROWS: gl.constexpr):
+    """The slots of rows from `first_row` on; -1 past the last."""
+    rows = first_row + gl.arange(0, ROWS, layout=layout)
+    return gl.load(slots_ptr + rows, mask=rows < M, other=-1)
+
+
+@gluon.jit
+def _store_bytes(
+    elements, passed, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """8-bit elements of heads [row, column] to their tokens' places by way of `passed`: a thread stores 16 of a row."""
+    ROWS: gl.constexpr = passed.shape[0]
+    COLUMNS: gl.constexpr = passed.shape[1]
+    LANES: gl.constexpr = COLUMNS // 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 // LANES, LANES], [4, 1], [1, 0])
+    passed.store(elements)
+    slots = _first_slots(slots_ptr, first_row, M, gl.SliceLayout(1, layout), ROWS)
+    columns = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    places = (slots // BLOCK_SIZE) * block_stride + (slots % BLOCK_SIZE) * HEAD_DIM
+    inside = (columns // HEAD_DIM) * head_stride + columns % HEAD_DIM
+    gl.store(cache_ptr + (places[:, None] + inside[None, :]), passed.load(layout), mask=(slots >= 0)[:, None])
+
+
+@gluon.jit
+def _store_quantised(
+    total, cache_ptr, scales_ptr, slots_ptr, passed, first_row, first_column, M, strides, FORMAT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Heads [row, column] of k or v to an 8-bit cache and their scales beside it; what attention will read of them."""
+    block_stride, head_stride, scale_block_stride, scale_head_stride = strides
+    ROWS: gl.constexpr = total.shape[0]
+    COUNT: gl.constexpr = total.shape[1] // HEAD_DIM
+    heads = gl.reshape(total, [ROWS, COUNT, HEAD_DIM])
+    largest = gl.max(gl.abs(heads), axis=2)
+    scale, divisor = quantising_scale(largest, FORMAT)
+    layout: gl.constexpr = scale.type.layout
+    slots = _first_slots(slots_ptr, first_row, M, gl.SliceLayout(1, layout), ROWS)
+    head = first_column // HEAD_DIM + gl.arange(0, COUNT, layout=gl.SliceLayout(0, layout))
+    places = (slots // BLOCK_SIZE) * scale_block_stride + slots % BLOCK_SIZE
+    places = places[:, None] + (head * scale_head_stride)[None, :]
+    gl.store(scales_ptr + places, scale.to(gl.float16), mask=(slots >= 0)[:, None])
+    level = divided(heads, gl.expand_dims(divisor, 2), gl.expand_dims(1.0 / divisor, 2))
+    level = whole_levels(level, FORMAT)
+    elements = gl.reshape(level.to(passed.dtype), [ROWS, COUNT * HEAD_DIM])
+    if passed.shape[1] == COUNT * HEAD_DIM:
+        _store_bytes(
+            elements, passed, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride, HEAD_DIM,
+            BLOCK_SIZE,
+        )  # fmt: skip
+    else:
+        HALF: gl.constexpr = passed.shape[1]
+        first, second = gl.split(gl.permute(gl.reshape(elements, [ROWS, 2, HALF]), (0, 2, 1)))
+        _store_bytes(
+            first, passed, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride, HEAD_DIM,
+            BLOCK_SIZE,
+        )  # fmt: skip
+        _store_bytes(
+            second, passed, cache_ptr, slots_ptr, first_row, first_column + HALF, M, block_stride, head_stride,
+            HEAD_DIM, BLOCK_SIZE,
+        )  # fmt: skip
+    return gl.reshape(read_back(level, gl.expand_dims(scale, 2)), [ROWS, COUNT * HEAD_DIM])
+
+
+@gluon.jit
 def _store_tile(values, out_desc, staged, first_row, first_column):
     """Values to `out`, by way of `staged`, which the store before this one has left when this returns from its wait."""
     tma.store_wait(pendings=0)
@@ -173,11 +243,12 @@ def _store_tile(values, out_desc, staged, first_row, first_column):
 
 @gluon.jit
 def _finish_heads(
-    total, out_desc, heads, staged, first_row, column, M, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr,
+    total, out_desc, heads, staged, passed, first_row, column, M, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
+    FORMAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+    KEEPS_KV: gl.constexpr,
 ):  # fmt: skip
     """Heads from `column` of the product on: of q to `out`, of k and v to the cache, and with KEEPS_KV to `out` too."""
-    k_ptr, v_ptr, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, block_stride, head_stride = heads
+    k_ptr, v_ptr, k_scales, v_scales, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, strides = heads
     if column < Q_COLUMNS + KV_COLUMNS:
         weight = q_weight
         if column >= Q_COLUMNS:
@@ -187,33 +258,47 @@ def _finish_heads(
         _store_tile(total, out_desc, staged, first_row, column)
     else:
         cache_ptr = k_ptr
+        scales_ptr = k_scales
         first_column = column - Q_COLUMNS
         if first_column >= KV_COLUMNS:
             cache_ptr = v_ptr
+            scales_ptr = v_scales
             first_column = first_column - KV_COLUMNS
-        if KEEPS_KV:
-            _store_tile(total, out_desc, staged, first_row, column)
+        if FORMAT > 0:
+            read = _store_quantised(
+                total, cache_ptr, scales_ptr, slots_ptr, passed, first_row, first_column, M, strides, FORMAT,
+                HEAD_DIM, BLOCK_SIZE,
+            )  # fmt: skip
+            if KEEPS_KV:
+                _store_tile(gl.convert_layout(read, total.type.layout), out_desc, staged, first_row, column)
         else:
-            tma.store_wait(pendings=0)
-            staged.store(total.to(staged.dtype))
-        _store_cached(
-            staged, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride, HEAD_DIM, BLOCK_SIZE
-        )
+            if KEEPS_KV:
+                _store_tile(total, out_desc, staged, first_row, column)
+            else:
+                tma.store_wait(pendings=0)
+                staged.store(total.to(staged.dtype))
+            _store_cached(
+                staged, cache_ptr, slots_ptr, first_row, first_column, M, strides[0], strides[1], HEAD_DIM, BLOCK_SIZE
+            )
 
 
 @gluon.jit
 def _consume(
-    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M, steps, m_tiles,
-    n_tiles,
+    out_desc, residual_desc, heads, rows, weights, staged, passed, full, empty, behind, residual_full, M, steps,
+    m_tiles, n_tiles,
     WARP_GROUP: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr,
-    GROUP_M: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr, PDL: gl.constexpr,
+    GROUP_M: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr, FORMAT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """The sums of 64 rows of each tile, and what follows."""
     ROWS: gl.constexpr = rows.shape[1]
     COLUMNS: gl.constexpr = weights.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     place = staged.index(WARP_GROUP)
+    own_passed = passed
+    if FORMAT > 0:
+        own_passed = passed.index(WARP_GROUP)
     own_residual = residual_full.index(WARP_GROUP)
     read = 0
     phase = 0
@@ -243,8 +328,8 @@ def _consume(
         mbarrier.arrive(empty.index((read - 1) % STAGES), count=1)
         if FOLLOWS == HEADS:
             _finish_heads(
-                total, out_desc, heads, place, first_row, n * COLUMNS, M, Q_COLUMNS, KV_COLUMNS, HEAD_DIM,
-                BLOCK_SIZE, HAS_NORM, KEEPS_KV,
+                total, out_desc, heads, place, own_passed, first_row, n * COLUMNS, M, Q_COLUMNS, KV_COLUMNS,
+                FORMAT, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV,
             )  # fmt: skip
         else:
             if FOLLOWS == RESIDUAL:
@@ -263,8 +348,8 @@ def _gemm_kernel(
     x_desc, weight_desc, out_desc, residual_desc, heads, token_count_ptr, M, N, steps,
     STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr, GROUP_M: gl.constexpr,
     TILE_N: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr,
-    PDL: gl.constexpr,
+    FORMAT: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+    KEEPS_KV: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     token_count = M
@@ -277,6 +362,10 @@ def _gemm_kernel(
     rows = gl.allocate_shared_memory(dtype, [STAGES * 2, 64, 64], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, TILE_N, 64], shared)
     staged = gl.allocate_shared_memory(out_desc.dtype, [2, 64, TILE_N // HALVES], out_desc.layout)
+    passed = staged
+    if FORMAT > 0:
+        flat: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+        passed = gl.allocate_shared_memory(heads[0].dtype.element_ty, [2, 64, min(TILE_N, PASSED_COLUMNS)], flat)
     row_boxes = rows._reinterpret(dtype, [STAGES, 128, 64], shared)
     weight_boxes = weights._reinterpret(dtype, [STAGES * HALVES, TILE_N // HALVES, 64], shared)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -296,17 +385,17 @@ def _gemm_kernel(
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full,
-                    token_count, steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
+                    out_desc, residual_desc, heads, rows, weights, staged, passed, full, empty, behind,
+                    residual_full, token_count, steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS,
+                    GROUP_M, Q_COLUMNS, KV_COLUMNS, FORMAT, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full,
-                    token_count, steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
+                    out_desc, residual_desc, heads, rows, weights, staged, passed, full, empty, behind,
+                    residual_full, token_count, steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS,
+                    GROUP_M, Q_COLUMNS, KV_COLUMNS, FORMAT, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
                 ),
             ),
             (
@@ -322,9 +411,11 @@ def _gemm_kernel(
     )  # fmt: skip
 
 
-def stage_count(tile_n: int, follows: int) -> int:
+def stage_count(tile_n: int, follows: int, cache_format: int = CACHE_PLAIN) -> int:
     """As many stages as fit beside what is staged."""
     staged = TILE_M * tile_n // (2 if follows == SILU_MUL.value else 1) * 2
+    if cache_format != CACHE_PLAIN:
+        staged += TILE_M * min(tile_n, PASSED_COLUMNS.value)
     return min(6, (HOPPER_SHARED_BYTES - 1024 - staged) // ((TILE_M + tile_n) * TILE_K * 2))
 
 
@@ -344,22 +435,24 @@ def launch(
     kind = HEADS if store is not None else SILU_MUL if silu_mul else PLAIN if residual is None else RESIDUAL
     follows = kind.value
     halves = 2 if silu_mul else 1
-    heads, sizes = (0,), dict(Q_COLUMNS=0, KV_COLUMNS=0, HEAD_DIM=128, BLOCK_SIZE=16, HAS_NORM=False, KEEPS_KV=False)
+    heads, sizes = (0,), dict(
+        Q_COLUMNS=0, KV_COLUMNS=0, FORMAT=CACHE_PLAIN, HEAD_DIM=128, BLOCK_SIZE=16, HAS_NORM=False, KEEPS_KV=False
+    )  # fmt: skip
     if store is not None:
-        cache, new = store.key_cache, store.new
+        cache, new, scales = store.key_cache, store.new, store.key_scales
         block_size, head_dim = cache.shape[2:]
         has_norm = new.q_weight is not None
+        strides = (*cache.stride()[:2], *(() if scales is None else scales.stride()[:2]))
         heads = (
-            cache, store.value_cache, store.slot_mapping, store.positions, new.rope_table,
-            new.q_weight if has_norm else out, new.k_weight if has_norm else out, new.eps,
-            cache.stride(0), cache.stride(1),
+            cache, store.value_cache, scales, store.value_scales, store.slot_mapping, store.positions, new.rope_table,
+            new.q_weight if has_norm else out, new.k_weight if has_norm else out, new.eps, strides,
         )  # fmt: skip
         q_columns = weight.shape[0] - 2 * store.columns
         sizes = dict(
-            Q_COLUMNS=q_columns, KV_COLUMNS=store.columns, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            HAS_NORM=has_norm, KEEPS_KV=out.shape[1] > q_columns,
+            Q_COLUMNS=q_columns, KV_COLUMNS=store.columns, FORMAT=cache_format(cache.dtype), HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size, HAS_NORM=has_norm, KEEPS_KV=out.shape[1] > q_columns,
         )  # fmt: skip
-    stages = stages or stage_count(tile_n, follows)
+    stages = stages or stage_count(tile_n, follows, sizes["FORMAT"])
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.decode_warp import QUERIES
-from kernels.kv_quant import INT8, LARGEST, SMALLEST
+from kernels.kv_quant_gluon import divided, quantising_scale, whole_levels
 from kernels.launch_gluon import wait_for_inputs
 
 
@@ -45,35 +45,14 @@ def _rotated(x, partner, cos, sin, eps, axis: gl.constexpr, HEAD_DIM: gl.constex
 
 
 @gluon.jit
-def _divided(x, divisor, reciprocal):
-    """x / divisor, rounded correctly: a number of 24 bits over one of 11 or fewer is never that near to a tie."""
-    quotient = x * reciprocal
-    return gl.fma(gl.fma(-quotient, divisor, x), reciprocal, quotient)
-
-
-@gluon.jit
 def _quantised(x, dtype: gl.constexpr, FORMAT: gl.constexpr):
     """A float32 vector [D] as elements of an 8-bit type, the same in float32, and their float16 scale; to the bit as
     kernels/kv_quant.py."""
-    TOP: gl.constexpr = 127.0 if FORMAT == INT8 else 448.0
     bits = gl.abs(x).to(gl.int32, bitcast=True)  # in the same order, and one instruction compares those of all lanes
     largest = gl.max(bits, axis=0).to(gl.float32, bitcast=True)
-    scale = _divided(largest, TOP, 1.0 / TOP)
-    scale = gl.minimum(gl.maximum(scale, SMALLEST), LARGEST).to(gl.float16).to(gl.float32)
-    scale = gl.where(largest == 0.0, 0.0, scale)
-    divisor = gl.where(largest == 0.0, 1.0, scale)
-    level = _divided(x, divisor, 1.0 / divisor)
-    level = gl.minimum(gl.maximum(level, -TOP), TOP)
-    if FORMAT == INT8:
-        below_half: gl.constexpr = 0.5 - 2**-25  # a half would take what is just below it to the next level
-        level = gl.where(level < 0.0, level - below_half, level + below_half).to(gl.int32)  # halves away from zero
-        read = level.to(gl.float32)
-    else:
-        # Rounded here: an element that is both stored in a word of four and converted back comes out of ptxas wrong.
-        power = (level.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        shift = gl.maximum(power * 0.125, 2.0**-9) * (1.5 * 2.0**23)  # below it, float32 has e4m3's spacing
-        read = (level + shift) - shift
-    return level.to(dtype), read, scale
+    scale, divisor = quantising_scale(largest, FORMAT)
+    level = whole_levels(divided(x, divisor, 1.0 / divisor), FORMAT)
+    return level.to(dtype), level, scale
 
 
 @gluon.jit

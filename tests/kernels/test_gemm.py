@@ -81,8 +81,12 @@ def test_heads_are_stored_by_the_product_where_it_can(hopper):
     assert plan is not None and plan.block_n == 256
     partly = replace(store, new=NewTokens(torch.zeros(2048, 64)))
     other_strides = replace(store, value_cache=torch.zeros(129, 8, 32, 128, dtype=torch.bfloat16)[:, :, :16])
-    eight_bits = replace(store, key_cache=store.key_cache.to(torch.int8), value_cache=store.value_cache.to(torch.int8))
-    for refused in (partly, other_strides, eight_bits):
+    eight_bits, wide = (
+        replace(store, key_cache=store.key_cache.to(dtype), value_cache=store.value_cache.to(dtype))
+        for dtype in (torch.int8, torch.float32)
+    )
+    assert heads_plan(weights(), 2048, 16, eight_bits) == plan
+    for refused in (partly, other_strides, wide):
         assert heads_plan(weights(), 2048, 16, refused) is None
     assert heads_plan(weights(head_dim=256), 2048, 16, make_store(2048, head_dim=256)) is None
     narrow = heads_plan(weights(kv_heads=3, query_heads=12), 4096, 12, make_store(4096, kv_heads=3))
@@ -133,6 +137,7 @@ def test_wrong_heads_are_named(hopper):
         ((x, weights()[:, :32], query, store), "weight"),
         ((x, weights(query_heads=8), query, store), "heads_out"),
         ((x, weights(), query.float(), store), "heads_out"),
+        ((x, weights(), query, replace(store, key_scales=torch.zeros(9))), "key_scales"),
         ((x, weights(), query, replace(store, slot_mapping=store.slot_mapping[:9])), "slot_mapping"),
         ((x, weights(), query, replace(store, positions=store.positions.float())), "positions"),
         ((x, weights(), query.transpose(0, 1).contiguous().transpose(0, 1), store), "heads_out"),

@@ -10,6 +10,7 @@ import torch
 
 from kernels import gemm_hopper
 from kernels.gemm import HeadStore, gemm_reference, project_heads_reference
+from kernels.kv_format import dequantise, read_back
 from kernels.launch import HOPPER_SHARED_BYTES, multiprocessor_count
 from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
@@ -188,6 +189,67 @@ def test_tokens_without_a_slot_are_not_stored(follows, tile_n, device):
     case.options["store"].slot_mapping.fill_(-1)
     check(case, programs=4)
     assert case.caches.isnan().all()
+
+
+def quantised_case(case: Case, cache_dtype: torch.dtype, block_size: int) -> Case:
+    """The same with 8-bit caches: bytes and scales that nothing has written are 0x7F and NaN."""
+    store = case.options["store"]
+    _, kv_heads, _, head_dim = store.key_cache.shape
+    size = (case.x.shape[0] // block_size + 3, kv_heads, block_size)
+    keys, values = (
+        torch.full((*size, head_dim), 0x7F, dtype=torch.uint8, device=DEVICE).view(cache_dtype) for _ in range(2)
+    )
+    scales = [torch.full(size, float("nan"), dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    quantised = replace(
+        store, key_cache=keys, value_cache=values, key_scales=scales[0], value_scales=scales[1]
+    )  # fmt: skip
+    return replace(case, options={"store": quantised}, caches=torch.empty(0, 2, dtype=case.x.dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("follows", ["heads", "heads_kept", "heads_without_norm"])
+@pytest.mark.parametrize(
+    ("size", "tile_n", "head_dim"),
+    [
+        (Size(70, 3, 2, 3), 128, 128),
+        (Size(200, 3, 1, 2), 256, 128),
+        (Size(1, 6, 1, 5), 128, 64),
+        (Size(129, 3, 2, 9), 256, 64),
+        (Size(40, 3, 1, 2), 128, 16),
+    ],
+)
+def test_heads_for_8_bit_caches(size, tile_n, head_dim, follows, cache_dtype, device):
+    """Scales and elements as of float32 but for its rounding; what is kept, to the bit what reading the cache gives."""
+    block_size = 8
+    case = size.case(follows, tile_n, torch.bfloat16, head_dim=head_dim, block_size=block_size)
+    case.x[0] = 0  # vectors of zeros, which have the scale 0
+    case = quantised_case(case, cache_dtype, block_size)
+    store = case.options["store"]
+    names = ("key_cache", "value_cache", "key_scales", "value_scales")
+    want = replace(store, **{name: getattr(store, name).clone() for name in names})
+    query_heads = (case.weight.shape[0] - 2 * store.columns) // head_dim
+    queries = project_heads_reference(case.x, case.weight, query_heads, want).flatten(1)
+    case.launch(size.programs)
+    assert_elements(case.out[:, : queries.shape[1]], queries)
+    stored = store.slot_mapping >= 0
+    slots = store.slot_mapping[stored]
+    kept = case.out[stored, queries.shape[1] :].view(len(slots), -1, store.columns // head_dim, head_dim)
+    for part, kind in enumerate(("key", "value")):
+        cache, scales = (getattr(store, f"{kind}_{name}") for name in ("cache", "scales"))
+        want_cache, want_scales = (getattr(want, f"{kind}_{name}") for name in ("cache", "scales"))
+        written = ~want_scales.isnan()
+        assert torch.equal(scales.isnan(), ~written), "stored where nothing should be, or the other way round"
+        assert (cache.view(torch.uint8)[~written] == 0x7F).all()
+        torch.testing.assert_close(scales[written], want_scales[written], rtol=2**-10, atol=0)
+        found, exact = (
+            dequantise(each[written], scale[written]) for each, scale in ((cache, scales), (want_cache, want_scales))
+        )
+        step = want_scales[written].float().unsqueeze(-1) * (1 if cache_dtype == torch.int8 else 32)
+        assert ((found - exact).abs() <= step * 1.01).all()
+        assert (cache[written].float() != want_cache[written].float()).float().mean() < 0.01
+        if follows == "heads_kept":
+            block, place = slots // block_size, slots % block_size
+            assert torch.equal(kept[:, part], read_back(cache[block, :, place], scales[block, :, place]))
 
 
 @pytest.mark.parametrize("follows", FOLLOWS)

@@ -215,12 +215,13 @@ class FusedForward:
     def _head_store(self, index: int, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> HeadStore | None:
         """Where the q/k/v product of many tokens puts its heads itself; None if another kernel does it."""
         attention = self.model.model.layers[index].self_attn
-        if attention.qkv_proj.bias is not None or cache.key_scales[index] is not None:
+        if attention.qkv_proj.bias is not None:
             return None
         new = NewTokens(self._rope_table, **head_norms(attention))
         store = HeadStore(
-            cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions, new
-        )
+            cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions, new,
+            cache.key_scales[index], cache.value_scales[index],
+        )  # fmt: skip
         shape = (bucket.tokens, self.config.head_count)
         return store if heads_plan(attention.qkv_proj.weight, *shape, store) is not None else None
 

@@ -186,22 +186,22 @@ def test_products_leave_parts_where_that_was_measured_and_norms_cost_something(
 
 
 @pytest.mark.parametrize(
-    ("bias", "scales", "plan", "stores"),
-    [(None, None, LIBRARY, True), (torch.zeros(4), None, LIBRARY, False), (None, torch.zeros(4), LIBRARY, False),
-     (None, None, None, False)],
-)  # fmt: skip
-def test_a_product_with_a_bias_or_over_an_8_bit_cache_stores_no_heads(bias, scales, plan, stores, monkeypatch):
+    ("bias", "plan", "stores"), [(None, LIBRARY, True), (torch.zeros(4), LIBRARY, False), (None, None, False)]
+)
+def test_a_product_with_a_bias_or_without_a_plan_stores_no_heads(bias, plan, stores, monkeypatch):
     monkeypatch.setattr(fused_forward, "heads_plan", lambda *_: plan)
     attention = SimpleNamespace(qkv_proj=SimpleNamespace(weight=torch.empty(64, 64), bias=bias))
     pass_ = SimpleNamespace(
         model=SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])),
         config=SimpleNamespace(head_count=2), _rope_table=None,
     )  # fmt: skip
-    cache = SimpleNamespace(key_caches=["keys"], value_caches=["values"], key_scales=[scales])
+    cache = SimpleNamespace(key_caches=["keys"], value_caches=["values"], key_scales=["of keys"], value_scales=["of v"])
     inputs = SimpleNamespace(slot_mapping="slots", positions="positions")
     store = FusedForward._head_store(pass_, 0, Bucket(CHUNK, 1, 512), inputs, cache)
     assert (store is not None) is stores
-    assert store is None or (store.key_cache, store.value_cache) == ("keys", "values")
+    if store is not None:
+        found = (store.key_cache, store.value_cache, store.key_scales, store.value_scales)
+        assert found == ("keys", "values", "of keys", "of v")
 
 
 class OnePrompt:
