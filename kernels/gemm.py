@@ -19,13 +19,19 @@ compute capability 9 and Triton 3.6. Everything is accumulated in float32, and r
 | weight       | [N, K]                         | as x                | q's, k's, v's rows; or gate's, up's |
 | out          | [M, N], or [M, N/2] (silu_mul) | as x                |                                     |
 | residual     | [M, N]                         | as x                |                                     |
-| q_out        | [M, hq, d]                     | as x                | contiguous                          |
+| heads_out    | [M, heads of q, d], or with    | as x                | contiguous                          |
+|              | those of k and v after them    |                     |                                     |
 | caches       | [block, kv head, position, d]  | as x                | same strides; positions adjacent    |
 | slot_mapping | [M]                            | int64               | -1: K and V are not stored          |
 | positions    | [M]                            | int32 or int64      | below max_position                  |
+| token_count  | [1]                            | int32               | optional; 0 or more, also above M   |
 
 Matrices begin, and their rows lie, at multiples of 16 bytes. N is a multiple of the plan's columns; with heads so are
 the columns of q and of k. M may be 0 without heads.
+
+With a `token_count` only the first so many rows count, M at most: a graph is captured for M rows, and padding in it
+costs no products. The kernel reads it before it has waited for the kernel ahead (rule 4 of kernels/launch.py). Rows of
+out and heads_out from there on hold anything afterwards, and their K and V are not stored.
 
 Measured on an H200 (docs/log.md, 2026-11-30): a layer's products with their norms and what follows, for 8,192 tokens of
 Qwen3-0.6B, take 435 us, by the library and the kernels around it 497. `python -m benchmarks.kernels.bench_gemm`
@@ -102,33 +108,44 @@ def heads_plan(weight: torch.Tensor, rows: int, query_heads: int, store: HeadSto
     return gemm_plan(rows, *weight.shape, multiprocessor_count(weight.device), fused=True, part=part)
 
 
-def project_heads(x: torch.Tensor, weight: torch.Tensor, q_out: torch.Tensor, store: HeadStore) -> None:
-    """Write q to `q_out`, and K and V to their places. Shapes: the module's table.
+def project_heads(
+    x: torch.Tensor, weight: torch.Tensor, heads_out: torch.Tensor, store: HeadStore,
+    token_count: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write q to `heads_out`, and K and V to their places, and to `heads_out` too if it has room for them. Shapes: the
+    module's table.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table, and where `heads_plan` has none.
     """
     cache, new = store.key_cache, store.new
-    rows, query_heads, head_dim = q_out.shape
+    rows, head_count, head_dim = heads_out.shape
+    query_heads = weight.shape[0] // head_dim - 2 * cache.shape[1]
     check_tensor("x", x, (rows, None), HALVES)
     check_tensor("weight", weight, (query_heads * head_dim + 2 * store.columns, x.shape[1]), x.dtype, like=x)
-    check_tensor("q_out", q_out, (None, None, cache.shape[3]), x.dtype, like=x)
+    check_tensor("heads_out", heads_out, (None, None, cache.shape[3]), x.dtype, like=x)
+    if head_count not in (query_heads, query_heads + 2 * cache.shape[1]):
+        raise ValueError(
+            f"heads_out: wanted the {query_heads} heads of q, or with those of k and v "
+            f"{query_heads + 2 * cache.shape[1]}, got {head_count}"
+        )
     check_tensor("key_cache", cache, (None, None, None, None), x.dtype, like=x)
     check_tensor("value_cache", store.value_cache, cache.shape, x.dtype, like=x)
     check_tensor("slot_mapping", store.slot_mapping, (rows,), torch.int64, like=x)
     check_tensor("positions", store.positions, (rows,), (torch.int32, torch.int64), like=x)
     check_head_inputs(new.rope_table, new.q_weight, new.k_weight, head_dim, like=x)
-    if not q_out.is_contiguous():
-        raise ValueError(f"q_out: wanted a contiguous tensor, got strides {q_out.stride()}")
+    _check_count(token_count, x)
+    if not heads_out.is_contiguous():
+        raise ValueError(f"heads_out: wanted a contiguous tensor, got strides {heads_out.stride()}")
     plan = heads_plan(weight, rows, query_heads, store)
     if plan is None:
         raise ValueError(f"weight: no plan for {rows} rows and {list(weight.shape)} in {weight.dtype}")
-    _check_boxes(x=x, weight=weight, q_out=q_out)
-    _launch(plan, x, weight, q_out.view(rows, -1), store=store)
+    _check_boxes(x=x, weight=weight, heads_out=heads_out)
+    _launch(plan, x, weight, heads_out.view(rows, -1), store=store, token_count=token_count)
 
 
 def gemm(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, plan: LinearPlan, *,
-    residual: torch.Tensor | None = None, silu_mul: bool = False,
+    residual: torch.Tensor | None = None, silu_mul: bool = False, token_count: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The product by a plan of the kind "gemm". Shapes: the module's table.
 
@@ -142,6 +159,7 @@ def gemm(
         check_tensor("residual", residual, out.shape, x.dtype, like=x)
         if silu_mul:
             raise ValueError("residual and silu_mul: wanted at most one of them, got both")
+    _check_count(token_count, x)
     if plan.kernel != "gemm":
         raise ValueError(f"plan: wanted the kind gemm, got {plan.kernel}")
     if x.shape[1] % 64 or outputs % plan.block_n:
@@ -149,7 +167,12 @@ def gemm(
     if rows == 0:
         return
     _check_boxes(x=x, weight=weight, out=out, **({} if residual is None else {"residual": residual}))
-    _launch(plan, x, weight, out, residual=residual, silu_mul=silu_mul)
+    _launch(plan, x, weight, out, residual=residual, silu_mul=silu_mul, token_count=token_count)
+
+
+def _check_count(token_count: torch.Tensor | None, x: torch.Tensor) -> None:
+    if token_count is not None:
+        check_tensor("token_count", token_count, (1,), torch.int32, like=x)
 
 
 def _check_boxes(**tensors: torch.Tensor) -> None:

@@ -10,7 +10,8 @@ behind: while one applies what follows to its sums and stores them, the tensor c
     warp 8       x[i % stages], W[i % stages]
 
 N is a multiple of the tile's columns; with HEADS so are the columns of q and those of k. Rows past M read as zeros and
-are not stored.
+are not stored. With a count of tokens in device memory, rows from there on have no tiles; so there may be none at all.
+The count is read once, before the warps part, and not by the copying one, which has 24 registers.
 
 A row's heads come to be in a thread and its three neighbours, a rotation's pairs in one thread, since a tensor core's
 sums lie so: norm and rotation cost no exchange through memory. The arithmetic is that of kernels/qk_norm_rope_store.py,
@@ -83,11 +84,13 @@ def _produce(
     BYTES: gl.constexpr = (HEIGHT + WIDTH * HALVES) * 128
     first = gl.program_id(0)
     tiles = m_tiles * n_tiles
-    ahead = gl.minimum(steps, STAGES) * (first < tiles).to(gl.int32)
-    _, first_n = _place(gl.minimum(first, tiles - 1), m_tiles, n_tiles, GROUP_M)
-    for step in range(ahead):
-        mbarrier.expect(full.index(step), BYTES)
-        _ask_weights(weight_desc, weights, full, step, first_n, step, half_rows, True, HALVES)
+    ahead = 0
+    if first < tiles:
+        ahead = gl.minimum(steps, STAGES)
+        _, first_n = _place(first, m_tiles, n_tiles, GROUP_M)
+        for step in range(ahead):
+            mbarrier.expect(full.index(step), BYTES)
+            _ask_weights(weight_desc, weights, full, step, first_n, step, half_rows, True, HALVES)
     wait_for_inputs(PDL)
     asked = 0
     for tile in range(first, tiles, gl.num_programs(0)):
@@ -171,9 +174,9 @@ def _store_tile(values, out_desc, staged, first_row, first_column):
 @gluon.jit
 def _finish_heads(
     total, out_desc, heads, staged, first_row, column, M, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr,
 ):  # fmt: skip
-    """Heads from `column` of the product on: of q to `out`, of k and v to the cache."""
+    """Heads from `column` of the product on: of q to `out`, of k and v to the cache, and with KEEPS_KV to `out` too."""
     k_ptr, v_ptr, slots_ptr, positions_ptr, table_ptr, q_weight, k_weight, eps, block_stride, head_stride = heads
     if column < Q_COLUMNS + KV_COLUMNS:
         weight = q_weight
@@ -188,8 +191,11 @@ def _finish_heads(
         if first_column >= KV_COLUMNS:
             cache_ptr = v_ptr
             first_column = first_column - KV_COLUMNS
-        tma.store_wait(pendings=0)
-        staged.store(total.to(staged.dtype))
+        if KEEPS_KV:
+            _store_tile(total, out_desc, staged, first_row, column)
+        else:
+            tma.store_wait(pendings=0)
+            staged.store(total.to(staged.dtype))
         _store_cached(
             staged, cache_ptr, slots_ptr, first_row, first_column, M, block_stride, head_stride, HEAD_DIM, BLOCK_SIZE
         )
@@ -201,7 +207,7 @@ def _consume(
     n_tiles,
     WARP_GROUP: gl.constexpr, STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr,
     GROUP_M: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The sums of 64 rows of each tile, and what follows."""
     ROWS: gl.constexpr = rows.shape[1]
@@ -238,7 +244,7 @@ def _consume(
         if FOLLOWS == HEADS:
             _finish_heads(
                 total, out_desc, heads, place, first_row, n * COLUMNS, M, Q_COLUMNS, KV_COLUMNS, HEAD_DIM,
-                BLOCK_SIZE, HAS_NORM,
+                BLOCK_SIZE, HAS_NORM, KEEPS_KV,
             )  # fmt: skip
         else:
             if FOLLOWS == RESIDUAL:
@@ -254,12 +260,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["M", "N", "steps"])
 def _gemm_kernel(
-    x_desc, weight_desc, out_desc, residual_desc, heads, M, N, steps,
+    x_desc, weight_desc, out_desc, residual_desc, heads, token_count_ptr, M, N, steps,
     STAGES: gl.constexpr, OFFSET: gl.constexpr, FOLLOWS: gl.constexpr, GROUP_M: gl.constexpr,
     TILE_N: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, Q_COLUMNS: gl.constexpr, KV_COLUMNS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, PDL: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, HAS_NORM: gl.constexpr, KEEPS_KV: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
+    token_count = M
+    if token_count_ptr is not None:
+        token_count = gl.minimum(gl.load(token_count_ptr), M)  # rule 4 of kernels/launch.py: of the step's plan
     dtype: gl.constexpr = x_desc.dtype
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -279,24 +289,24 @@ def _gemm_kernel(
     mbarrier.init(behind, count=1)
     mbarrier.init(residual_full.index(0), count=1)
     mbarrier.init(residual_full.index(1), count=1)
-    m_tiles = (M + 127) // 128
+    m_tiles = (token_count + 127) // 128
     n_tiles = N // TILE_N
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
-                    steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, PDL,
+                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full,
+                    token_count, steps, m_tiles, n_tiles, gl.constexpr(0), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
                 ),
             ),
             (
                 _consume,
                 (
-                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full, M,
-                    steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
-                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, PDL,
+                    out_desc, residual_desc, heads, rows, weights, staged, full, empty, behind, residual_full,
+                    token_count, steps, m_tiles, n_tiles, gl.constexpr(1), STAGES, OFFSET, FOLLOWS, GROUP_M, Q_COLUMNS,
+                    KV_COLUMNS, HEAD_DIM, BLOCK_SIZE, HAS_NORM, KEEPS_KV, PDL,
                 ),
             ),
             (
@@ -326,33 +336,35 @@ def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescript
 def launch(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, tile_n: int, programs: int,
     residual: torch.Tensor | None = None, silu_mul: bool = False, store: HeadStore | None = None,
-    pdl: bool = False, offset: int = OFFSET, group_m: int = GROUP_M, stages: int = 0,
+    token_count: torch.Tensor | None = None, pdl: bool = False, offset: int = OFFSET, group_m: int = GROUP_M,
+    stages: int = 0,
 ) -> None:  # fmt: skip
     """One product, by that many programs, on arguments that were checked."""
     rows, inputs = x.shape
     kind = HEADS if store is not None else SILU_MUL if silu_mul else PLAIN if residual is None else RESIDUAL
     follows = kind.value
     halves = 2 if silu_mul else 1
-    heads, sizes = (0,), dict(Q_COLUMNS=0, KV_COLUMNS=0, HEAD_DIM=128, BLOCK_SIZE=16, HAS_NORM=False)
+    heads, sizes = (0,), dict(Q_COLUMNS=0, KV_COLUMNS=0, HEAD_DIM=128, BLOCK_SIZE=16, HAS_NORM=False, KEEPS_KV=False)
     if store is not None:
         cache, new = store.key_cache, store.new
-        _, kv_heads, block_size, head_dim = cache.shape
+        block_size, head_dim = cache.shape[2:]
         has_norm = new.q_weight is not None
         heads = (
             cache, store.value_cache, store.slot_mapping, store.positions, new.rope_table,
             new.q_weight if has_norm else out, new.k_weight if has_norm else out, new.eps,
             cache.stride(0), cache.stride(1),
         )  # fmt: skip
+        q_columns = weight.shape[0] - 2 * store.columns
         sizes = dict(
-            Q_COLUMNS=out.shape[1], KV_COLUMNS=kv_heads * head_dim, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            HAS_NORM=has_norm,
+            Q_COLUMNS=q_columns, KV_COLUMNS=store.columns, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            HAS_NORM=has_norm, KEEPS_KV=out.shape[1] > q_columns,
         )  # fmt: skip
     stages = stages or stage_count(tile_n, follows)
     _gemm_kernel[(programs,)](
         _descriptor(x, TILE_M, TILE_K), _descriptor(weight, tile_n // halves, TILE_K),
         _descriptor(out, TILE_M // 2, tile_n // halves),
-        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, rows, weight.shape[0],
-        inputs // TILE_K, STAGES=stages, OFFSET=offset, FOLLOWS=follows,
+        None if residual is None else _descriptor(residual, TILE_M // 2, tile_n), heads, token_count, rows,
+        weight.shape[0], inputs // TILE_K, STAGES=stages, OFFSET=offset, FOLLOWS=follows,
         GROUP_M=group_m, TILE_N=tile_n, COMPUTE_REGISTERS=240, **sizes, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -23,7 +23,7 @@ kernel for Hopper has an order of its own (kernels/prefill_attention_hopper_copy
 |          |                                      |              | zeros; decode rows' tokens are left alone           |
 | counters | [2]                                  | int32        | zero before the first call and after every call     |
 | fresh    | [token_count, kv_heads, head_dim] x2 | as query     | keys and values of these tokens, to the bit as the  |
-|          |                                      |              | 8-bit cache is read; anything for tokens of no row  |
+|          |                                      |              | cache is read; anything for tokens of no row    |
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 
@@ -303,12 +303,10 @@ def _zero_unowned(
 
 
 def _check_fresh(
-    plan: PrefillPlan, shape: HeadShape, query: torch.Tensor, key_scales: torch.Tensor | None,
-    fresh: tuple[torch.Tensor, torch.Tensor] | None,
-) -> None:  # fmt: skip
+    plan: PrefillPlan, shape: HeadShape, query: torch.Tensor, fresh: tuple[torch.Tensor, torch.Tensor] | None
+) -> None:
     """Tensors beside a plan that reads them, as the copy engine takes them, and beside no other."""
-    is_possible = plan.specialised and key_scales is not None
-    wanted(is_possible or not plan.fresh, "fresh plan", "only of the Hopper kernel over an 8-bit cache", plan)
+    wanted(plan.specialised or not plan.fresh, "fresh plan", "only of the Hopper kernel", plan)
     wanted((fresh is not None) == plan.fresh, "fresh", "keys and values beside a fresh plan, else None", type(fresh))
     for name, tensor in zip(("fresh keys", "fresh values"), fresh or (), strict=False):
         check_tensor(name, tensor, (query.shape[0], shape.kv_heads, shape.head_dim), query.dtype, like=query)
@@ -353,7 +351,7 @@ def prefill_attention(
     check_options(scale, sliding_window, soft_cap)
     check_rows(row_slots.shape[0], plan.rows_tile, counters, COUNTER_COUNT, query_starts)
     wanted(plan.query_tile * shape.group <= plan.tile_rows, "plan group", shape.group, plan)
-    _check_fresh(plan, shape, query, key_scales, fresh)
+    _check_fresh(plan, shape, query, fresh)
     early = pdl and launch_options(output)["PDL"]
     inputs = (output, query, key_cache, value_cache, block_tables, row_slots, context_lengths, query_starts)
     if plan.specialised:

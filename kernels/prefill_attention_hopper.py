@@ -5,9 +5,9 @@ posts each in a mailbox in shared memory and copies its queries and keys; the ot
 writes the zeros of padding. They copy block by block with the tensor copy engine (a block of one K/V head is a
 contiguous box of the cache). The first reads rows and block ids before it waits for the kernel ahead.
 
-Over an 8-bit cache four warps more convert what was copied (kernels/prefill_attention_hopper_convert.py), but for tiles
-of keys that the step itself computed, where the caller has them: these are copied as they are from the rows of its
-q/k/v product, and the four warps see to prefixes of earlier steps alone. Both ways bring the same bits.
+Tiles of keys that the step itself computed are copied from the rows of its q/k/v product, where the caller has them: in
+two boxes each instead of two for each block of the cache. Over an 8-bit cache four warps more convert what was copied
+(kernels/prefill_attention_hopper_convert.py), of prefixes of earlier steps alone then. Both ways bring the same bits.
 
 Two warp groups compute (kernels/prefill_attention_hopper_compute.py), each on 64 of the tile's 128 rows: while the
 tensor cores multiply probabilities by values and the next keys by queries, the group's threads work out the next
@@ -58,9 +58,8 @@ from kernels.prefill_plans import PrefillPlan
 TILE_ROWS = 128
 
 # Registers of a thread that computes and of one that copies, by the tile of keys (block ids that are read ahead have to
-# be kept), and over an 8-bit cache, where converting warps have theirs. With long tiles the warps that copy spill, for
-# the groups that compute need theirs: with 232 long rows took 4 to 7 % longer.
-PLAIN_REGISTERS = {64: (224, 56), 128: (240, 24)}
+# be kept), and over an 8-bit cache, where converting warps have theirs. With long tiles both spill a little.
+PLAIN_REGISTERS = {64: (224, 56), 128: (232, 40)}
 QUANTISED_REGISTERS = (208, 32)
 CONVERT_REGISTERS = 64
 
@@ -74,7 +73,7 @@ def _hopper_kernel(
     HAS_DECODE_ROWS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, STAGES: gl.constexpr,
     ROWS_TILE: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, CONVERT_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr, COPY_QUERY: gl.constexpr, OVERLAP: gl.constexpr, AHEAD: gl.constexpr,
-    FRESH: gl.constexpr, BY_LEVEL: gl.constexpr, PDL: gl.constexpr,
+    FRESH: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     dtype: gl.constexpr = output_ptr.dtype.element_ty
@@ -113,6 +112,8 @@ def _hopper_kernel(
     query_boxes = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, PAGE, 64], shared)
     if COPY_QUERY:
         query_boxes = queries._reinterpret(dtype, [MAIL_SLOTS * 2 * HALVES, 64 // GROUP, GROUP, 64], cube)
+    key_boxes = keys._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
+    value_boxes = values._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
     if FORMAT == 0:
         key_pages = keys._reinterpret(dtype, [STAGES * HALVES * PAGES, PAGE, 64], shared)
         value_pages = values._reinterpret(dtype, [STAGES * HALVES * PAGES, PAGE, 64], shared)
@@ -138,19 +139,19 @@ def _hopper_kernel(
                     produce_keys,
                     (
                         query_desc, key_desc, tables_ptr, slots_ptr, lengths_ptr, starts_ptr, counters_ptr, first_row,
-                        max_rows, table_stride, query_boxes, query_full, key_pages, key_full, key_empty, None, None,
-                        key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE, HALVES,
-                        BLOCK_SIZE, STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, gl.constexpr(False), AHEAD,
-                        BY_LEVEL, PDL,
+                        max_rows, table_stride, query_boxes, query_full, key_pages, key_full, key_empty, fresh_key_desc,
+                        key_boxes, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS, QUERY_TILE, KEY_TILE,
+                        HALVES, BLOCK_SIZE, STAGES, STAGES, ROWS_TILE, GROUP, HEAD_DIM, COPY_QUERY, FRESH, AHEAD,
+                        PDL,
                     ),
                 ),
                 (
                     produce_values,
                     (
                         output_ptr, output_stride, slots_ptr, lengths_ptr, starts_ptr, first_row, max_rows,
-                        token_count, value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty, None,
-                        None, value_full, value_empty, mail, mail_full, mail_empty, KV_HEADS, KEY_TILE, HALVES,
-                        BLOCK_SIZE, STAGES, STAGES, KV_HEADS * GROUP * HEAD_DIM, gl.constexpr(False), AHEAD, PDL,
+                        token_count, value_desc, tables_ptr, table_stride, value_pages, value_full, value_empty,
+                        fresh_value_desc, value_boxes, value_full, value_empty, mail, mail_full, mail_empty, KV_HEADS,
+                        KEY_TILE, HALVES, BLOCK_SIZE, STAGES, STAGES, KV_HEADS * GROUP * HEAD_DIM, FRESH, AHEAD, PDL,
                     ),
                 ),
             ],
@@ -172,8 +173,6 @@ def _hopper_kernel(
         mbarrier.init(raw_value_empty.index(0), count=1)
         key_pages = raw_keys._reinterpret(gl.int8, [PAGES, PAGE, HEAD_DIM], raw)
         value_pages = raw_values._reinterpret(gl.int8, [PAGES, PAGE, HEAD_DIM], raw)
-        key_boxes = keys._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
-        value_boxes = values._reinterpret(dtype, [STAGES * HALVES, KEY_TILE, 1, 64], cube)
         gl.warp_specialize(
             [
                 (
@@ -208,7 +207,7 @@ def _hopper_kernel(
                         max_rows, table_stride, query_boxes, query_full, key_pages, raw_key_full, raw_key_empty,
                         fresh_key_desc, key_boxes, key_full, key_empty, mail, mail_full, mail_empty, KV_HEADS,
                         QUERY_TILE, KEY_TILE, gl.constexpr(1), BLOCK_SIZE, gl.constexpr(1), STAGES, ROWS_TILE, GROUP,
-                        HEAD_DIM, COPY_QUERY, FRESH, AHEAD, BY_LEVEL, PDL,
+                        HEAD_DIM, COPY_QUERY, FRESH, AHEAD, PDL,
                     ),
                 ),
                 (
@@ -303,7 +302,6 @@ def launch(
         OVERLAP=plan.overlap,
         AHEAD=key_tile == 64 and cache_kind == CACHE_PLAIN,
         FRESH=fresh is not None,
-        BY_LEVEL=key_tile == 64 or cache_kind != CACHE_PLAIN,
         PDL=pdl,
         num_warps=4,
         **compile_options(None, pdl),

@@ -6,18 +6,20 @@ line in the block tables. The warp that copies keys draws the tiles and writes t
 both computing groups and, over an 8-bit cache, the converting warps read them. A letter's slot, and the queries that
 lie beside it, are free again when all of them have said so.
 
-BY_LEVEL, tiles of queries are drawn heaviest first, those of all rows together. A tile's level is the place of its
-tokens in their context, in whole tiles, so a row with a prefix begins above level 0; levels are taken from the highest,
-and within one the rows in order, heads next to one another. A run of levels with the same rows is passed in one step.
-Where no program gets more than two tiles, they are dealt out to and fro; more are drawn from a counter. Otherwise row
-follows row, each from its end on: less to work out for a warp with few registers, where tiles are many and long.
+Tiles of queries are drawn heaviest first, those of all rows together up to BAND_TOKENS of new tokens; rows that begin
+beyond are a band of their own, which comes after: the keys and values of all at once would not stay in the level-2
+cache. A tile's level is the place of its tokens in their context, in whole tiles, so a row with a prefix begins above
+level 0; levels are taken from the highest, and within one the rows in order, heads next to one another. A run of levels
+with the same rows is passed in one step. Where no program gets more than two tiles, they are dealt out to and fro; more
+are drawn from a counter.
 
 All that is read before the wait for the kernel ahead is the step's inputs (kernels/launch.py): rows and block ids.
 
-Over an 8-bit cache with FRESH, tiles that begin in the step's own tokens go straight to the stages that the computing
-groups read, and those before them to the converting warps, which fill the stages that follow. A wait sees only whether
-a stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it
-have been placed or taken, and the groups empty the stages in order.
+With FRESH, tiles that begin in the step's own tokens are copied from where these lie one after another, in a box for
+each half of a head instead of one for each block of the cache, and those before them from the cache: over a plain one
+to the stages that follow; over an 8-bit one to the converting warps, which fill them. A wait sees only whether a
+stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it have
+been placed or taken, and the groups empty the stages in order.
 
 Blocks of the cache are copied to `pages`: over a plain cache these are the computing groups' stages, seen block by
 block, and over an 8-bit one stages of their own, which the converting warps empty.
@@ -35,6 +37,9 @@ from kernels.launch_gluon import wait_for_inputs
 
 MAIL_SLOTS = gl.constexpr(2)
 MAIL_FIELDS = gl.constexpr(8)
+BAND_TOKENS = gl.constexpr(8192)
+BAND_COUNT = gl.constexpr(64)
+BAND_LEVELS = gl.constexpr(1 << 20)  # more than a context has tiles
 
 
 @gluon.jit
@@ -145,6 +150,13 @@ def _copy_row(
 
 
 @gluon.jit
+def _first_levels(starts, prefixes, QUERY_TILE: gl.constexpr):
+    """The level of a row's first tile, by its first query token among all and the length of its prefix."""
+    band = gl.minimum(starts // BAND_TOKENS, BAND_COUNT - 1)
+    return (BAND_COUNT - 1 - band) * BAND_LEVELS + prefixes // QUERY_TILE
+
+
+@gluon.jit
 def _run_of_levels(begins, ends, level, KV_HEADS: gl.constexpr):
     """How many tiles of queries `level` has, all heads counted, and the lowest level down to which that stays so."""
     on_level = (begins <= level) & (ends > level)
@@ -161,11 +173,12 @@ def produce_keys(
     KV_HEADS: gl.constexpr, QUERY_TILE: gl.constexpr, KEY_TILE: gl.constexpr, HALVES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGE_STAGES: gl.constexpr, STAGES: gl.constexpr, ROWS_TILE: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, COPY_QUERY: gl.constexpr, FRESH: gl.constexpr, AHEAD: gl.constexpr,
-    BY_LEVEL: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Draw tiles, post them, and copy their queries and keys; ends with a letter that says there are no more."""
     BOX: gl.constexpr = 64
     QUERY_HALVES: gl.constexpr = HEAD_DIM // BOX
+    IS_PLAIN: gl.constexpr = key_pages.dtype.primitive_bitwidth == 16
     line: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -175,21 +188,17 @@ def produce_keys(
     is_row = (rows >= first_row) & (rows < max_rows)
     slots = gl.load(slots_ptr + rows, mask=is_row, other=-1)
     lengths = gl.load(lengths_ptr + rows, mask=is_row, other=0)
-    query_counts = gl.load(starts_ptr + rows + 1, mask=is_row, other=0)
-    query_counts -= gl.load(starts_ptr + rows, mask=is_row, other=0)
+    starts = gl.load(starts_ptr + rows, mask=is_row, other=0)
+    query_counts = gl.load(starts_ptr + rows + 1, mask=is_row, other=0) - starts
     query_counts = gl.where((slots >= 0) & (lengths > 0), query_counts, 0)
     tiles = (query_counts + (QUERY_TILE - 1)) // QUERY_TILE
     total = gl.sum(tiles, axis=0) * KV_HEADS
-    if BY_LEVEL:
-        begins = gl.where(tiles > 0, (lengths - query_counts) // QUERY_TILE, 0)
-        ends = begins + tiles  # a row's tiles are on the levels from `begins` on
-        is_drawn = total > 2 * programs
-        level = gl.max(ends, axis=0) - 1
-        run_start = 0
-        works, lowest = _run_of_levels(begins, ends, level, KV_HEADS)
-    else:
-        ends = gl.associative_scan(tiles, 0, _add)  # on a line of all rows' tiles
-        is_drawn = total > programs
+    begins = _first_levels(starts, lengths - query_counts, QUERY_TILE)
+    ends = begins + tiles  # a row's tiles are on the levels from `begins` on
+    is_drawn = total > 2 * programs
+    level = gl.max(ends, axis=0) - 1
+    run_start = 0
+    works, lowest = _run_of_levels(begins, ends, level, KV_HEADS)
     fields = gl.arange(0, MAIL_FIELDS, layout=line)
 
     work = program
@@ -197,36 +206,29 @@ def produce_keys(
     filled = 0
     copied = 0
     while work < total:
-        # 2. Locate: down the levels to the work's own, or along the line, then its row and K/V head.
-        if BY_LEVEL:
-            while work >= run_start + works * (level + 1 - lowest):
-                run_start += works * (level + 1 - lowest)
-                level = lowest - 1
-                works, lowest = _run_of_levels(begins, ends, level, KV_HEADS)
-            place = (work - run_start) % works
-            counts = gl.associative_scan(((begins <= level) & (ends > level)).to(gl.int32), 0, _add)
-            row = gl.sum((counts <= place // KV_HEADS).to(gl.int32), axis=0)
-        else:
-            before = ends * KV_HEADS <= work
-            row = gl.sum(before.to(gl.int32), axis=0)
-            place = work - gl.max(gl.where(before, ends, 0), axis=0) * KV_HEADS
+        # 2. Locate: down the levels to the work's own, then its row and K/V head.
+        while work >= run_start + works * (level + 1 - lowest):
+            run_start += works * (level + 1 - lowest)
+            level = lowest - 1
+            works, lowest = _run_of_levels(begins, ends, level, KV_HEADS)
+        place = (work - run_start) % works
+        counts = gl.associative_scan(((begins <= level) & (ends > level)).to(gl.int32), 0, _add)
+        row = gl.sum((counts <= place // KV_HEADS).to(gl.int32), axis=0)
         head = place % KV_HEADS
         query_start = gl.load(starts_ptr + row)
         query_count = gl.load(starts_ptr + row + 1) - query_start
         length = gl.load(lengths_ptr + row)
         table_row = gl.load(slots_ptr + row)
-        if BY_LEVEL:
-            tile = level - (work - run_start) // works - (length - query_count) // QUERY_TILE
-        else:
-            tile = (query_count + (QUERY_TILE - 1)) // QUERY_TILE - 1 - place // KV_HEADS
+        tile = level - (work - run_start) // works - _first_levels(query_start, length - query_count, QUERY_TILE)
         first_token = tile * QUERY_TILE
         key_end = length - query_count + gl.minimum(first_token + QUERY_TILE, query_count)
         tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        old_tiles = cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH)
         table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
         first_boxes = ()
         if AHEAD:
             PAGE: gl.constexpr = key_pages.shape[1]
-            first_boxes = _box_rows(table_ptr, head, length, tile_count - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
+            first_boxes = _box_rows(table_ptr, head, length, old_tiles - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
 
         # 3. Post it.
         content = gl.where(fields == 1, query_start, 1)
@@ -261,16 +263,16 @@ def produce_keys(
                 key_empty, STAGES,
             )  # fmt: skip
             filled += tile_count
+            if IS_PLAIN:
+                copied = filled - old_tiles
         copied = _copy_row(
-            key_desc, table_ptr, head, length, cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
-            first_boxes, key_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
+            key_desc, table_ptr, head, length, old_tiles, copied, first_boxes, key_pages, page_full, page_empty,
+            KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
         )  # fmt: skip
 
         # 5. The next: of levels up to two a program are dealt to and fro, so that a light tile follows a heavy one.
         if is_drawn:
             work = programs + gl.atomic_add(counters_ptr, 1, sem="relaxed", scope="gpu")
-        elif not BY_LEVEL:
-            work = total
         else:
             work = (work // programs + 2) * programs - 1 - work % programs
 
@@ -320,6 +322,7 @@ def produce_values(
 ):  # fmt: skip
     """Read the letters and copy their values, until the last letter; then write the zeros of tokens of no row, while
     the last tiles are computed."""
+    IS_PLAIN: gl.constexpr = value_pages.dtype.primitive_bitwidth == 16
     letter = 0
     filled = 0
     copied = 0
@@ -328,20 +331,23 @@ def produce_values(
     while is_work != 0:
         mbarrier.arrive(mail_empty.index(letter % MAIL_SLOTS), count=1)
         tile_count = (key_end + (KEY_TILE - 1)) // KEY_TILE
+        old_tiles = cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH)
         table_ptr = tables_ptr + table_row.to(gl.int64) * table_stride
         first_boxes = ()
         if AHEAD:
             PAGE: gl.constexpr = value_pages.shape[1]
-            first_boxes = _box_rows(table_ptr, head, length, tile_count - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
+            first_boxes = _box_rows(table_ptr, head, length, old_tiles - 1, KV_HEADS, KEY_TILE, BLOCK_SIZE, PAGE)
         if FRESH:
             _copy_fresh(
                 fresh_desc, query_start, query_count, length, head, tile_count, filled, fresh_boxes, value_full,
                 value_empty, STAGES,
             )  # fmt: skip
             filled += tile_count
+            if IS_PLAIN:
+                copied = filled - old_tiles
         copied = _copy_row(
-            value_desc, table_ptr, head, length, cached_tiles(tile_count, length, query_count, KEY_TILE, FRESH), copied,
-            first_boxes, value_pages, page_full, page_empty, KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
+            value_desc, table_ptr, head, length, old_tiles, copied, first_boxes, value_pages, page_full, page_empty,
+            KV_HEADS, KEY_TILE, HALVES, BLOCK_SIZE, PAGE_STAGES, AHEAD,
         )  # fmt: skip
         letter += 1
         is_work, query_start, query_count, _, length, head, key_end, table_row = read_mail(mail, mail_full, letter)

@@ -22,8 +22,9 @@ SPECIALISED_HEADS = 32
 """Query tokens of a bucket from which on the Hopper kernel is faster, twice as many where a row has no more than these
 and there are fewer heads: `is_specialised_size`."""
 
-LONG_TOKENS, LONG_ROWS = 4096, 16
-"""Query tokens of a bucket from which on, in no more rows than these, the Hopper kernel takes long tiles of keys."""
+LONG_TOKENS, LONG_ROWS = 4096, 4
+"""Query tokens of a bucket from which on, in no more rows than these, the Hopper kernel takes long tiles of keys: of
+two rows of 4,000 they are 9 % faster, of eight of 1,024 the short ones 5 % (docs/log.md)."""
 
 SHORT_TOKENS, SHORT_ROWS = 128, 64
 """Query tokens and rows of a bucket up to which the plain kernel has more, smaller tiles of queries that see all keys
@@ -156,8 +157,8 @@ def launch_plan(
     not fit, those of few tokens are taken. The other keyword arguments override the measured choice. `overlap`: whether
     the Hopper kernel's softmax runs beside the products of its own group too (its `_held`); so it does over 8-bit
     caches, which take 8 to 18 % longer without; over a plain one it makes less than 2 % either way
-    (attention_plans.jsonl, commit a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values,
-    which it need not convert; over 8-bit caches it is.
+    (attention_plans.jsonl, commit a82871e). `fresh`: whether the Hopper kernel is given the step's own keys and values
+    one after another, which is less to copy and, over an 8-bit cache, nothing to convert; by default it is.
     """
     group = query_heads // kv_heads
     wanted(1 <= max_rows <= MAX_ROWS, "max_rows", f"1..{MAX_ROWS}", max_rows)
@@ -191,7 +192,7 @@ def launch_plan(
         max_registers=chosen.max_registers,
         one_loop=chosen.one_loop if one_loop is None else one_loop,
         overlap=quantised if overlap is None else overlap,
-        fresh=specialised and quantised if fresh is None else fresh,
+        fresh=specialised if fresh is None else fresh,
     )
 
 

@@ -25,8 +25,9 @@ GPT-NeoX introduced it). 2. A. Henry et al., "Query-Key Normalization for Transf
 
 "Any float" is bfloat16, float16 or float32. A padding row still writes its q, so its qkv row may hold anything. r is
 even and at most d; r = 0 applies no rotation. Quantised K and V (`kv_format.py`) are made of the float32 heads, with no
-rounding to a float type between. Over an 8-bit cache what was stored can be written back into k's and v's columns of
-qkv, as it will be read: attention of the same step need not dequantise it (kernels/prefill_attention_hopper.py).
+rounding to a float type between. What was stored can be written back into k's and v's columns of qkv, as it will be
+read: attention of the same step finds it there in one piece, and need not dequantise it
+(kernels/prefill_attention_hopper.py).
 
 With early launch (`launch.py`), slot_mapping and positions are read while the kernel ahead still runs: what writes them
 must have completed when that one starts. A step's embedding kernel sees to it.
@@ -92,12 +93,12 @@ def qk_norm_rope_store_reference(
         (-1, v[stored], value_cache, value_scales),
     ):
         if scales is None:
-            cache[block, :, place] = heads.to(cache.dtype)
+            written = cache[block, :, place] = heads.to(cache.dtype)
         else:
             vectors, scale = cache[block, :, place], scales[block, :, place] = quantise(heads, cache.dtype)
-            if write_back:
-                written = kv_format.read_back(vectors, scale).flatten(1)
-                qkv.unflatten(1, (-1, kv_heads * head_dim))[stored, part] = written.to(qkv.dtype)
+            written = kv_format.read_back(vectors, scale)
+        if write_back:
+            qkv.unflatten(1, (-1, kv_heads * head_dim))[stored, part] = written.flatten(1).to(qkv.dtype)
     return q.to(key_cache.dtype if qkv.dim() == 3 and key_scales is None else qkv.dtype)
 
 
@@ -238,6 +239,8 @@ def _store_cached(
                 left = read_back(left, scale, FORMAT)
             written = (read_back(first, scale, FORMAT), read_back(second, scale, FORMAT), left)
             _store_split(row, written, stored, half, rest, HEAD_DIM, SPLIT)
+    elif WRITE_BACK:
+        _store_split(row, x, stored, half, rest, HEAD_DIM, SPLIT)
     _store_split(place + head * head_stride, x, stored, half, rest, HEAD_DIM, SPLIT)
 
 
@@ -291,8 +294,9 @@ def _qk_norm_rope_store_kernel(
     head = (first_key + key).to(tl.int64)
     _store_cached(key_cache, key_scales, k, slot, head, is_key, half, rest, k_strides, scale_strides,
                   k_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, WRITE_BACK)  # fmt: skip
+    CHANGES_V: tl.constexpr = WRITE_BACK and FORMAT != 0
     _store_cached(value_cache, value_scales, v, slot, head, is_key, half, rest, v_strides, scale_strides,
-                  v_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, WRITE_BACK)  # fmt: skip
+                  v_row + key * HEAD_DIM, HEAD_DIM, SPLIT, BLOCK_SIZE, FORMAT, CHANGES_V)  # fmt: skip
 
 
 def _check(
@@ -334,17 +338,18 @@ def qk_norm_rope_store(
 ) -> None:
     """Norm and rotate q and k, write q to `q_out` and store K and V at `slot_mapping`. Shapes: the module's table.
 
-    `one_plan` launches as for one token, so that a token's bits do not depend on how many there are. `write_back`, over
-    an 8-bit cache, puts what was stored, as it will be read (`kv_format.read_back`), into k's and v's columns of qkv:
-    attention of the same step may then read it there. Rows of slot -1 keep theirs.
+    `one_plan` launches as for one token, so that a token's bits do not depend on how many there are. `write_back` puts
+    what was stored, as it will be read (`kv_format.read_back`), into k's and v's columns of qkv: attention of the same
+    step may then read it there. Rows of slot -1 keep theirs.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table.
     """
     _check(qkv, q_out, key_cache, value_cache, slot_mapping, positions, rope_table, q_weight, k_weight)
     check_scales(key_cache, key_scales=key_scales, value_scales=value_scales)
-    if write_back and (key_scales is None or qkv.dim() == 3):
+    if write_back and (qkv.dim() == 3 or (key_scales is None and key_cache.dtype != qkv.dtype)):
         raise ValueError(
-            f"write_back: wanted an 8-bit cache and qkv in one part, got {key_cache.dtype}, {qkv.dim()} axes"
+            f"write_back: wanted qkv in one part, of the cache's type or an 8-bit cache, got {qkv.dtype}, "
+            f"{qkv.dim()} axes and {key_cache.dtype}"
         )
     token_count, query_heads, head_dim = q_out.shape
     kv_heads, block_size = key_cache.shape[1:3]

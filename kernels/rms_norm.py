@@ -14,7 +14,8 @@ Sources: 1. B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019.
 | weight   | [H]      | any of the three             | 1                |                                    |
 | out      | [T, H]   | as x; as the residual beside parts | last axis 1 | may be x                          |
 
-Every row is independent, so padding rows hold anything, NaN included. H is at most 65,536. T may be 0.
+Every row is independent, so padding rows hold anything, NaN included. H is at most 65,536. T may be 0. With a
+`token_count`, int32 [1] on the device, rows from there on are not read, and stay as they are in out and residual.
 
 Measured on an H200 at commit 1356a8c by `python -m benchmarks.kernels.bench_rms_norm`: 1.7 us for one row of
 1,024 (torch 2.4); 3.99 TB/s for 8,192 rows of 4,096 with the residual, 87 % of the read limit of that run. At commit
@@ -68,7 +69,7 @@ def bytes_moved(row_count: int, hidden: int, element_bytes: int, with_residual: 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, weight, residual, out, part_stride, x_stride, residual_stride, out_stride, eps,
+    x, weight, residual, out, token_count, part_stride, x_stride, residual_stride, out_stride, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -76,6 +77,8 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN  # the row's end
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if token_count is not None:
+        inside = inside & (row < tl.load(token_count))  # the step's end; rule 4 of kernels/launch.py
     wait_for_inputs(PDL)
     z = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
@@ -100,6 +103,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     *,
     one_plan: bool = False,
+    token_count: torch.Tensor | None = None,
 ) -> None:
     """Write RMSNorm(x) to `out`, or add x or its parts into `residual` and write RMSNorm(residual). Shapes: the
     module's table.
@@ -118,6 +122,8 @@ def rms_norm(
     check_tensor("out", out, (row_count, hidden), dtype, like=x)
     if residual is not None:
         check_tensor("residual", residual, (row_count, hidden), dtype, like=x)
+    if token_count is not None:
+        check_tensor("token_count", token_count, (1,), torch.int32, like=x)
     if hidden > MAX_HIDDEN:
         raise ValueError(f"x: wanted at most {MAX_HIDDEN} columns, got {hidden}")
     if row_count == 0:
@@ -125,7 +131,7 @@ def rms_norm(
     plan = launch_plan(1 if one_plan else row_count, hidden)
     added = x if residual is None else residual
     _rms_norm_kernel[(row_count,)](
-        x, weight, added, out, x.stride(0), x.stride(-2), added.stride(-2), out.stride(0), eps,
+        x, weight, added, out, token_count, x.stride(0), x.stride(-2), added.stride(-2), out.stride(0), eps,
         HIDDEN=hidden, BLOCK=plan.block_hidden, PARTS=parts, HAS_RESIDUAL=residual is not None,
         num_warps=plan.num_warps, **launch_options(x),
     )  # fmt: skip

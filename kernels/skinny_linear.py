@@ -317,19 +317,19 @@ def _check(
 def run_plan(
     plan: LinearPlan, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, norm_weight: torch.Tensor | None,
     eps: float, residual: torch.Tensor | None, silu_mul: bool, workspace: Workspace,
-    upcoming: torch.Tensor | None = None,
+    upcoming: torch.Tensor | None = None, token_count: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch one given plan; the tuner calls this, everyone else `skinny_linear`."""
     rows, inputs = x.shape
     if norm_weight is not None and _is_norm_apart(plan, x.dtype, norm_weight.dtype):
         normed = workspace.rows("normed", rows, inputs)
-        rms_norm(x, norm_weight, eps, normed)
+        rms_norm(x, norm_weight, eps, normed, token_count=token_count)
         x, norm_weight = normed, None
     if plan.kernel == "library" or (plan.kernel == "gemm" and not _is_gemm(x, weight, out, residual)):
         _by_library(x, weight, out, norm_weight, eps, residual, silu_mul, workspace)
         return
     if plan.kernel == "gemm":
-        gemm(x, weight, out, plan, residual=residual, silu_mul=silu_mul)
+        gemm(x, weight, out, plan, residual=residual, silu_mul=silu_mul, token_count=token_count)
         return
     if plan.kernel == "resident":
         assert residual is None, "a plan of this kind adds no residual"
@@ -444,11 +444,14 @@ def skinny_linear(
     residual: torch.Tensor | None = None,
     silu_mul: bool = False,
     upcoming: torch.Tensor | None = None,
+    token_count: torch.Tensor | None = None,
 ) -> None:
     """Write norm(x) W^T, plus the residual or through SiLU * up, to `out`. Shapes: the module's table.
 
     `upcoming` is the weight that a kernel soon after this one reads: a contiguous tensor that no kernel writes. Its
     first 16 MiB are brought into the level-2 cache meanwhile; not by Hopper's kernels, nor by the library.
+    `token_count`, int32 [1] on the device: only the first so many rows count, and others of `out` hold anything. It
+    spares kernels/gemm.py, and a norm ahead of it, the rest; what is for few rows computes all.
 
     Raises ValueError for a shape, dtype, stride or device that differs from the table, or a workspace that is too
     small.
@@ -458,7 +461,7 @@ def skinny_linear(
     if out.numel() == 0:
         return
     plan = workspace.plan_of(rows, weight, has_norm=norm_weight is not None, silu_mul=silu_mul)
-    run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming)
+    run_plan(plan, x, weight, out, norm_weight, eps, residual, silu_mul, workspace, upcoming, token_count)
 
 
 def merges_parts(workspace: Workspace, weight: torch.Tensor, query_heads: int, head_dim: int) -> bool:

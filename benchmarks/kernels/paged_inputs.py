@@ -35,7 +35,7 @@ class PagedInputs:
         return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
     def fresh(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows' new keys and values as prefill attention takes them: what the 8-bit cache holds of them, read back.
+        """The rows' new keys and values as prefill attention takes them: what the cache holds of them.
 
         Views of rows of queries, keys and values, as a step's product gives them; NaN for tokens of no row.
         """
@@ -54,7 +54,9 @@ class PagedInputs:
         parts = heads[:, query_heads:-kv_heads], heads[:, -kv_heads:]
         stored = ((self.key_cache, self.key_scales), (self.value_cache, self.value_scales))
         for part, (cache, scales) in zip(parts, stored, strict=True):
-            vectors = read_back(*(each[blocks, :, positions % block_size] for each in (cache, scales)))
+            vectors = cache[blocks, :, positions % block_size]
+            if scales is not None:
+                vectors = read_back(vectors, scales[blocks, :, positions % block_size])
             part.copy_(vectors.masked_fill(~is_owned[:, None, None], float("nan")))
         return parts
 

@@ -109,6 +109,8 @@ def test_wrong_tensors_are_named(hopper):
         ((x, weight, shifted, PLAN), {}, "out"),
         ((x, weight, out, PLAN), {"residual": shifted}, "residual"),
         ((x, weight, out[:, :128], PLAN), {"residual": out[:, :128], "silu_mul": True}, "residual and silu_mul"),
+        ((x, weight, out, PLAN), {"token_count": torch.zeros(2, dtype=torch.int32)}, "token_count"),
+        ((x, weight, out, PLAN), {"token_count": torch.zeros(1, dtype=torch.int64)}, "token_count"),
         ((x, weight, out, LIBRARY), {}, "plan"),
     ]:
         with pytest.raises(ValueError, match=f"^{word}: "):
@@ -128,11 +130,13 @@ def test_wrong_heads_are_named(hopper):
     store = make_store(2048)
     for arguments, word in [
         ((x[:100], weights(), query, store), "x"),
-        ((x, weights(query_heads=8), query, store), "weight"),
-        ((x, weights(), query.float(), store), "q_out"),
+        ((x, weights()[:, :32], query, store), "weight"),
+        ((x, weights(query_heads=8), query, store), "heads_out"),
+        ((x, weights(), query.float(), store), "heads_out"),
         ((x, weights(), query, replace(store, slot_mapping=store.slot_mapping[:9])), "slot_mapping"),
         ((x, weights(), query, replace(store, positions=store.positions.float())), "positions"),
-        ((x, weights(), query.transpose(0, 1).contiguous().transpose(0, 1), store), "q_out"),
+        ((x, weights(), query.transpose(0, 1).contiguous().transpose(0, 1), store), "heads_out"),
+        ((x, weights(), query, store, torch.zeros(1)), "token_count"),
         ((x[:100], weights(), query[:100], make_store(100)), "weight"),
     ]:
         with pytest.raises(ValueError, match=f"^{word}: "):

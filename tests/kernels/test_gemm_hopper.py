@@ -19,7 +19,7 @@ from tests.kernels.closeness import DEVICE, assert_as_exact, assert_replay_equal
 from tests.kernels.gluon_emulator import KernelAhead, emulate
 from tests.kernels.test_qk_norm_rope_store import MAX_POSITION, rope_table
 
-FOLLOWS = ["plain", "residual", "in_place", "silu_mul", "heads", "heads_without_norm"]
+FOLLOWS = ["plain", "residual", "in_place", "silu_mul", "heads", "heads_kept", "heads_without_norm"]
 TILES = list(itertools.product(FOLLOWS, (256, 128)))
 """What follows, and the tile's columns."""
 
@@ -65,8 +65,18 @@ class Case:
         if store is None:
             return gemm_reference(self.x, self.weight, **self.options), caches
         wide = replace(store, key_cache=caches[:, 0], value_cache=caches[:, 1])
-        query_heads = self.out.shape[1] // store.key_cache.shape[3]
-        return project_heads_reference(self.x, self.weight, query_heads, wide).flatten(1), caches
+        head_dim = store.key_cache.shape[3]
+        query_heads = (self.weight.shape[0] - 2 * store.columns) // head_dim
+        heads = project_heads_reference(self.x, self.weight, query_heads, wide).flatten(1)
+        if self.out.shape[1] == heads.shape[1]:
+            return heads, caches
+        rows = self.x.shape[0]
+        kept = caches.new_zeros(2, rows, store.columns // head_dim, 1, head_dim)  # blocks of a token each
+        every = torch.arange(rows, device=self.x.device)
+        project_heads_reference(
+            self.x, self.weight, query_heads, replace(wide, key_cache=kept[0], value_cache=kept[1], slot_mapping=every)
+        )
+        return torch.cat([heads, *kept.flatten(2)], dim=1), caches
 
 
 def make_case(
@@ -81,9 +91,9 @@ def make_case(
     if follows == "silu_mul":
         options, out_columns = {"silu_mul": True}, columns // 2
     elif follows.startswith("heads"):
-        out_columns = columns - 2 * kv_columns
+        out_columns = columns if follows == "heads_kept" else columns - 2 * kv_columns
         caches = empty_caches(rows, kv_columns, head_dim, block_size, dtype)
-        options = {"store": make_store(caches, rows, follows == "heads", seed)}
+        options = {"store": make_store(caches, rows, follows != "heads_without_norm", seed)}
     out = in_nan(torch.full((rows, out_columns), float("nan"), dtype=dtype, device=DEVICE))
     if follows in ("residual", "in_place"):
         residual = random_tensor(rows, columns, dtype=dtype, seed=seed + 3)
@@ -162,7 +172,7 @@ def test_matches_float32(follows, tile_n, size, dtype, device):
     check(size.case(follows, tile_n, dtype), size.programs)
 
 
-@pytest.mark.parametrize("follows", ["heads", "heads_without_norm"])
+@pytest.mark.parametrize("follows", ["heads", "heads_kept", "heads_without_norm"])
 @pytest.mark.parametrize(
     ("head_dim", "tile_n", "block_size"),
     [(16, 128, 16), (32, 256, 8), (64, 128, 128), (64, 256, 16), (128, 128, 1), (256, 256, 32)],
@@ -172,9 +182,9 @@ def test_heads_of_any_size(head_dim, tile_n, block_size, follows, device):
     check(case, programs=3)
 
 
-@pytest.mark.parametrize("tile_n", [256, 128])
-def test_tokens_without_a_slot_are_not_stored(tile_n, device):
-    case = Size(130, 3, 1, programs=4).case("heads", tile_n, torch.bfloat16)
+@pytest.mark.parametrize(("follows", "tile_n"), [("heads", 256), ("heads", 128), ("heads_kept", 128)])
+def test_tokens_without_a_slot_are_not_stored(follows, tile_n, device):
+    case = Size(130, 3, 1, programs=4).case(follows, tile_n, torch.bfloat16)
     case.options["store"].slot_mapping.fill_(-1)
     check(case, programs=4)
     assert case.caches.isnan().all()
@@ -200,6 +210,38 @@ def test_fewer_steps_than_one_group_is_behind_the_other(steps, stages, offset, d
         check(case, programs, stages=stages, offset=offset)
 
 
+TILE_ROWS = 128
+
+
+def check_count(case: Case, programs: int, count: int, **plan) -> None:
+    """Launch with a count of tokens, and look at rows below it, at tiles past it and around the result."""
+    used, options = min(count, len(case.x)), dict(case.options)
+    if "store" in options:
+        slots = options["store"].slot_mapping.clone()
+        slots[used:] = -1
+        options["store"] = replace(options["store"], slot_mapping=slots)
+    want, want_caches = replace(case, options=options).exact()
+    tiled = min(-(-used // TILE_ROWS) * TILE_ROWS, len(case.x))
+    untouched = case.out[tiled:].clone()
+    # Of a plan, where it is not aligned as tensors are.
+    counts = torch.tensor([1, 0, count], dtype=torch.int32, device=case.x.device)
+    case.launch(programs, token_count=counts[2:], **plan)
+    assert_elements(case.out[:used], want[:used])
+    assert torch.equal(case.out[tiled:].nan_to_num(7), untouched.nan_to_num(7)), "a tile without tokens is computed"
+    for kind in range(2):
+        assert_elements(case.caches[:, kind], want_caches[:, kind])
+    case.out.fill_(float("nan"))
+    assert case.out._base.isnan().all(), "written beside the result"
+
+
+@pytest.mark.parametrize("programs", [2, 7])
+@pytest.mark.parametrize("count", [0, 1, 128, 129, 300, 301, 2**31 - 1])
+@pytest.mark.parametrize("follows", FOLLOWS)
+def test_rows_past_the_count_of_tokens_cost_nothing(follows, count, programs, device):
+    """Whole tiles and parts of them, none at all, more than there are rows; fewer tiles than programs, and more."""
+    check_count(Size(300, 3, 2, programs).case(follows, 128, torch.bfloat16), programs, count)
+
+
 @pytest.mark.parametrize(("group_m", "programs"), [(1, 3), (1, 20), (2, 4), (3, 1), (16, 20)])
 def test_tiles_in_bands_of_any_height(group_m, programs, device):
     """Five tiles of rows, which are no multiple of most heights. A program behind a full last band divided by zero."""
@@ -214,6 +256,15 @@ def test_what_the_kernel_ahead_writes_is_read_after_it(follows, tile_n, monkeypa
     written = [case.x, *(case.options[name] for name in ("residual",) if name in case.options)]
     emulate(monkeypatch, gemm_hopper, "_gemm_kernel", KernelAhead(*written), RAGGED)
     check(case, programs=2, pdl=True)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the emulator's, which knows what is early")
+@pytest.mark.parametrize("count", [0, 1, 130])
+def test_programs_without_a_tile_wait_for_the_kernel_ahead(count, monkeypatch):
+    """Who waits for this kernel would not wait for that one otherwise; and the count is read before."""
+    case = Size(130, 3, 2, programs=2).case("plain", 128, torch.bfloat16)
+    emulate(monkeypatch, gemm_hopper, "_gemm_kernel", KernelAhead(case.x), RAGGED)
+    check_count(case, 2, count, pdl=True)
 
 
 GEMM_PLAN = LinearPlan("gemm", 128, 64, 4, norm_apart=True)
@@ -263,6 +314,7 @@ class Model:
         q_columns, kv_columns = self.heads * 128, self.kv_heads * 128
         heads = "heads" if self.has_norm else "heads_without_norm"
         follows, columns, inputs = {
+            "qkv_kept": ("heads_kept", q_columns + 2 * kv_columns, self.hidden),
             "qkv": (heads, q_columns + 2 * kv_columns, self.hidden),
             "o": ("in_place", self.hidden, q_columns),
             "gate_up": ("silu_mul", 2 * self.inter, self.hidden),
@@ -280,7 +332,7 @@ on_a_card = pytest.mark.parametrize("hopper_device", [pytest.param("cuda", marks
 @on_a_card
 @pytest.mark.parametrize(
     ("product", "tile_n"),
-    list(itertools.product(["qkv", "o", "gate_up", "down", "plain"], (256, 128))),
+    list(itertools.product(["qkv", "qkv_kept", "o", "gate_up", "down", "plain"], (256, 128))),
 )
 @pytest.mark.parametrize(
     ("model", "rows"),
@@ -292,6 +344,14 @@ def test_a_models_products(model, rows, product, tile_n, hopper_device):
     for seed in (0, 10):
         case = model.case(product, rows, tile_n, seed)
         check(case, multiprocessor_count(case.x.device), pdl=True)
+
+
+@on_a_card
+@pytest.mark.parametrize("product", ["qkv", "o", "gate_up", "down", "plain"])
+@pytest.mark.parametrize("count", [0, 1, 4097, 7424, 8192])
+def test_a_models_products_end_with_the_tokens(product, count, hopper_device):
+    case = QWEN3_06B.case(product, 8192, 256, seed=0)
+    check_count(case, multiprocessor_count(case.x.device), count, pdl=True)
 
 
 @on_a_card

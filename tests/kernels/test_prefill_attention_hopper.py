@@ -7,7 +7,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 import kernels.prefill_attention
-from kernels import prefill_attention_hopper
+from kernels import prefill_attention_hopper, prefill_attention_hopper_copy
 from kernels.kv_format import dequantise, read_back
 from kernels.paged_kv import HeadShape
 from kernels.prefill_attention_hopper_convert import FP8_TO_BF16, INT8_TO_BF16
@@ -130,12 +130,12 @@ def tiles_in_order(
 
     monkeypatch.setattr(gluon_emulator, "_Program", begin)
     monkeypatch.setattr(gluon_emulator, "_copy", record)
-    run(batch, plan_options={"specialised": True, "key_tile": key_tile}, programs=programs)
+    run(batch, plan_options={"specialised": True, "key_tile": key_tile, "fresh": False}, programs=programs)
     return [tiles[::2] for tiles in found]  # each is asked for in two parts of 64 rows
 
 
-@pytest.mark.parametrize("rows", WAVES)
-def test_the_heaviest_tiles_come_first_and_are_dealt_to_and_fro(rows, monkeypatch):
+@pytest.mark.parametrize("rows, key_tile", [(WAVES[0], 64), (WAVES[1], 64), (WAVES[0], 128)])
+def test_the_heaviest_tiles_come_first_and_are_dealt_to_and_fro(rows, key_tile, monkeypatch):
     skip_unless_here("cpu")
     emulate(monkeypatch, prefill_attention_hopper, "_hopper_kernel")
     batch = make_batch(rows, "cpu", torch.bfloat16)
@@ -147,22 +147,25 @@ def test_the_heaviest_tiles_come_first_and_are_dealt_to_and_fro(rows, monkeypatc
         ]
         start += count
     level_of = dict(levels)
-    (one,) = tiles_in_order(batch, 1, monkeypatch)
+    (one,) = tiles_in_order(batch, 1, monkeypatch, key_tile)
     assert sorted(one) == sorted(level_of) and len(set(one)) == len(one)
     assert [level_of[tile] for tile in one] == sorted(level_of.values(), reverse=True)
     half = len(one) // 2 + 1
-    dealt = tiles_in_order(batch, half, monkeypatch)
+    dealt = tiles_in_order(batch, half, monkeypatch, key_tile)
     want = [[one[index], *one[2 * half - 1 - index :][:1]] for index in range(half)]
     assert dealt == want
 
 
-def test_long_tiles_of_keys_go_row_by_row_from_the_end_of_each(monkeypatch):
+def test_rows_that_the_cache_cannot_hold_at_once_are_taken_band_by_band(monkeypatch):
+    """A band of 256 tokens here: the row that begins behind them comes last, whatever its levels are."""
     skip_unless_here("cpu")
     emulate(monkeypatch, prefill_attention_hopper, "_hopper_kernel")
-    batch = make_batch([(200, 200), (0, 0), (65, 300), (1, 1)], "cpu", torch.bfloat16)
-    starts = [128 + 64, 128, 64, 0, 200 + 64, 200, 265]
+    monkeypatch.setattr(prefill_attention_hopper_copy, "BAND_TOKENS", 256)
+    batch = make_batch([(200, 200), (0, 0), (65, 300), (65, 900)], "cpu", torch.bfloat16)
+    starts = [264, 128 + 64, 200, 128, 64, 0, 265 + 64, 265]
     want = [(start, head) for start in starts for head in (0, 2)]
-    assert tiles_in_order(batch, 1, monkeypatch, key_tile=128) == [want]
+    assert sorted(tiles_in_order(batch, 1, monkeypatch)[0]) == sorted(want)
+    assert tiles_in_order(batch, 1, monkeypatch) == [want]
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=["copied", "loaded"])
@@ -229,13 +232,13 @@ def test_the_hopper_kernel_is_for_large_steps_of_long_rows():
 
 
 def test_few_long_rows_take_long_tiles_of_keys():
-    assert hopper_key_tile(2048, row_count=16, quantised=False) == 64
-    assert hopper_key_tile(8192, row_count=256, quantised=False) == 64
-    assert hopper_key_tile(8192, row_count=16, quantised=False) == 128
+    assert hopper_key_tile(2048, row_count=4, quantised=False) == 64
+    assert hopper_key_tile(8192, row_count=16, quantised=False) == 64
+    assert hopper_key_tile(8192, row_count=4, quantised=False) == 128
     assert hopper_key_tile(1024, row_count=16, quantised=True) == 128
     sizes = (8192, 256, 16, 8, 128, 132)
     assert launch_plan(*sizes, specialised=True).key_tile == 64
-    assert launch_plan(*sizes, specialised=True, chunk_rows=16).key_tile == 128
+    assert launch_plan(*sizes, specialised=True, chunk_rows=4).key_tile == 128
     with pytest.raises(ValueError, match=r"key_tile: wanted one of \[64, 128\] for the Hopper kernel, got 32"):
         launch_plan(*sizes, specialised=True, key_tile=32)
 
@@ -288,7 +291,7 @@ FRESH_MIXES = [
 
 
 def poison_cached_copies(batch: PagedBatch) -> None:
-    """NaN in the scales of what lies in key tiles that hold none but the step's own tokens."""
+    """NaN in the cache, or in its scales, for what lies in key tiles that hold none but the step's own tokens."""
     starts = batch.query_starts.tolist()
     for row, (slot, length) in enumerate(zip(batch.row_slots.tolist(), batch.context_lengths.tolist(), strict=True)):
         if slot < 0:
@@ -296,25 +299,30 @@ def poison_cached_copies(batch: PagedBatch) -> None:
         prefix = length - (starts[row + 1] - starts[row])
         positions = torch.arange(length, device=batch.query.device)[-(-prefix // 128) * 128 :]
         blocks = batch.block_tables[slot, positions // batch.key_cache.shape[2]].long()
-        for scales in (batch.key_scales, batch.value_scales):
-            scales[blocks, :, positions % batch.key_cache.shape[2]] = float("nan")
+        is_plain = batch.key_scales is None
+        for part in (batch.key_cache, batch.value_cache) if is_plain else (batch.key_scales, batch.value_scales):
+            part[blocks, :, positions % batch.key_cache.shape[2]] = float("nan")
 
 
 @pytest.mark.parametrize(
-    "mix, head_dim, cache",
-    [(0, 128, torch.int8), (1, 128, torch.float8_e4m3fn), (1, 64, torch.int8), (0, 64, torch.float8_e4m3fn)],
-    ids=["int8", "fp8", "int8-64", "fp8-64"],
-)
-def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, device, monkeypatch):
+    "mix, head_dim, cache, key_tile",
+    [
+        (0, 128, torch.int8, 128), (1, 128, torch.float8_e4m3fn, 128), (1, 64, torch.int8, 128),
+        (0, 64, torch.float8_e4m3fn, 128), (0, 128, None, 128), (1, 128, None, 64), (0, 64, None, 64),
+    ],
+    ids=["int8", "fp8", "int8-64", "fp8-64", "plain-long", "plain-short", "plain-short-64"],
+)  # fmt: skip
+def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, key_tile, device, monkeypatch):
     """So it does not matter in which step a token was computed. What need not be read holds NaN, in both places."""
     monkeypatch.setattr(kernels.prefill_attention, "can_specialise", lambda *_, **__: True)  # heads of 64 too
     heads = (4, 2) if device == "cpu" else (16, 8)  # on a card the kernels of the test above
     rows, shape = FRESH_MIXES[mix], {"query_heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim}
     spare = -sum(count for count, _ in rows) % 64 + 64
     batch = make_batch(rows, device, torch.bfloat16, padding=(4,), spare_tokens=spare, seed=mix, **shape)
-    batch = quantise_caches(batch, cache)
+    if cache is not None:
+        batch = quantise_caches(batch, cache)
     decode_rows = torch.tensor([1], dtype=torch.int32, device=device)
-    plan_options = {"specialised": True, "fresh": False}
+    plan_options = {"specialised": True, "fresh": False, "key_tile": key_tile}
     from_cache = run(batch, plan_options=plan_options, decode_row_count=decode_rows)[1:]
     same, exact = references(batch)
     assert_as_exact_as_torch(from_cache, same[1:], exact[1:], ERROR_FACTOR)
@@ -323,18 +331,20 @@ def test_fresh_keys_and_values_give_the_bits_of_the_cache(mix, head_dim, cache, 
         part[0] = float("nan")  # the decode row's
         assert part[-spare:].isnan().all() and part.stride(0) > part[0].numel()
     poison_cached_copies(batch)
-    plan_options = {"specialised": True, "fresh": True}
+    plan_options["fresh"] = True
     result = run(batch, plan_options=plan_options, fresh=fresh, decode_row_count=decode_rows)[1:]
     assert torch.equal(result, from_cache)
 
 
-def test_a_step_of_many_tiles_reads_its_own_keys(device):
+@pytest.mark.parametrize("key_tile, is_plain", [(128, False), (128, True), (64, True)])
+def test_a_step_of_many_tiles_reads_its_own_keys(key_tile, is_plain, device):
     """More tiles than programs, so that letters with and without cached tiles follow one another in every order."""
     rows = [(140, 140), (70, 326), (1, 129), (64, 64), (64, 320), (130, 150), (20, 712), (2, 2), (140, 268)]
     heads = {"query_heads": 2, "kv_heads": 1, "head_dim": 128, "block_size": 32}
     batch = make_batch(rows, device, torch.bfloat16, spare_tokens=5, **heads)
-    batch = quantise_caches(batch, torch.int8)
-    results = [run(batch, plan_options={"specialised": True, "fresh": fresh}) for fresh in (True, False)]
+    batch = batch if is_plain else quantise_caches(batch, torch.int8)
+    options = {"specialised": True, "key_tile": key_tile}
+    results = [run(batch, plan_options=options | {"fresh": fresh}) for fresh in (True, False)]
     assert torch.equal(*results)
 
 
@@ -376,10 +386,10 @@ def test_wrong_fresh_tensors_are_named(values, message):
         run(batch, plan_options=SMALL_TILES, fresh=batch.fresh())
 
 
-def test_fresh_plans_are_of_the_hopper_kernel_over_8_bits():
+def test_fresh_plans_are_of_the_hopper_kernel():
     sizes = (4096, 1, 16, 8, 128, 132)
-    assert launch_plan(*sizes, specialised=True, quantised=True).fresh
-    assert not launch_plan(*sizes, quantised=True).fresh and not launch_plan(*sizes, specialised=True).fresh
+    assert all(launch_plan(*sizes, specialised=True, quantised=quantised).fresh for quantised in (False, True))
+    assert not any(launch_plan(*sizes, quantised=quantised).fresh for quantised in (False, True))
     batch = make_batch([(64, 64)], "cpu", torch.float32)
-    with pytest.raises(ValueError, match="fresh plan: wanted only of the Hopper kernel over an 8-bit cache"):
+    with pytest.raises(ValueError, match="fresh plan: wanted only of the Hopper kernel"):
         run(batch, plan_options=SMALL_TILES | {"fresh": True}, fresh=(batch.query, batch.query))

@@ -154,6 +154,21 @@ def test_what_was_stored_is_written_back(tokens, query_heads, kv_heads, head_dim
         assert torch.equal(heads[stored, first : first + kv_heads].float(), want.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("query_heads", "kv_heads", "head_dim", "rotary_dim"), [shape[1:] for shape in SHAPES[2:4]])
+def test_what_was_stored_in_a_plain_cache_is_written_back(query_heads, kv_heads, head_dim, rotary_dim, dtype):
+    table = rope_table(rotary_dim)
+    case = make_case(6, query_heads, kv_heads, head_dim, dtype) | {"write_back": True}
+    stored, before = case["slot_mapping"] >= 0, case["qkv"].clone()
+    run(case, query_heads, table)
+    heads, others = (rows.view(6, -1, head_dim) for rows in (case["qkv"], before))
+    assert torch.equal(heads[:, :query_heads], others[:, :query_heads]) and torch.equal(heads[~stored], others[~stored])
+    slots = case["slot_mapping"][stored]
+    for first, cache in ((query_heads, case["key_cache"]), (query_heads + kv_heads, case["value_cache"])):
+        want = cache[slots // cache.shape[2], :, slots % cache.shape[2]]
+        assert torch.equal(heads[stored, first : first + kv_heads], want)
+
+
 @pytest.mark.parametrize("cache_dtype", QUANTISED)
 def test_the_reference_writes_back_too(cache_dtype):
     table = rope_table(64)
@@ -240,8 +255,9 @@ def test_wrong_arguments_are_named():
         run(case | {"q_weight": None}, 2, table)
     with pytest.raises(ValueError, match=r"value_scales: wanted scales beside a cache of torch.int8, got None"):
         run(quantised_case(case, torch.int8) | {"value_scales": None}, 2, table)
-    with pytest.raises(ValueError, match=r"write_back: wanted an 8-bit cache and qkv in one part, got torch.float32"):
-        run(case | {"write_back": True}, 2, table)
+    narrow = {name: case[name].bfloat16() for name in ("key_cache", "value_cache")}
+    with pytest.raises(ValueError, match="write_back: wanted qkv in one part, of the cache's type or an 8-bit cache"):
+        run(case | narrow | {"write_back": True}, 2, table)
     with pytest.raises(ValueError, match="even number of columns up to 32"):
         run(case, 2, rope_table(34))
 

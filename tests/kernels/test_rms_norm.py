@@ -66,6 +66,24 @@ def test_strided_rows_and_in_place_output():
     assert torch.equal(wide[:, 48:], beyond)
 
 
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 9])
+def test_rows_past_the_count_of_tokens_stay_as_they_are(count, with_residual):
+    x, weight = random_tensor(4, 48, seed=1), random_tensor(48, seed=2)
+    residual = random_tensor(4, 48, seed=3) if with_residual else None
+    want, want_sum = rms_norm_reference(x, weight, EPS, residual)
+    out = torch.full_like(x, 7.0)
+    before = None if residual is None else residual.clone()
+    counts = torch.tensor([1, 0, count], dtype=torch.int32, device=DEVICE)
+    rms_norm(x, weight, EPS, out, residual, token_count=counts[2:])
+    assert_as_exact(out[:count], want[:count])
+    assert (out[count:] == 7.0).all()
+    if residual is not None:
+        assert torch.equal(residual[:count], want_sum[:count]) and torch.equal(residual[count:], before[count:])
+    with pytest.raises(ValueError, match=r"token_count: wanted shape \[1\], got \[3\]"):
+        rms_norm(x, weight, EPS, out, residual, token_count=counts)
+
+
 def test_no_rows_is_no_work():
     room = torch.full((2, 64), float("nan"), device=DEVICE)
     rms_norm(torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE), EPS, room[:0])

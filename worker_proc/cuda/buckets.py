@@ -25,6 +25,10 @@ _TOKEN_SIZES = (
 LARGE_TOKENS = _TOKEN_SIZES[-1]
 """Steps above this are padded to 32 sizes between two powers of two, of which every fourth is prepared at start."""
 
+_LONG_ROWS = 4
+"""Prompts from this size on that are so few and therefore long have buckets of their own, since attention takes other
+tiles for them; of others from this size on there are two classes of rows: some, or as many as there may be."""
+
 _MIDDLE_ROWS = 64
 """Steps with chunks and up to four times as many tokens are prepared for so many rows, larger ones for as many as there
 may be: `wide_buckets`."""
@@ -82,16 +86,23 @@ def bucket_of(
     padded_rows = rows if token_count <= _ONE_ROW_TOKENS else max(rows, 2)
     row_size = min(next((size for size in _ROW_CLASSES if size >= padded_rows), max_rows), max_rows)
     tokens = padded_tokens(max(token_count, row_size))
-    if tokens > LARGE_TOKENS:
-        row_size = _large_step_rows(rows, max_rows)
-        tokens = max_tokens if tokens >= _NEARLY_LARGEST * max_tokens else tokens
+    if tokens >= LARGE_TOKENS:
+        row_size = next((size for size in _large_rows(decode_rows == 0, max_rows) if size >= rows), max_rows)
+        is_nearly_largest = tokens > LARGE_TOKENS and tokens >= _NEARLY_LARGEST * max_tokens
+        tokens = max_tokens if is_nearly_largest else tokens
     kind = MIXED if decode_rows else CHUNK
     return Bucket(kind, min(row_size, max_tokens), min(tokens, max_tokens), every_token)
 
 
-def _large_step_rows(rows: int, max_rows: int) -> int:
-    few = min(_ROW_CLASSES[1], max_rows)
-    return few if rows <= few else max_rows
+def _large_rows(is_chunk: bool, max_rows: int) -> list[int]:
+    """The classes of rows of large steps but for the last, which is as many as there may be."""
+    sizes = (_LONG_ROWS, _ROW_CLASSES[1]) if is_chunk else (_ROW_CLASSES[1],)
+    return sorted({min(size, max_rows) for size in sizes})
+
+
+def _large_buckets(size: int, max_rows: int) -> list[Bucket]:
+    """Those of that many tokens but for the ones of `max_rows`."""
+    return [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for rows in _large_rows(kind == CHUNK, max_rows)]
 
 
 def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int, *, every_token: bool = False) -> Bucket:
@@ -127,7 +138,8 @@ def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     rows = min(_ROW_CLASSES[1], max_rows, max_tokens)
     one = [Bucket(CHUNK, 1, size) for size in sizes if size <= _ONE_ROW_TOKENS]
     few = [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for size in sizes if size >= rows]
-    full = [Bucket(kind, rows, max_tokens) for kind in (CHUNK, MIXED)] if max_tokens > LARGE_TOKENS else []
+    full = [each for size in (LARGE_TOKENS, max_tokens) if LARGE_TOKENS <= size <= max_tokens
+            for each in _large_buckets(size, max_rows)]  # fmt: skip
     return list(dict.fromkeys([*one, *few, *full, *largest_buckets(max_rows, max_tokens)]))
 
 
@@ -135,13 +147,13 @@ def wide_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """Buckets that between them hold nearly all steps with chunks which have no graph yet, with little padding."""
     large = list(_large_sizes(max_tokens))
     sizes = [size for size in _TOKEN_SIZES if size < max_tokens]
-    few, middle = (min(rows, max_rows, max_tokens) for rows in (_ROW_CLASSES[1], _MIDDLE_ROWS))
+    middle = min(_MIDDLE_ROWS, max_rows, max_tokens)
     rows_and_sizes = [
-        *((few, size) for size in large),
         *((middle, size) for size in sizes if middle <= size <= 4 * middle),
         *((max_rows, size) for size in [*sizes, *large] if max_rows <= size and 4 * middle <= size),
     ]
-    return [Bucket(kind, rows, size) for rows, size in rows_and_sizes for kind in (CHUNK, MIXED)]
+    few = [each for size in large for each in _large_buckets(size, max_rows)]
+    return few + [Bucket(kind, rows, size) for rows, size in rows_and_sizes for kind in (CHUNK, MIXED)]
 
 
 def _large_sizes(max_tokens: int) -> Iterator[int]:

@@ -66,6 +66,10 @@ FEWEST_PARTS_TOKENS = 2
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
 
+StoredHeads = tuple[torch.Tensor, prefill_plans.PrefillPlan | None, tuple[torch.Tensor, torch.Tensor] | None]
+"""Queries [tokens, head, head_dim] of a layer whose K and V are stored; for attention of the bucket's chunks its plan,
+and the step's own keys and values if it wants them."""
+
 
 class FusedForward:
     """The pass over one model.
@@ -128,7 +132,7 @@ class FusedForward:
 
         Args:
             inputs: of the bucket's sizes.
-            counts: int32 [2], on the device: rows, decode rows.
+            counts: int32 [3], on the device: rows, decode rows, tokens. Products of many rows end with the last token.
         """
         hidden = self.hidden[: bucket.tokens]
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
@@ -137,12 +141,10 @@ class FusedForward:
         is_whole = self._is_short or not bucket.ends_in_rows
         for index, layer in self._layers if is_whole else self._layers[:-1]:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
-            self._feed_forward_block(index, layer, hidden)
+            self._feed_forward_block(index, layer, hidden, counts[2:3])
         if is_whole:
             logits = self._head(hidden, bucket, inputs)
-        if bucket.ends_in_rows:
-            logits = self._end_in_rows(hidden, bucket, inputs, cache, slots, counts)
-        return logits
+        return self._end_in_rows(hidden, bucket, inputs, cache, slots, counts) if bucket.ends_in_rows else logits
 
     def shortened(self) -> "FusedForward":
         """The same pass over one layer of each kind only, which takes every kernel of the whole. Where that ends in
@@ -164,22 +166,18 @@ class FusedForward:
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
         cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
     ) -> None:  # fmt: skip
-        attention, store = layer.self_attn, self._head_store(index, bucket, inputs, cache)
-        if store is not None:
-            query, attended = self._projected_heads(layer, hidden, store), self._attended[: bucket.tokens]
-            plan = self._chunk_plan(index, bucket, cache)
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts[1:2], plan, None)
-            self._output_product(layer, attended, hidden)
-            return
-        qkv = self._qkv_product(layer, hidden)
-        few = self._few_rows_plan(bucket, attention, cache)
-        if few is not None and self._leaves_attention(few, bucket, attention):
-            left = self._attend_few(few, index, qkv, bucket, inputs, cache, slots, leave=True)
-            assert left is not None
-            linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
-            return
-        attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts)
-        self._output_product(layer, attended, hidden)
+        attention, token_count = layer.self_attn, counts[2:3]
+        attended, few = self._attended[: bucket.tokens], self._few_rows_plan(bucket, attention, cache)
+        if few is None:
+            query, plan, fresh = self._stored_heads(index, layer, hidden, bucket, inputs, cache, token_count)
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts[1:2], plan, fresh)
+        else:
+            qkv, leave = self._qkv_product(layer, hidden, token_count), self._leaves_attention(few, bucket, attention)
+            left = self._attend_few(few, index, qkv, bucket, inputs, cache, slots, leave=leave)
+            if left is not None:
+                linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
+                return
+        self._output_product(layer, attended, hidden, token_count)
 
     def _end_in_rows(
         self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
@@ -188,11 +186,7 @@ class FusedForward:
         """The last layer and the head: K and V of all tokens, and what is left as of a step that decodes the rows. One
         that does not sample goes on from zeros."""
         (index, layer), rows = self._last_layer, bucket.rows
-        store = self._head_store(index, bucket, inputs, cache)
-        if store is not None:
-            queries = self._projected_heads(layer, hidden, store)
-        else:
-            queries, _ = self._store(index, self._qkv_product(layer, hidden), bucket, inputs, cache)
+        queries, *_ = self._stored_heads(index, layer, hidden, bucket, inputs, cache, counts[2:3])
         query, attended = self._sampled_query[:rows], self._attended[:rows]
         embedding(inputs.sample_rows, queries.flatten(1), query.flatten(1))
         sampled = self._sampled_rows(hidden, bucket, inputs)
@@ -207,35 +201,47 @@ class FusedForward:
         self._feed_forward_block(index, layer, sampled)
         return self._head(sampled, decoding, inputs)
 
-    def _projected_heads(self, layer: LlamaLayer, hidden: torch.Tensor, store: HeadStore) -> torch.Tensor:
-        """Queries [tokens, head, head_dim], with K and V stored, by the product that does this itself."""
-        query = self._query[: hidden.shape[0]]
-        project_heads(self._normed(hidden, layer.input_layernorm), layer.self_attn.qkv_proj.weight, query, store)
-        return query
+    def _stored_heads(
+        self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache,
+        token_count: torch.Tensor,
+    ) -> StoredHeads:  # fmt: skip
+        """From hidden states, by the q/k/v product alone where that can."""
+        store = self._head_store(index, bucket, inputs, cache)
+        if store is None:
+            return self._store(index, self._qkv_product(layer, hidden, token_count), bucket, inputs, cache)
+        qkv, heads, fresh = self._qkv[: bucket.tokens], self._query[: bucket.tokens], None
+        plan = self._chunk_plan(index, bucket, cache)
+        if plan is not None and plan.fresh:
+            heads, fresh = qkv.view(bucket.tokens, -1, self.config.head_dim), self._own_keys_and_values(qkv)
+        normed = self._normed(hidden, layer.input_layernorm, token_count)
+        project_heads(normed, layer.self_attn.qkv_proj.weight, heads, store, token_count)
+        return heads[:, : self.config.head_count], plan, fresh
 
-    def _qkv_product(self, layer: LlamaLayer, hidden: torch.Tensor) -> torch.Tensor:
+    def _qkv_product(self, layer: LlamaLayer, hidden: torch.Tensor, token_count: torch.Tensor) -> torch.Tensor:
         attention, norm, tokens = layer.self_attn, layer.input_layernorm, hidden.shape[0]
         weight, bias, qkv = attention.qkv_proj.weight, attention.qkv_proj.bias, self._qkv[:tokens]
         if bias is None:
             skinny_linear(
                 hidden, weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,
-                upcoming=self._ahead(attention.o_proj.weight, tokens),
+                upcoming=self._ahead(attention.o_proj.weight, tokens), token_count=token_count,
             )  # fmt: skip
         else:
             torch.addmm(bias, self._normed(hidden, norm), weight.T, out=qkv)
         return qkv
 
-    def _normed(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def _normed(self, hidden: torch.Tensor, norm: RMSNorm, token_count: torch.Tensor | None = None) -> torch.Tensor:
         """Rows after a norm, in the workspace until its next use."""
         normed = self._workspace.rows("normed", *hidden.shape)
-        rms_norm(hidden, norm.weight, norm.eps, normed)
+        rms_norm(hidden, norm.weight, norm.eps, normed, token_count=token_count)
         return normed
 
-    def _output_product(self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _output_product(
+        self, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor, token_count: torch.Tensor | None = None
+    ) -> None:
         tokens = hidden.shape[0]
         skinny_linear(
             attended.view(tokens, -1), layer.self_attn.o_proj.weight, hidden, self._workspace, residual=hidden,
-            upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens),
+            upcoming=self._ahead(layer.mlp.gate_up_proj.weight, tokens), token_count=token_count,
         )  # fmt: skip
 
     def _head_store(self, index: int, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> HeadStore | None:
@@ -244,9 +250,8 @@ class FusedForward:
         if attention.qkv_proj.bias is not None or cache.key_scales[index] is not None:
             return None
         new = NewTokens(self._rope_table, **head_norms(attention))
-        store = HeadStore(
-            cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions, new
-        )
+        caches = cache.key_caches[index], cache.value_caches[index]
+        store = HeadStore(*caches, inputs.slot_mapping, inputs.positions, new)
         shape = (bucket.tokens, self.config.head_count)
         return store if heads_plan(attention.qkv_proj.weight, *shape, store) is not None else None
 
@@ -260,16 +265,12 @@ class FusedForward:
         if few is not None:
             self._attend_few(few, index, qkv, bucket, inputs, cache, slots)
             return attended
-        query, plan = self._store(index, qkv, bucket, inputs, cache)
-        fresh = self._own_keys_and_values(qkv) if plan is not None and plan.fresh else None
+        query, plan, fresh = self._store(index, qkv, bucket, inputs, cache)
         self._attend(index, attended, query, bucket, inputs, cache, slots, counts[1:2], plan, fresh)
         return attended
 
-    def _store(
-        self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache
-    ) -> tuple[torch.Tensor, prefill_plans.PrefillPlan | None]:
-        """Queries [tokens, head, head_dim] from the q/k/v product, with K and V stored, and `_chunk_plan`, whose
-        attention may read its own keys and values where the product is."""
+    def _store(self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> StoredHeads:
+        """From the q/k/v product."""
         query, attention = self._query[: bucket.tokens], self.model.model.layers[index].self_attn
         new = NewTokens(self._rope_table, **head_norms(attention))
         plan = self._chunk_plan(index, bucket, cache)
@@ -278,7 +279,7 @@ class FusedForward:
             new.rope_table, new.q_weight, new.k_weight, new.eps, cache.key_scales[index], cache.value_scales[index],
             write_back=plan is not None and plan.fresh,
         )  # fmt: skip
-        return query, plan
+        return query, plan, self._own_keys_and_values(qkv) if plan is not None and plan.fresh else None
 
     def _chunk_plan(self, index: int, bucket: Bucket, cache: KVCache) -> prefill_plans.PrefillPlan | None:
         """The plan of a layer's attention for the bucket's chunks; None without chunks."""
@@ -393,17 +394,19 @@ class FusedForward:
                 *shared, inputs.query_starts, self._prefill_counters, plan, fresh=fresh, **options
             )
 
-    def _feed_forward_block(self, index: int, layer: LlamaLayer, hidden: torch.Tensor) -> None:
+    def _feed_forward_block(
+        self, index: int, layer: LlamaLayer, hidden: torch.Tensor, token_count: torch.Tensor | None = None
+    ) -> None:
         norm, mlp = layer.post_attention_layernorm, layer.mlp
         activated = self._activated[: hidden.shape[0]]
         skinny_linear(
             hidden, mlp.gate_up_proj.weight, activated, self._workspace,
             norm_weight=norm.weight, eps=norm.eps, silu_mul=True,
-            upcoming=self._ahead(mlp.down_proj.weight, hidden.shape[0]),
+            upcoming=self._ahead(mlp.down_proj.weight, hidden.shape[0]), token_count=token_count,
         )  # fmt: skip
         skinny_linear(
             activated, mlp.down_proj.weight, hidden, self._workspace, residual=hidden,
-            upcoming=self._ahead(self._after(index), hidden.shape[0]),
+            upcoming=self._ahead(self._after(index), hidden.shape[0]), token_count=token_count,
         )  # fmt: skip
 
     def _ahead(self, weight: torch.Tensor, tokens: int) -> torch.Tensor | None:
@@ -462,11 +465,9 @@ class FusedForward:
 
         `plans`: the module whose `can_specialise` says what the kernel computes, of prefill or of decode.
         """
-        config, major = self.config, self._capability_major
+        config, card = self.config, {"capability_major": self._capability_major}
         shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
-        return plans.can_specialise(
-            shape, self.hidden.dtype, sliding_window, quantised=quantised, capability_major=major
-        )
+        return plans.can_specialise(shape, self.hidden.dtype, sliding_window, quantised=quantised, **card)
 
     def _fused_plan(self, rows: int, single_warps: bool) -> fused.FusedDecodePlan:
         sizes = (self.config.kv_head_count, self.config.head_dim)
@@ -475,8 +476,7 @@ class FusedForward:
     def _decode_plan(self, rows: int, quantised: bool, specialised: bool) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        kernel = {"quantised": quantised, "specialised": specialised}
-        return decode.launch_plan(row_class(rows), *sizes, **kernel)
+        return decode.launch_plan(row_class(rows), *sizes, quantised=quantised, specialised=specialised)
 
     def _prefill_plan(
         self, bucket: Bucket, block_size: int, sliding_window: int, quantised: bool

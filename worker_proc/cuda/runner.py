@@ -1,6 +1,7 @@
 """Runs step plans on a GPU: one copy in, one graph, one copy out, and never a wait on the main thread.
 
 `execute` packs a plan into pinned memory, issues the step and returns; a reporter's thread waits for the sampled ids.
+Plan and ids travel beside the steps (`lanes`); everything else is issued on the main stream, behind the plan's arrival.
 Steps may be issued before earlier ones are done: what a step needs of them is on the device. Rows that ask for what the
 sampling kernel lacks take `special_rows` on their step. Without a GPU the same code runs in Triton's interpreter, in
 tests. The sockets, and when a plan comes, are the worker's business (`worker.py`).
@@ -180,14 +181,13 @@ class CudaRunner:
 
         The step begins behind what the host does alone: an idle device does not wait for that in the step's time.
         """
-        writes = self._stager.change_slots(plan)
+        changes = self._stager.change_slots(plan)
         packed = self._stager.pack(plan, lane.plan.words)
-        lane.begin()
+        writes = changes if changes.count <= WRITE_ROOM else StateWrites(self.slots)
+        lane.begin(packed.size, writes)
         self.swap.move(plan)
-        if writes.count > WRITE_ROOM:
-            write_apart(self.slots.memory, writes)
-            writes = StateWrites(self.slots)
-        lane.plan.send(packed.size, writes)
+        if writes is not changes:
+            write_apart(self.slots.memory, changes)
         if writes.count and self._reads_slots_first(plan):
             self.program.write_slots()
         if plan.masks:

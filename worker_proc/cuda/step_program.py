@@ -23,7 +23,7 @@ from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 
 GRAPH_LIMIT = 256
-"""Graphs that are kept at most; 14 are captured at the start and 132 in pauses, with the default limits. Steps of
+"""Graphs that are kept at most; 14 are captured at the start and 139 in pauses, with the default limits. Steps of
 further buckets run without one, if none stands in."""
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class StepProgram:
         if bucket.kind != DECODE:
             scatter_words(self._slots.memory, self._plan, self._layout)
         step_inputs(self._plan, self._layout, self._slots.state, inputs, self._slots.block_size)
-        logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:2])
+        logits = forward.run(bucket, inputs, self._cache, self._slots, self._plan[:3])
         if sampling:
             self.sample(bucket, logits)
         return logits

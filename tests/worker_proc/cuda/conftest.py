@@ -36,7 +36,7 @@ def library_products(monkeypatch):
 def quick_stores(monkeypatch, device):
     """Without a GPU keys and values are stored by the reference: the interpreter takes a second for a few tokens."""
     if device == "cpu":
-        monkeypatch.setattr(fused_forward, "qk_norm_rope_store", _store_by_reference)
+        monkeypatch.setattr(fused_forward, "qk_norm_rope_store", store_by_reference)
 
 
 @pytest.fixture
@@ -94,9 +94,10 @@ def fresh_plans(monkeypatch, device, quick_stores):
     return calls
 
 
-def _store_by_reference(
+def store_by_reference(
     qkv, q_out, key_cache, value_cache, slots, positions, rope_table, q_weight, k_weight, *rest, **named
 ):
+    """Stands in for `qk_norm_rope_store`."""
     heads = (q_out.shape[1], q_weight, k_weight, *rest)
     q_out.copy_(
         qk_norm_rope_store_reference(qkv, key_cache, value_cache, slots, positions, rope_table, *heads, **named)

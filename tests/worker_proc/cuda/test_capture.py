@@ -203,7 +203,7 @@ def test_a_larger_bucket_stands_in_for_one_without_a_graph(monkeypatch):
     near, far = Bucket(CHUNK, 16, 1280), Bucket(CHUNK, 256, 2048)
     runner, program = bare_runner(near, far, Bucket(MIXED, 64, 1536))
     program._graphs[Bucket(CHUNK, 64, 1536), False] = None
-    assert chosen(runner, 10, 1250) == near and chosen(runner, 1, 4000) == Bucket(CHUNK, 16, 4096), "nothing holds it"
+    assert chosen(runner, 10, 1250) == near and chosen(runner, 1, 4000) == Bucket(CHUNK, 4, 4096), "nothing holds it"
     assert chosen(runner, 10, 1000) == near, "the least padding of its kind"
     assert chosen(runner, 40, 1500) == far, "room for its rows, captured with sampling"
     own = [Bucket(CHUNK, 64, 1536), Bucket(CHUNK, 16, 1024)]
@@ -228,13 +228,13 @@ def test_however_much_is_padded_the_first_step_of_a_size_waits_for_no_capture():
 
 def test_a_graph_that_ends_in_rows_stands_in_for_no_step_that_asks_for_every_token():
     """Nor the other way about: one computes too little, the other too much."""
-    plain, asking = Bucket(CHUNK, 256, 8192), Bucket(CHUNK, 16, 4096, every_token=True)
+    plain, asking = Bucket(CHUNK, 256, 8192), Bucket(CHUNK, 16, 2560, every_token=True)
     runner, program = bare_runner(plain)
-    assert chosen(runner, 1, 4000, ("a prompt's",)) == asking, "which nothing holds"
+    assert chosen(runner, 1, 2500, ("a prompt's",)) == asking, "which nothing holds"
     assert not runner._unprepared
     program._graphs[asking, True] = None
-    assert chosen(runner, 1, 3000, ("a prompt's",)) == asking and chosen(runner, 1, 3000) == plain
-    assert list(runner._unprepared) == [Bucket(CHUNK, 16, 3072), Bucket(CHUNK, 16, 3072, every_token=True)]
+    assert chosen(runner, 1, 2000, ("a prompt's",)) == asking and chosen(runner, 1, 2000) == plain
+    assert list(runner._unprepared) == [Bucket(CHUNK, 16, 2048), Bucket(CHUNK, 16, 2048, every_token=True)]
 
 
 def test_nothing_is_captured_before_its_kernels_are_compiled(monkeypatch):

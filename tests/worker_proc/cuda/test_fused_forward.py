@@ -254,7 +254,7 @@ class OnePrompt:
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU")),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ])  # fmt: skip
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_a_prompts_attention_has_the_same_bits_however_it_is_cut(
     device, kv_cache_dtype, fresh_plans, tiny_model, fused_sizes
 ):

@@ -85,7 +85,7 @@ def test_heads_that_the_product_stores_are_gathered_too(
 ):
     """kernels/gemm.py's product of many tokens; here the reference's."""
 
-    def project_heads(x, weight, query, store):
+    def project_heads(x, weight, query, store, token_count):
         query.copy_(project_heads_reference(x, weight, query.shape[1], store))
 
     monkeypatch.setattr(fused_forward, "heads_plan", lambda *_: LinearPlan("gemm"))

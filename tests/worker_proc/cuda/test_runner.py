@@ -7,14 +7,17 @@ from random import Random
 import pytest
 import torch
 
-from common.messages import SlotSampling
+from common.messages import SlotSampling, StepPlan
 from kernels import fused_decode_attention as fused
 from kernels import skinny_linear, skinny_linear_warps, tuning
 from kernels.gemm import project_heads_reference
 from kernels.tuning import LinearPlan
 from tests.kernels.gluon_emulator import emulate
 from worker_proc.cuda import fused_forward
+from worker_proc.cuda.lanes import LANE_COUNT
 
+LONG = 20_000_000
+"""Cycles, about 10 ms: longer than it takes to issue as many steps as there are lanes."""
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU in this process")
 devices = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -118,9 +121,9 @@ def test_a_prompts_product_may_store_its_heads_itself(
     """In steps with padding, of chunks and of decode rows beside them. The product itself is the reference's."""
     projected = []
 
-    def project_heads(x, weight, query, store):
+    def project_heads(x, weight, heads, store, token_count=None):
         projected.append(x.shape[0])
-        query.copy_(project_heads_reference(x, weight, query.shape[1], store))
+        heads.copy_(project_heads_reference(x, weight, heads.shape[1], store))
 
     monkeypatch.setattr(fused_forward, "heads_plan", lambda weight, rows, *_: LinearPlan("gemm") if rows > 2 else None)
     monkeypatch.setattr(fused_forward, "project_heads", project_heads)
@@ -186,6 +189,33 @@ def test_run_ahead_gives_the_same_tokens(device, library_products, tiny_model, m
 
 
 @pytest.mark.gpu
+def test_plans_in_all_lanes_at_once_give_what_they_give_one_by_one(tiny_model, make_gpu_driver, fused_sizes):
+    """The device is kept busy until all of them have been issued. Rows differ from step to step; prompts come later."""
+    _, folder = tiny_model("Qwen3", **fused_sizes)
+    sampling, outputs = SlotSampling(temperature=0.8, seed=7), []
+    for in_flight in (1, LANE_COUNT):
+        driver, rng, tokens = make_gpu_driver(folder, "cuda", block_count=96), Random(4), []
+        requests = [driver.add(prompt(length, seed=length), sampling) for length in (3, 9, 5, 2)]
+        for _ in range(10 * LANE_COUNT // in_flight):
+            if in_flight > 1:
+                torch.cuda._sleep(LONG)
+            steps = [driver.issue(random_plan(driver, requests, rng)) for _ in range(in_flight)]
+            tokens += [step.result().token_ids for step in steps]
+        outputs.append(tokens)
+    assert outputs[0] == outputs[1]
+    assert len(set(map(len, outputs[0]))) > 2 and len({token for ids in outputs[0] for token in ids}) > 9
+
+
+def random_plan(driver, requests, rng: Random) -> StepPlan:
+    """Some of the requests, each with all that it has to compute; what they sample is not known yet."""
+    rows = [request for request in requests if rng.random() < 0.5] or requests[:1]
+    plan = driver.plan([(request, len(request.tokens) - request.computed) for request in rows])
+    for request in rows:
+        request.tokens.append(0)
+    return plan
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("plans", [None, hopper_plan])
 def test_bfloat16_logits_are_close_to_float32(tiny_model, make_gpu_driver, fused_sizes, monkeypatch, plans):
     """By relative error, against the plain modules in float32 on the CPU."""
@@ -226,7 +256,7 @@ def test_captured_steps_on_hopper_tiles_choose_as_float32_does(tiny_model, make_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
 def test_prompts_that_read_their_own_keys_may_be_cut_anywhere(
     device, kv_cache_dtype, fresh_plans, tiny_model, make_gpu_driver, fused_sizes
 ):

@@ -11,7 +11,7 @@ import torch
 from common.messages import NewSlots, SlotInit, SlotSampling, StepPlan
 from kernels.sampling_state import ALLOWED_ROW, BANNED_UNTIL, COUNT_ROW, SEED_HIGH, SEED_LOW
 from kernels.scatter_words import scatter_words
-from kernels.step_layout import HEADER, PlanLayout
+from kernels.step_layout import HEADER, WRITE_COUNT, PlanLayout
 from tests.kernels.closeness import DEVICE
 from worker_proc import slots as slots_module
 from worker_proc.cuda import runner as runner_module
@@ -50,13 +50,30 @@ def test_writes_arrive_behind_a_plan_of_any_size_and_apart(seed):
     staged.words[:HEADER] = 0, 0, 0, block_count, 0
     staged.words[LAYOUT.appended_ids] = 7
     staged.send(LAYOUT.appended_ids.start + block_count, writes)
+    staged.deliver()
     scatter_words(got.memory, target, LAYOUT)
     write_apart(apart.memory, writes)
     assert torch.equal(got.memory, want.memory) and torch.equal(apart.memory, want.memory)
     staged.send(LAYOUT.appended_ids.start + block_count, StateWrites(want))
+    staged.deliver()
     got.memory.zero_()
     scatter_words(got.memory, target, LAYOUT)
     assert not got.memory.any(), "the writes of the step before"
+
+
+def test_a_plan_waits_on_the_device_in_a_line_of_its_own():
+    """Later plans are sent while the step before them reads its own."""
+    target, nothing = device_buffer(LAYOUT, torch.device(DEVICE)), StateWrites(slot_memory())
+    plans = [StagedPlan(target) for _ in range(3)]
+    for number, staged in enumerate(plans, 1):
+        staged.words[: LAYOUT.size] = range(number, number + LAYOUT.size)
+        staged.send(LAYOUT.size, nothing)
+    assert not target.any(), "a plan that was not delivered yet"
+    for number, staged in enumerate(plans, 1):
+        staged.deliver()
+        want = torch.arange(number, number + LAYOUT.size)
+        want[WRITE_COUNT] = 0
+        assert torch.equal(target[: LAYOUT.size].cpu(), want)
 
 
 def test_a_buffer_ends_where_a_copy_may():
