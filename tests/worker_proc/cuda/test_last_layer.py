@@ -1,10 +1,12 @@
 """Of the last layer of a step with chunks only what is used: K and V of all tokens, the rest of rows that sample."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from common.messages import SlotSampling
-from kernels import skinny_linear, tuning
+from kernels import prefill_attention, skinny_linear, tuning
 from kernels.gemm import project_heads_reference
 from kernels.tuning import LinearPlan
 from tests.worker_proc.cuda.test_runner import devices, interpreted, prompt
@@ -80,21 +82,30 @@ def test_rows_that_sample_get_the_logits_of_a_whole_pass(
 
 @interpreted
 @pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("fresh", [False, True])
 def test_heads_that_the_product_stores_are_gathered_too(
-    device, ended, library_products, quick_stores, tiny_model, make_gpu_driver, fused_sizes, monkeypatch
+    device, fresh, ended, library_products, quick_stores, tiny_model, make_gpu_driver, fused_sizes, monkeypatch
 ):
-    """kernels/gemm.py's product of many tokens; here the reference's."""
+    """kernels/gemm.py's product of many tokens, here the reference's; also where queries lie between keys and values,
+    since attention wants these where the product is. Here it is made to read the cache all the same."""
 
-    def project_heads(x, weight, query, store, token_count):
-        query.copy_(project_heads_reference(x, weight, query.shape[1], store))
+    def project_heads(x, weight, heads, store, token_count):
+        heads.fill_(float("nan"))
+        heads[:, :2] = project_heads_reference(x, weight, 2, store)
 
+    attend, plan_of = prefill_attention.prefill_attention, FusedForward._chunk_plan
+    monkeypatch.setattr(
+        prefill_attention, "prefill_attention",
+        lambda *a, **o: attend(*a[:-1], replace(a[-1], fresh=False), **o | {"fresh": None}),
+    )  # fmt: skip
+    monkeypatch.setattr(FusedForward, "_chunk_plan", lambda *a: replace(plan_of(*a), fresh=fresh))
     monkeypatch.setattr(fused_forward, "heads_plan", lambda *_: LinearPlan("gemm"))
     monkeypatch.setattr(fused_forward, "project_heads", project_heads)
     _, folder = tiny_model("Qwen3", **fused_sizes)
     check_against_whole(monkeypatch, ERRORS[device, torch.float32])
     driver = make_gpu_driver(folder, device, padded=True)
     driver.step([(driver.add(prompt(22)), 9), (driver.add(prompt(6, seed=1)), 6)])
-    assert ended == [Bucket(CHUNK, 4, 16)]
+    assert ended == [Bucket(CHUNK, 4, 16)] and driver.forward._qkv[:15].isnan().any() == fresh
 
 
 @devices
