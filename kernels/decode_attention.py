@@ -240,7 +240,7 @@ def bytes_moved(
     return 2 * kv_heads * sum(context_lengths) * stored + 2 * query_heads * rows * element_bytes * head_dim
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["row_count_ptr"])
 def _decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,

@@ -19,7 +19,8 @@ workspace is `launch_plan(..., specialised=True)`'s. Limits beside those there: 
 or (over a plain cache) f16, head_dim 64 or 128, groups of up to 8, blocks of 8 or more, no sliding window, no soft cap.
 
 With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
-block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+block tables, lengths and all other tokens must have been written by kernels that had completed before that one let it
+start.
 It lets the next kernel start as soon as its own first tiles are on their way (rule 1 of kernels/launch.py): what this
 one reads, writes and keeps in its workspace, kernels behind it write only after their wait, which returns when every
 program here has ended. That holds too for the next layer's call, which shares the workspace: it may be placed while
@@ -194,7 +195,7 @@ def _ask(
             )  # fmt: skip
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["row_count_ptr"])
 def _hopper_decode_kernel(
     output_ptr, query_ptr, key_desc, value_desc, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,

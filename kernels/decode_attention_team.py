@@ -22,7 +22,8 @@ Work is shared out, cut and merged as in kernels/decode_attention.py, the only c
 workspace is `launch_plan(..., specialised=True, num_warps=...)`'s. Limits: those of kernels/decode_attention_hopper.py.
 
 With PDL it starts while the kernel ahead, which stores the new tokens, still runs, and asks for all tiles but theirs:
-block tables, lengths and all other tokens must have been written by kernels that had completed before that one started.
+block tables, lengths and all other tokens must have been written by kernels that had completed before that one let it
+start.
 When its own first tiles are on their way it lets the next kernel start, as kernels/decode_attention_hopper.py does.
 
 Measured figures: kernels/decode_attention.py and docs/log.md. Sources: those of kernels/decode_attention_hopper.py, and
@@ -283,7 +284,7 @@ def _next_place(place, work_end, ends, lengths_ptr, slots_ptr, tables_ptr, table
     return head, length, table_ptr, start, tile, tile_end
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["row_count_ptr"])
 def _team_decode_kernel(
     output_ptr, query_ptr, key_ptr, value_ptr, tables_ptr, slots_ptr, lengths_ptr, row_count_ptr, partials_ptr,
     counters_ptr, key_scales_ptr, value_scales_ptr, max_rows, output_stride, query_stride, table_stride, scale_log2,

@@ -7,9 +7,10 @@ runs. Four rules make that safe, and every kernel here keeps them:
 2. All writes come after `wait_for_inputs`. It returns when the kernel before has completed, and since a program of that
    one waited too, everything before it has completed as well.
 3. Before `wait_for_inputs` a program reads what no kernel ever writes: weights, norm weights, rope tables.
-4. It may also read what had been written before the step's embedding started: that alone waits first and only then lets
-   others start. These are the step's inputs, block tables, and the cached tokens of earlier steps, also where they came
-   by a copy or from the host: a block that a row writes to in a step is in no other row's table (`StepPlan`).
+4. It may also read what had been written before kernels/embedding.py was launched last: that alone waits first and only
+   then lets others start. Behind a step's embedding these are its inputs, block tables, and the cached tokens of
+   earlier steps, also where they came by a copy or from the host: a block that a row writes to in a step is in no other
+   row's table (`StepPlan`). Where it has gathered the rows that sample, these are the step's own cached tokens too.
 
 On another card or in the interpreter, the same code is launched in order, without PDL. While it waits, a program can
 also bring into the level-2 cache what a later kernel will read first (`prefetch`): memory is then busy in the gaps

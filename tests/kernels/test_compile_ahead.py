@@ -328,3 +328,42 @@ def test_it_needs_no_class_that_the_oldest_triton_lacks(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module._CALLED is jit.JITFunction
+
+
+DECODING = """
+import json
+from collections import Counter
+import torch
+from benchmarks.kernels.pretended_gpu import Card, pretended_gpu
+from kernels.compile_ahead import launches_left_out
+from kernels.decode_attention import decode_attention, launch_plan
+from kernels.launch import takes_gluon
+
+def attend(rows, counts, quantised, specialised):
+    numbers = torch.zeros(64, 4, dtype=torch.int32, device="cuda")
+    query = torch.zeros(rows, 16, 128, dtype=torch.bfloat16, device="cuda")
+    cache = torch.zeros(9, 8, 16, 128, dtype=torch.int8 if quantised else torch.bfloat16, device="cuda")
+    scales = torch.zeros(9, 8, 16, dtype=torch.float16, device="cuda") if quantised else None
+    plan = launch_plan(64, 16, 8, 128, 132, quantised=quantised, specialised=specialised)
+    partials = torch.zeros(plan.workspace_floats, device="cuda")
+    counters = torch.zeros(512, dtype=torch.int32, device="cuda")
+    decode_attention(
+        query, query, cache, cache, numbers, numbers.view(-1)[:rows], numbers.view(-1)[:rows], partials, counters, plan,
+        scale=1.0, decode_row_count=counts, key_scales=scales, value_scales=scales,
+    )
+
+kernels = ((False, False), (False, True), (True, True)) if takes_gluon(9) else ((False, False),)
+with pretended_gpu(Card()), launches_left_out() as needed:
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for rows in (1, 16, 20):
+        for count in (counts[:1], counts[1:]):
+            for kernel in kernels:
+                attend(rows, count, *kernel)
+print(json.dumps([len(kernels), Counter(kernel.function.fn.__name__ for kernel in needed)]))
+"""
+
+
+def test_decode_attention_is_compiled_once_for_all_rows_and_for_all_places_of_their_number(run_script):
+    """The rows in which a prompt's step ends are counted elsewhere than those of a step that decodes."""
+    kernels, found = json.loads(run_script(["-c", DECODING]))
+    assert len(found) == kernels and set(found.values()) == {1}, found

@@ -203,7 +203,8 @@ class PlanDriver:
 
 def gpu_runner(model, cache: KVCache, limits: StepLimits, max_model_len: int, vocab: int):
     """The GPU's runner, with the fused forward pass where that covers the model."""
-    from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
+    from worker_proc.cuda.covered_models import unsupported_reason
+    from worker_proc.cuda.fused_forward import FusedForward
     from worker_proc.cuda.plain_forward import PlainForward
     from worker_proc.cuda.runner import CudaRunner
     from worker_proc.cuda.slots import DeviceSlots

@@ -1,8 +1,9 @@
 """Which bucket a step runs in: the sizes that its buffers are padded to, and that its CUDA Graph is captured for.
 
 Plain integers, no torch. A graph serves every step of its bucket, whatever the contexts' lengths are, so a bucket is
-three things: which rows there are (decode, chunks, or both), how many rows, how many tokens. Sizes beyond the smallest
-are multiples of 16, for which the kernels are compiled once. Called by the GPU runner.
+four things: which rows there are (decode, chunks, or both), how many rows, how many tokens, and whether anything asks
+for the last hidden states of all of these. Sizes beyond the smallest are multiples of 16, for which the kernels are
+compiled once. Called by the GPU runner, and by the passes.
 """
 
 from collections.abc import Iterator
@@ -38,6 +39,13 @@ _FIRST_FEW_TOKENS = (256, 1024)
 _FIRST_WIDE_TOKENS = (2048, 8192)
 """What `first_buckets` are made of, beside the largest of each kind."""
 
+FEWEST_ENDING_TOKENS = 512
+"""From so many tokens on the last layer is done for the rows alone. Below, its products take about as long for these,
+since reading their weights is what takes the time, and gathering the rows is a launch more."""
+
+TOKENS_PER_ENDING_ROW = 4
+"""And from so many tokens a row on: with fewer, most of the layer would be left, by kernels that are for few rows."""
+
 _NEARLY_LARGEST = 0.875
 """A step of this share of the largest, as most of a long prompt's are, is padded to the largest, which is prepared."""
 
@@ -49,15 +57,26 @@ class Bucket(NamedTuple):
         kind: `decode`: every row is one token and row r is token r; `chunk`: no row is left to the decode kernel;
             `mixed`: decode rows first, then chunks.
         rows, tokens: at least the step's; equal for `decode`.
+        every_token: the last hidden state of every token is asked for, and not only of the rows that sample: by log
+            probabilities of prompts, or embeddings.
     """
 
     kind: str
     rows: int
     tokens: int
+    every_token: bool = False
+
+    @property
+    def ends_in_rows(self) -> bool:
+        """Whether a pass may leave out what only other tokens than those that sample take of the last layer."""
+        is_worth_it = self.tokens >= max(FEWEST_ENDING_TOKENS, TOKENS_PER_ENDING_ROW * self.rows)
+        return self.kind != DECODE and not self.every_token and is_worth_it
 
 
 @lru_cache(maxsize=1024)
-def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: int, max_tokens: int) -> Bucket:
+def bucket_of(
+    decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: int, max_tokens: int, every_token: bool = False
+) -> Bucket:
     """The smallest bucket that holds a step of `decode_rows` single tokens and `chunk_rows` chunks."""
     rows = decode_rows + chunk_rows
     assert 0 < rows <= max_rows and rows <= token_count <= max_tokens, (rows, token_count, max_rows, max_tokens)
@@ -71,7 +90,8 @@ def bucket_of(decode_rows: int, chunk_rows: int, token_count: int, *, max_rows: 
         row_size = next((size for size in _large_rows(decode_rows == 0, max_rows) if size >= rows), max_rows)
         is_nearly_largest = tokens > LARGE_TOKENS and tokens >= _NEARLY_LARGEST * max_tokens
         tokens = max_tokens if is_nearly_largest else tokens
-    return Bucket(MIXED if decode_rows else CHUNK, min(row_size, max_tokens), min(tokens, max_tokens))
+    kind = MIXED if decode_rows else CHUNK
+    return Bucket(kind, min(row_size, max_tokens), min(tokens, max_tokens), every_token)
 
 
 def _large_rows(is_chunk: bool, max_rows: int) -> list[int]:
@@ -85,10 +105,10 @@ def _large_buckets(size: int, max_rows: int) -> list[Bucket]:
     return [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for rows in _large_rows(kind == CHUNK, max_rows)]
 
 
-def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int) -> Bucket:
+def exact_bucket(decode_rows: int, chunk_rows: int, token_count: int, *, every_token: bool = False) -> Bucket:
     """The step's own sizes: for eager execution, where padding would only be work."""
     kind = DECODE if chunk_rows == 0 else MIXED if decode_rows else CHUNK
-    return Bucket(kind, decode_rows + chunk_rows, token_count)
+    return Bucket(kind, decode_rows + chunk_rows, token_count, every_token)
 
 
 def padded_batch(rows: int) -> int:

@@ -33,8 +33,9 @@ from worker_proc.cuda.buckets import (
     largest_buckets,
     slowest_to_compile,
 )
+from worker_proc.cuda.covered_models import unsupported_reason
 from worker_proc.cuda.fixed_order_forward import FixedOrderForward
-from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
+from worker_proc.cuda.fused_forward import FusedForward
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.cuda.runner import CudaRunner
 from worker_proc.cuda.slots import DeviceSlots

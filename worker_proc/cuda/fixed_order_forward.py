@@ -24,7 +24,8 @@ from kernels.rms_norm import rms_norm
 from kernels.silu_mul import silu_mul
 from kernels.step_layout import StepInputs
 from worker_proc.cuda.buckets import DECODE, Bucket
-from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, head_norms, row_class
+from worker_proc.cuda.covered_models import head_norms
+from worker_proc.cuda.fused_forward import EARLY_TOKENS, FusedForward, row_class
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 from worker_proc.layers.linear import Linear

@@ -14,17 +14,20 @@ residual; gate and up products with the norm before and SiLU * up after; down pr
 
 Decode rows beside prompts are one more, since they have an attention of their own.
 
+Of what the last layer gives, a step samples from one token of each row, and later steps read all keys and values. So
+where that is worth it (`Bucket.ends_in_rows`) this layer stores K and V of all tokens, gathers queries and residuals of
+those rows, and goes on as a step that decodes them. That is one launch more: the head gathers residuals in any case.
+
 It works in buffers that are allocated once, so a call can be captured in a CUDA Graph, and it takes the parameters of a
 loaded model as they are.
 
-Knows nothing of requests, plans or sampling. `unsupported_reason` says which models the plain modules must serve
-instead (`plain_forward`). Called by the GPU runner.
+Knows nothing of requests, plans or sampling. `covered_models` says which models the plain modules must serve instead
+(`plain_forward`). Called by the GPU runner.
 """
 
 from copy import copy
 from itertools import product
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -38,18 +41,18 @@ from kernels.launch import capability_major, multiprocessor_count, shared_memory
 from kernels.linear_workspace import MAX_ROWS as MAX_SKINNY_ROWS
 from kernels.linear_workspace import Workspace
 from kernels.new_token import NewTokens
-from kernels.paged_kv import HEAD_DIMS, HeadShape
+from kernels.paged_kv import HeadShape
 from kernels.qk_norm_rope_store import qk_norm_rope_store
 from kernels.rms_norm import rms_norm
 from kernels.skinny_linear import linear_of_parts, linear_parts, merges_parts, parts_plan, skinny_linear
 from kernels.step_layout import StepInputs
 from kernels.tuning import most_library_rows
 from worker_proc.cuda.buckets import CHUNK, DECODE, MIXED, Bucket
+from worker_proc.cuda.covered_models import head_norms, rope_table
 from worker_proc.cuda.slots import DeviceSlots
 from worker_proc.kv_cache import KVCache
 from worker_proc.layers.norm import RMSNorm
 from worker_proc.models.llama import LlamaAttention, LlamaForCausalLM, LlamaLayer
-from worker_proc.models.qwen3 import Qwen3Attention
 
 EARLY_TOKENS = 2048
 """Up to this many tokens the attention of chunks is launched before the kernel ahead has finished, and finds its rows
@@ -63,17 +66,9 @@ FEWEST_PARTS_TOKENS = 2
 PREFETCH_TOKENS = 4
 """Below this many rows the products are too short to prefetch behind: measured, 22 us a step slower at one row."""
 
-
-def unsupported_reason(model: LlamaForCausalLM) -> str | None:
-    """Why this pass cannot serve the model; None if it can."""
-    config = model.config
-    if model.rotary.length_dependent:
-        return f"rope type {config.rope.rope_type} has frequencies that depend on the length"
-    if config.output_bias or config.mlp_bias:
-        return "biases on the output, gate, up or down projections"
-    if config.head_dim not in HEAD_DIMS:
-        return f"head_dim {config.head_dim} is not one of {HEAD_DIMS}"
-    return None
+StoredHeads = tuple[torch.Tensor, prefill_plans.PrefillPlan | None, tuple[torch.Tensor, torch.Tensor] | None]
+"""Queries [tokens, head, head_dim] of a layer whose K and V are stored; for attention of the bucket's chunks its plan,
+and the step's own keys and values if it wants them."""
 
 
 class FusedForward:
@@ -84,7 +79,8 @@ class FusedForward:
         max_positions: positions that may occur are below this.
 
     Attributes:
-        hidden: [max_tokens, hidden_size], after a pass the residual stream before the last norm.
+        hidden: [max_tokens, hidden_size], after a pass the residual stream before the last norm, unless that pass ended
+            in rows.
         logits: float32 [max_rows, vocab_size], after a pass those of the rows that sample.
     """
 
@@ -95,6 +91,7 @@ class FusedForward:
         config = model.config
         self.model, self.config = model, config
         self._layers = list(enumerate(model.model.layers))
+        self._last_layer, self._is_short = self._layers[-1], False
         weight = model.model.norm.weight
         device, dtype = weight.device, weight.dtype
         self._multiprocessors, self._capability_major = multiprocessor_count(device), capability_major(device)
@@ -110,6 +107,7 @@ class FusedForward:
         self._attended = buffer(max_tokens, query_size).view(max_tokens, *self._query_shape)
         self._activated = buffer(max_tokens, config.intermediate_size)
         self._sampled = buffer(max_rows, config.hidden_size)
+        self._sampled_query = buffer(max_rows, query_size).view(max_rows, *self._query_shape)
         self.logits = buffer(max_rows, config.vocab_size, torch.float32)
         widest = 2 * config.intermediate_size
         wide_rows = max_tokens
@@ -140,16 +138,20 @@ class FusedForward:
         embedding(inputs.token_ids, self.model.model.embed_tokens.weight, hidden)
         if self._leaves_parts(bucket):
             return self._run_in_parts(hidden, bucket, inputs, cache, slots, counts)
-        for index, layer in self._layers:
+        is_whole = self._is_short or not bucket.ends_in_rows
+        for index, layer in self._layers if is_whole else self._layers[:-1]:
             self._attention_block(index, layer, hidden, bucket, inputs, cache, slots, counts)
             self._feed_forward_block(index, layer, hidden, counts[2:3])
-        return self._head(hidden, bucket, inputs)
+        if is_whole:
+            logits = self._head(hidden, bucket, inputs)
+        return self._end_in_rows(hidden, bucket, inputs, cache, slots, counts) if bucket.ends_in_rows else logits
 
     def shortened(self) -> "FusedForward":
-        """The same pass over one layer of each kind only, which takes every kernel of the whole."""
+        """The same pass over one layer of each kind only, which takes every kernel of the whole. Where that ends in
+        rows, it first takes those of the same bucket's with every token, too."""
         kinds = {layer.self_attn.sliding_window: (index, layer) for index, layer in reversed(self._layers)}
         short = copy(self)
-        short._layers = sorted(kinds.values(), key=lambda item: item[0])
+        short._layers, short._is_short = sorted(kinds.values(), key=lambda item: item[0]), True
         return short
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
@@ -164,38 +166,68 @@ class FusedForward:
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs,
         cache: KVCache, slots: DeviceSlots, counts: torch.Tensor,
     ) -> None:  # fmt: skip
-        attention, norm = layer.self_attn, layer.input_layernorm
-        tokens, token_count = hidden.shape[0], counts[2:3]
+        attention, token_count = layer.self_attn, counts[2:3]
+        attended, few = self._attended[: bucket.tokens], self._few_rows_plan(bucket, attention, cache)
+        if few is None:
+            query, plan, fresh = self._stored_heads(index, layer, hidden, bucket, inputs, cache, token_count)
+            self._attend(index, attended, query, bucket, inputs, cache, slots, counts[1:2], plan, fresh)
+        else:
+            qkv, leave = self._qkv_product(layer, hidden, token_count), self._leaves_attention(few, bucket, attention)
+            left = self._attend_few(few, index, qkv, bucket, inputs, cache, slots, leave=leave)
+            if left is not None:
+                linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
+                return
+        self._output_product(layer, attended, hidden, token_count)
+
+    def _end_in_rows(
+        self, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """The last layer and the head: K and V of all tokens, and what is left as of a step that decodes the rows. One
+        that does not sample goes on from zeros."""
+        (index, layer), rows = self._last_layer, bucket.rows
+        queries, *_ = self._stored_heads(index, layer, hidden, bucket, inputs, cache, counts[2:3])
+        query, attended = self._sampled_query[:rows], self._attended[:rows]
+        embedding(inputs.sample_rows, queries.flatten(1), query.flatten(1))
+        sampled = self._sampled_rows(hidden, bucket, inputs)
+        # The gathers let nothing start before all keys and values are stored, as the embedding does for earlier steps.
+        decoding = Bucket(DECODE, rows, rows)
+        self._attend(index, attended, query, decoding, inputs, cache, slots, counts[:1], None, None)
+        if self._leaves_parts(decoding):
+            normed = self._workspace.rows("normed", *sampled.shape)
+            self._layer_end_in_parts(index, layer, attended, sampled, normed, self.model.model.norm)
+            return self._logits_of(normed)
+        self._output_product(layer, attended, sampled)
+        self._feed_forward_block(index, layer, sampled)
+        return self._head(sampled, decoding, inputs)
+
+    def _stored_heads(
+        self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache,
+        token_count: torch.Tensor,
+    ) -> StoredHeads:  # fmt: skip
+        """From hidden states, by the q/k/v product alone where that can."""
         store = self._head_store(index, bucket, inputs, cache)
-        qkv = self._qkv[:tokens]
-        if store is not None:
-            query, attended = self._query[:tokens], self._attended[:tokens]
-            plan, fresh = self._chunk_plan(index, bucket, cache), None
-            heads = query
-            if plan is not None and plan.fresh:
-                heads = qkv.view(tokens, -1, self.config.head_dim)
-                query, fresh = heads[:, : self.config.head_count], self._own_keys_and_values(qkv)
-            normed = self._normed(hidden, norm, token_count)
-            project_heads(normed, attention.qkv_proj.weight, heads, store, token_count)
-            self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
-            self._output_product(layer, attended, hidden, token_count)
-            return
-        if attention.qkv_proj.bias is None:
+        if store is None:
+            return self._store(index, self._qkv_product(layer, hidden, token_count), bucket, inputs, cache)
+        qkv, heads, fresh = self._qkv[: bucket.tokens], self._query[: bucket.tokens], None
+        plan = self._chunk_plan(index, bucket, cache)
+        if plan is not None and plan.fresh:
+            heads, fresh = qkv.view(bucket.tokens, -1, self.config.head_dim), self._own_keys_and_values(qkv)
+        normed = self._normed(hidden, layer.input_layernorm, token_count)
+        project_heads(normed, layer.self_attn.qkv_proj.weight, heads, store, token_count)
+        return heads[:, : self.config.head_count], plan, fresh
+
+    def _qkv_product(self, layer: LlamaLayer, hidden: torch.Tensor, token_count: torch.Tensor) -> torch.Tensor:
+        attention, norm, tokens = layer.self_attn, layer.input_layernorm, hidden.shape[0]
+        weight, bias, qkv = attention.qkv_proj.weight, attention.qkv_proj.bias, self._qkv[:tokens]
+        if bias is None:
             skinny_linear(
-                hidden, attention.qkv_proj.weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,
+                hidden, weight, qkv, self._workspace, norm_weight=norm.weight, eps=norm.eps,
                 upcoming=self._ahead(attention.o_proj.weight, tokens), token_count=token_count,
             )  # fmt: skip
         else:
-            normed = self._normed(hidden, norm)
-            torch.addmm(attention.qkv_proj.bias, normed, attention.qkv_proj.weight.T, out=qkv)
-        few = self._few_rows_plan(bucket, attention, cache)
-        if few is not None and self._leaves_attention(few, bucket, attention):
-            left = self._attend_few(few, index, qkv, bucket, inputs, cache, slots, leave=True)
-            assert left is not None
-            linear_of_parts(left, attention.o_proj.weight, hidden, self._workspace, residual=hidden)
-            return
-        attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts)
-        self._output_product(layer, attended, hidden, token_count)
+            torch.addmm(bias, self._normed(hidden, norm), weight.T, out=qkv)
+        return qkv
 
     def _normed(self, hidden: torch.Tensor, norm: RMSNorm, token_count: torch.Tensor | None = None) -> torch.Tensor:
         """Rows after a norm, in the workspace until its next use."""
@@ -218,10 +250,9 @@ class FusedForward:
         if attention.qkv_proj.bias is not None:
             return None
         new = NewTokens(self._rope_table, **head_norms(attention))
-        store = HeadStore(
-            cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions, new,
-            cache.key_scales[index], cache.value_scales[index],
-        )  # fmt: skip
+        caches = cache.key_caches[index], cache.value_caches[index]
+        scales = cache.key_scales[index], cache.value_scales[index]
+        store = HeadStore(*caches, inputs.slot_mapping, inputs.positions, new, *scales)
         shape = (bucket.tokens, self.config.head_count)
         return store if heads_plan(attention.qkv_proj.weight, *shape, store) is not None else None
 
@@ -231,22 +262,25 @@ class FusedForward:
     ) -> torch.Tensor:  # fmt: skip
         """Attention's output [tokens, head, head_dim] from the q/k/v product, which may come in parts. `few`: the plan
         for few decode rows, where there is one."""
-        attention = self.model.model.layers[index].self_attn
-        query, attended = self._query[: bucket.tokens], self._attended[: bucket.tokens]
+        attended = self._attended[: bucket.tokens]
         if few is not None:
             self._attend_few(few, index, qkv, bucket, inputs, cache, slots)
             return attended
+        query, plan, fresh = self._store(index, qkv, bucket, inputs, cache)
+        self._attend(index, attended, query, bucket, inputs, cache, slots, counts[1:2], plan, fresh)
+        return attended
+
+    def _store(self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> StoredHeads:
+        """From the q/k/v product."""
+        query, attention = self._query[: bucket.tokens], self.model.model.layers[index].self_attn
         new = NewTokens(self._rope_table, **head_norms(attention))
         plan = self._chunk_plan(index, bucket, cache)
-        reads_fresh = plan is not None and plan.fresh
         qk_norm_rope_store(
             qkv, query, cache.key_caches[index], cache.value_caches[index], inputs.slot_mapping, inputs.positions,
             new.rope_table, new.q_weight, new.k_weight, new.eps, cache.key_scales[index], cache.value_scales[index],
-            write_back=reads_fresh,
+            write_back=plan is not None and plan.fresh,
         )  # fmt: skip
-        fresh = self._own_keys_and_values(qkv) if reads_fresh else None
-        self._attend(index, attended, query, bucket, inputs, cache, slots, counts, plan, fresh)
-        return attended
+        return query, plan, self._own_keys_and_values(qkv) if plan is not None and plan.fresh else None
 
     def _chunk_plan(self, index: int, bucket: Bucket, cache: KVCache) -> prefill_plans.PrefillPlan | None:
         """The plan of a layer's attention for the bucket's chunks; None without chunks."""
@@ -300,11 +334,10 @@ class FusedForward:
     ) -> torch.Tensor:  # fmt: skip
         """The layers and the head with products in parts; `normed` holds the next product's input throughout."""
         workspace, tokens = self._workspace, bucket.tokens
-        activated = self._activated[:tokens]
         norms = [layer.input_layernorm for _, layer in self._layers[1:]] + [self.model.model.norm]
         normed = self._normed(hidden, self._layers[0][1].input_layernorm)
         for (index, layer), norm_behind in zip(self._layers, norms, strict=True):
-            attention, norm, mlp = layer.self_attn, layer.post_attention_layernorm, layer.mlp
+            attention = layer.self_attn
             ahead = self._ahead(attention.o_proj.weight, tokens)
             few = self._few_rows_plan(bucket, attention, cache)
             if few is not None:
@@ -312,22 +345,31 @@ class FusedForward:
                 skinny_linear(normed, attention.qkv_proj.weight, qkv, workspace, upcoming=ahead)
             else:
                 qkv = linear_parts(normed, attention.qkv_proj.weight, workspace, ahead)
-            attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts).view(tokens, -1)
-            ahead = self._ahead(mlp.gate_up_proj.weight, tokens)
-            parts = linear_parts(attended, attention.o_proj.weight, workspace, ahead)
-            rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
-            ahead = self._ahead(mlp.down_proj.weight, tokens)
-            skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True, upcoming=ahead)
-            parts = linear_parts(activated, mlp.down_proj.weight, workspace, self._ahead(self._after(index), tokens))
-            rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
+            attended = self._store_and_attend(few, index, qkv, bucket, inputs, cache, slots, counts)
+            self._layer_end_in_parts(index, layer, attended, hidden, normed, norm_behind)
         return self._logits_of(self._sampled_rows(normed, bucket, inputs))
+
+    def _layer_end_in_parts(
+        self, index: int, layer: LlamaLayer, attended: torch.Tensor, hidden: torch.Tensor, normed: torch.Tensor,
+        norm_behind: RMSNorm,
+    ) -> None:  # fmt: skip
+        """What of a layer is behind attention, and the norm that follows: to `hidden` in place, and to `normed`."""
+        workspace, mlp, norm, tokens = self._workspace, layer.mlp, layer.post_attention_layernorm, hidden.shape[0]
+        activated, ahead = self._activated[:tokens], self._ahead(mlp.gate_up_proj.weight, tokens)
+        parts = linear_parts(attended.view(tokens, -1), layer.self_attn.o_proj.weight, workspace, ahead)
+        rms_norm(parts, norm.weight, norm.eps, normed, residual=hidden)
+        ahead = self._ahead(mlp.down_proj.weight, tokens)
+        skinny_linear(normed, mlp.gate_up_proj.weight, activated, workspace, silu_mul=True, upcoming=ahead)
+        parts = linear_parts(activated, mlp.down_proj.weight, workspace, self._ahead(self._after(index), tokens))
+        rms_norm(parts, norm_behind.weight, norm_behind.eps, normed, residual=hidden)
 
     def _attend(
         self, index: int, output: torch.Tensor, query: torch.Tensor, bucket: Bucket, inputs: StepInputs,
-        cache: KVCache, slots: DeviceSlots, counts: torch.Tensor, plan: prefill_plans.PrefillPlan | None,
+        cache: KVCache, slots: DeviceSlots, decode_rows: torch.Tensor, plan: prefill_plans.PrefillPlan | None,
         fresh: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:  # fmt: skip
-        """Attention from the cache; of chunks by `plan`, with the step's own keys and values if it wants them."""
+        """Attention from the cache, of as many decode rows as `decode_rows` [1] says on the device; of chunks by
+        `plan`, with the step's own keys and values if it wants them."""
         attention = self.model.model.layers[index].self_attn
         shared = (
             output, query, cache.key_caches[index], cache.value_caches[index], slots.block_tables, inputs.row_slots,
@@ -336,7 +378,7 @@ class FusedForward:
         options = {
             "scale": attention.scale,
             "sliding_window": attention.sliding_window or 0,
-            "decode_row_count": counts[1:2],
+            "decode_row_count": decode_rows,
             "key_scales": cache.key_scales[index],
             "value_scales": cache.value_scales[index],
             "pdl": bucket.kind == CHUNK and bucket.tokens <= EARLY_TOKENS,
@@ -424,11 +466,9 @@ class FusedForward:
 
         `plans`: the module whose `can_specialise` says what the kernel computes, of prefill or of decode.
         """
-        config, major = self.config, self._capability_major
+        config, card = self.config, {"capability_major": self._capability_major}
         shape = HeadShape(config.head_count, config.kv_head_count, config.head_dim, block_size)
-        return plans.can_specialise(
-            shape, self.hidden.dtype, sliding_window, quantised=quantised, capability_major=major
-        )
+        return plans.can_specialise(shape, self.hidden.dtype, sliding_window, quantised=quantised, **card)
 
     def _fused_plan(self, rows: int, single_warps: bool) -> fused.FusedDecodePlan:
         sizes = (self.config.kv_head_count, self.config.head_dim)
@@ -437,8 +477,7 @@ class FusedForward:
     def _decode_plan(self, rows: int, quantised: bool, specialised: bool) -> decode.DecodePlan:
         config = self.config
         sizes = (config.head_count, config.kv_head_count, config.head_dim, self._multiprocessors)
-        kernel = {"quantised": quantised, "specialised": specialised}
-        return decode.launch_plan(row_class(rows), *sizes, **kernel)
+        return decode.launch_plan(row_class(rows), *sizes, quantised=quantised, specialised=specialised)
 
     def _prefill_plan(
         self, bucket: Bucket, block_size: int, sliding_window: int, quantised: bool
@@ -455,23 +494,6 @@ class FusedForward:
         )  # fmt: skip
 
 
-def head_norms(attention: LlamaAttention) -> dict[str, Any]:
-    """The norms of query and key heads as the kernels take them; nothing for models without."""
-    if not isinstance(attention, Qwen3Attention):
-        return {}
-    return {
-        "q_weight": attention.q_norm.weight, "k_weight": attention.k_norm.weight, "eps": attention.q_norm.eps
-    }  # fmt: skip
-
-
 def row_class(rows: int) -> int:
     """What a kernel's tile of rows is rounded up to: few sizes, since each is compiled by itself."""
     return next(size for size in (decode.FEW_ROWS, 256, decode.MAX_ROWS) if size >= rows)
-
-
-def rope_table(model: LlamaForCausalLM, max_positions: int) -> torch.Tensor:
-    """Cosines, then sines, of every position's angles: float32 [max_positions, head_dim], attention factor included."""
-    half = model.config.head_dim // 2
-    positions = torch.arange(max_positions, device=model.model.norm.weight.device)
-    angles = model.rotary.angles(positions)
-    return torch.cat((angles.cos[:, 0, :half], angles.signed_sin[:, 0, half:]), dim=1).contiguous()

@@ -1,7 +1,7 @@
 """The plain torch modules behind the interface of the fused pass: for models that the fused pass does not cover.
 
-Slower, since it launches every operation by itself, allocates, and cannot be captured. `FusedForward` says what it does
-not cover. Called by the GPU runner.
+Slower, since it launches every operation by itself, allocates, and cannot be captured. `covered_models` says what the
+fused pass does not cover. Called by the GPU runner.
 """
 
 import torch

@@ -66,6 +66,7 @@ class CudaRunner:
         self._lanes = Lanes(layout, slots.device)
         self._stager = StepStager(slots, self.mirror, layout, limits.max_num_batched_tokens)
         self._special = SpecialRows(slots, vocabulary, fixed_order=forward.fixed_order)
+        self._may_end_in_rows = not forward.fixed_order
         self._pooler = Pooler(forward.token_hidden, exact=forward.fixed_order)
         self.program = StepProgram(
             forward, cache, slots, self._lanes.plan_buffer, layout,
@@ -151,15 +152,22 @@ class CudaRunner:
     def _bucket(self, packed: PackedStep) -> Bucket:
         """What the step runs in. A capture takes as long as several steps, so a bucket without a graph is captured in
         the next pause, and a larger one stands in for it until then, or until that has cost as much; always for one
-        that cannot be captured any more."""
+        that cannot be captured any more. `_prompt_pieces` and the pooler ask for tokens beside those that sample; rules
+        and log probabilities of what is sampled do not."""
         sizes = (packed.decode_row_count, packed.row_count - packed.decode_row_count, packed.token_count)
+        every_token = self._may_end_in_rows and bool(packed.prompt_rows or packed.pooled_rows)
         if not self.pads_steps:
-            return exact_bucket(*sizes)
+            return exact_bucket(*sizes, every_token=every_token)
         limits = self._limits
-        bucket = bucket_of(*sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens)
+        bucket = bucket_of(
+            *sizes, max_rows=limits.max_num_seqs, max_tokens=limits.max_num_batched_tokens, every_token=every_token
+        )
         if self.program.has_graph(bucket):
             return bucket
         stand_in = self.program.stand_in(bucket)
+        if stand_in is None and not self._has_kernels():  # a graph's kernels serve its size with every token, too
+            alike = self.program.stand_in(bucket._replace(every_token=False))
+            return bucket if alike is None else alike._replace(every_token=every_token)
         is_due = self._padding[bucket] > MOST_PADDING
         if stand_in is None or (is_due and self.program.takes_graph(bucket) and self._has_kernels()):
             return bucket

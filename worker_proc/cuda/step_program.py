@@ -54,16 +54,16 @@ class Forward(Protocol):
     def run(
         self, bucket: Bucket, inputs: StepInputs, cache: KVCache, slots: DeviceSlots, counts: torch.Tensor
     ) -> torch.Tensor:
-        """Logits of the rows that sample, float32 [rows, vocab_size]."""
+        """Logits of the rows that sample, float32 [rows, vocab_size]; the other lines hold anything."""
 
     def shortened(self) -> "Forward":
         """A pass in the same buffers that takes every kernel of this one, but not every layer."""
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
-        """Logits of any tokens of the last pass, float32 [count, vocab_size]."""
+        """Logits of any tokens of the last pass, float32 [count, vocab_size]; its bucket was one of `every_token`."""
 
     def token_hidden(self, first_token: int, count: int) -> torch.Tensor:
-        """Hidden states of any tokens of the last pass, after the last norm, [count, hidden_size]."""
+        """Hidden states of any tokens of the last pass, after the last norm, [count, hidden_size]; of such a pass."""
 
 
 class StepProgram:
@@ -120,8 +120,9 @@ class StepProgram:
         return bucket not in self._without_graph and len(self._graphs) < GRAPH_LIMIT
 
     def stand_in(self, bucket: Bucket) -> Bucket | None:
-        """The captured bucket that holds such steps with the least padding."""
-        captured = (each for each, sampling in self._graphs if sampling and each.kind == bucket.kind)
+        """The captured bucket that holds such steps with the least padding, and computes what they ask for."""
+        asked = (bucket.kind, bucket.every_token)
+        captured = (each for each, sampling in self._graphs if sampling and (each.kind, each.every_token) == asked)
         found = (each for each in captured if each.rows >= bucket.rows and each.tokens >= bucket.tokens)
         return min(found, key=lambda each: (each.tokens, each.rows), default=None)
 
@@ -167,7 +168,7 @@ class StepProgram:
         return self._inputs.bucket(bucket.rows, bucket.tokens)
 
     def token_logits(self, first_token: int, count: int) -> torch.Tensor:
-        """Logits of any tokens of the last step."""
+        """Logits of any tokens of the last step, whose bucket was one of `every_token`."""
         return self._forward.token_logits(first_token, count)
 
     def _run(self, forward: Forward, bucket: Bucket, sampling: bool) -> torch.Tensor:

@@ -33,6 +33,13 @@ def library_products(monkeypatch):
 
 
 @pytest.fixture
+def quick_stores(monkeypatch, device):
+    """Without a GPU keys and values are stored by the reference: the interpreter takes a second for a few tokens."""
+    if device == "cpu":
+        monkeypatch.setattr(fused_forward, "qk_norm_rope_store", store_by_reference)
+
+
+@pytest.fixture
 def make_gpu_driver(plan_driver):
     """make(folder, device, ...) -> a PlanDriver over a fresh runner; what nothing has written in its cache is NaN.
 
@@ -59,7 +66,7 @@ def make_gpu_driver(plan_driver):
         if padded:
             runner.pads_steps = True
         driver = plan_driver(lambda plan: runner.execute(plan).result(), slot_count, block_count, block_size)
-        driver.runner, driver.cache, driver.model = runner, cache, model
+        driver.runner, driver.cache, driver.model, driver.forward = runner, cache, model, forward
         driver.issue = runner.execute
         return driver
 
@@ -67,10 +74,10 @@ def make_gpu_driver(plan_driver):
 
 
 @pytest.fixture
-def fresh_plans(monkeypatch, device):
+def fresh_plans(monkeypatch, device, quick_stores):
     """The Hopper prefill kernel for steps of any size; of each call: did it read fresh keys and values?
 
-    Without a GPU it runs in the emulator, and the store is its reference: the interpreter takes seconds for it.
+    Without a GPU it runs in the emulator.
     """
     calls, attend = [], prefill_attention.prefill_attention
     monkeypatch.setattr(prefill_plans, "is_specialised_size", lambda *_: True)
@@ -84,7 +91,6 @@ def fresh_plans(monkeypatch, device):
         monkeypatch.setattr(
             fused_forward.FusedForward, "_has_hopper_kernel", lambda self, plans, *_, **__: plans is prefill_plans
         )
-        monkeypatch.setattr(fused_forward, "qk_norm_rope_store", store_by_reference)
     return calls
 
 

@@ -8,6 +8,7 @@ from worker_proc.cuda.buckets import (
     CHUNK,
     DECODE,
     MIXED,
+    Bucket,
     bucket_of,
     chunk_buckets,
     compiled_buckets,
@@ -93,6 +94,26 @@ def test_what_comes_first_is_among_what_comes(limits):
     slowest, first = set(slowest_to_compile(*limits)), first_buckets(*limits)
     assert slowest <= set(first) <= set(compiled_buckets(*limits)) and len(slowest) <= 5
     assert start_buckets(*limits)[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("bucket", "ends"),
+    [
+        (Bucket(CHUNK, 1, 512), True), (Bucket(CHUNK, 1, 448), False), (Bucket(MIXED, 256, 1024), True),
+        (Bucket(MIXED, 256, 1000), False), (Bucket(CHUNK, 16, 4096, every_token=True), False),
+        (Bucket(DECODE, 1, 1024), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_passes_end_in_rows_where_these_are_few_beside_many_tokens(bucket, ends):
+    assert bucket.ends_in_rows is ends
+
+
+def test_what_asks_for_every_token_says_so_in_its_bucket():
+    for every_token in (False, True):
+        padded = bucket_of(1, 2, 700, max_rows=256, max_tokens=8192, every_token=every_token)
+        exact = exact_bucket(1, 2, 700, every_token=every_token)
+        assert padded == Bucket(MIXED, 16, 768, every_token) and exact == Bucket(MIXED, 3, 700, every_token)
 
 
 def test_exact_buckets_are_the_step():

@@ -184,15 +184,18 @@ def bare_runner(*captured: Bucket):
     program = StepProgram.__new__(StepProgram)
     program._graphs, program._without_graph = {(bucket, True): None for bucket in captured}, set()
     runner = CudaRunner.__new__(CudaRunner)
-    runner.pads_steps, runner.program, runner._behind = True, program, None
+    runner.pads_steps, runner.program, runner._behind, runner._may_end_in_rows = True, program, None, True
     runner._padding, runner._unprepared = Counter(), deque()
     runner._limits = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192)
     return runner, program
 
 
-def chosen(runner, rows: int, tokens: int) -> Bucket:
+def chosen(runner, rows: int, tokens: int, prompt_rows: tuple = ()) -> Bucket:
     """What a step of so many chunks runs in."""
-    return runner._bucket(SimpleNamespace(decode_row_count=0, row_count=rows, token_count=tokens))
+    packed = SimpleNamespace(
+        decode_row_count=0, row_count=rows, token_count=tokens, prompt_rows=prompt_rows, pooled_rows=()
+    )
+    return runner._bucket(packed)
 
 
 def test_a_larger_bucket_stands_in_for_one_without_a_graph(monkeypatch):
@@ -200,7 +203,7 @@ def test_a_larger_bucket_stands_in_for_one_without_a_graph(monkeypatch):
     near, far = Bucket(CHUNK, 16, 1280), Bucket(CHUNK, 256, 2048)
     runner, program = bare_runner(near, far, Bucket(MIXED, 64, 1536))
     program._graphs[Bucket(CHUNK, 64, 1536), False] = None
-    assert chosen(runner, 10, 1250) == near and chosen(runner, 1, 4000) == Bucket(CHUNK, 16, 4096), "nothing holds it"
+    assert chosen(runner, 10, 1250) == near and chosen(runner, 1, 4000) == Bucket(CHUNK, 4, 4096), "nothing holds it"
     assert chosen(runner, 10, 1000) == near, "the least padding of its kind"
     assert chosen(runner, 40, 1500) == far, "room for its rows, captured with sampling"
     own = [Bucket(CHUNK, 64, 1536), Bucket(CHUNK, 16, 1024)]
@@ -223,6 +226,17 @@ def test_however_much_is_padded_the_first_step_of_a_size_waits_for_no_capture():
     assert chosen(runner, 1, 100) == largest and chosen(runner, 1, 100) == Bucket(CHUNK, 1, 128)
 
 
+def test_a_graph_that_ends_in_rows_stands_in_for_no_step_that_asks_for_every_token():
+    """Nor the other way about: one computes too little, the other too much."""
+    plain, asking = Bucket(CHUNK, 256, 8192), Bucket(CHUNK, 16, 2560, every_token=True)
+    runner, program = bare_runner(plain)
+    assert chosen(runner, 1, 2500, ("a prompt's",)) == asking, "which nothing holds"
+    assert not runner._unprepared
+    program._graphs[asking, True] = None
+    assert chosen(runner, 1, 2000, ("a prompt's",)) == asking and chosen(runner, 1, 2000) == plain
+    assert list(runner._unprepared) == [Bucket(CHUNK, 16, 2048), Bucket(CHUNK, 16, 2048, every_token=True)]
+
+
 def test_nothing_is_captured_before_its_kernels_are_compiled(monkeypatch):
     """The worker would compile them itself, for seconds, in a step or a pause."""
     largest, kernels, prepared = Bucket(CHUNK, 256, 8192), [], []
@@ -231,6 +245,7 @@ def test_nothing_is_captured_before_its_kernels_are_compiled(monkeypatch):
     monkeypatch.setattr(program, "prepare", prepared.append)
     assert [chosen(runner, 1, 100) for _ in range(3)] == [largest] * 3
     assert runner.prepare_next() and runner.prepare_next() and prepared == [] and runner.unprepared_count == 1
+    assert chosen(runner, 1, 100, ("a prompt's",)) == largest._replace(every_token=True), "whose kernels are there"
     kernels.append("compiled")
     assert chosen(runner, 1, 100) == Bucket(CHUNK, 1, 128)
     assert not runner.prepare_next() and prepared == [Bucket(CHUNK, 1, 128)] and runner.unprepared_count == 0

@@ -10,7 +10,8 @@ from kernels.compile_process import CompileProcess
 from kernels.launch import shared_memory_bytes
 from worker_proc.cuda import engine
 from worker_proc.cuda.buckets import first_buckets, start_buckets
-from worker_proc.cuda.fused_forward import FusedForward, unsupported_reason
+from worker_proc.cuda.covered_models import unsupported_reason
+from worker_proc.cuda.fused_forward import FusedForward
 from worker_proc.cuda.plain_forward import PlainForward
 from worker_proc.kv_cache import SAFETY_BYTES, cache_specs
 from worker_proc.loader import load_model

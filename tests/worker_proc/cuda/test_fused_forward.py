@@ -78,7 +78,10 @@ def attention_variants(bucket: Bucket, max_rows: int, is_hopper: bool) -> set:
 
     modules = fused_forward.decode, fused_forward.prefill
     with patch.object(modules[0], "decode_attention", launch), patch.object(modules[1], "prefill_attention", launch):
-        FusedForward._attend(pass_, 0, None, None, bucket, nothing, cache, nothing, torch.zeros(2), plan, None)
+        FusedForward._attend(pass_, 0, None, None, bucket, nothing, cache, nothing, torch.zeros(1), plan, None)
+        if bucket.ends_in_rows:
+            rows = Bucket(DECODE, bucket.rows, bucket.rows)
+            FusedForward._attend(pass_, 0, None, None, rows, nothing, cache, nothing, torch.zeros(1), None, None)
     return found
 
 
@@ -88,8 +91,8 @@ def attention_variants(bucket: Bucket, max_rows: int, is_hopper: bool) -> set:
         (Bucket(DECODE, 64, 64), True, [True]),
         (Bucket(DECODE, 64, 64), False, [False]),
         (Bucket(MIXED, 16, 64), True, [False, False]),
-        (Bucket(CHUNK, 1, EARLY_TOKENS), True, [True]),
-        (Bucket(CHUNK, 1, EARLY_TOKENS + 256), False, [False]),
+        (Bucket(CHUNK, 1, EARLY_TOKENS, every_token=True), True, [True]),
+        (Bucket(CHUNK, 1, EARLY_TOKENS + 256, every_token=True), False, [False]),
     ],
     ids=str,
 )
@@ -123,13 +126,12 @@ def product_variants(bucket: Bucket, hidden: int, heads: int, kv_heads: int, hea
     """What the products of a bucket's step and their neighbours are compiled for, by rule, on an H200."""
     tokens, query = bucket.tokens, heads * head_dim
     qkv = tuning.gemm_plan(tokens, query + 2 * kv_heads * head_dim, hidden, 132, fused=True)
-    gate_up = tuning.gemm_plan(tokens, 2 * inter, hidden, 132, fused=True)
-    added = [tuning.gemm_plan(tokens, hidden, inputs, 132) for inputs in (query, inter)]
     store = launch_plan(tokens, heads, kv_heads, head_dim)
-    return {
-        ("heads", qkv or (store.query_heads, store.num_warps)), ("silu_mul", gate_up),
-        *(("residual", plan) for plan in added),
-    }  # fmt: skip
+    found = {("heads", qkv or (store.query_heads, store.num_warps))}
+    for rows in {tokens, bucket.rows} if bucket.ends_in_rows else {tokens}:
+        found.add(("silu_mul", tuning.gemm_plan(rows, 2 * inter, hidden, 132, fused=True)))
+        found |= {("residual", tuning.gemm_plan(rows, hidden, inputs, 132)) for inputs in (query, inter)}
+    return found
 
 
 @pytest.mark.parametrize("limits", [(1, 512), (64, 2048), (256, 8192), (512, 4096), (1024, 16_384)], ids=str)
