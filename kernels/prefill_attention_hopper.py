@@ -30,10 +30,10 @@ an 8-bit cache they are 128 long.
 The copies have a warp each because one alone, with 32 boxes for each pair of tiles of 128, was slower than the tensor
 cores (docs/log.md).
 
-Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, by
-`python -m benchmarks.kernels.bench_prefill_attention`, where torch's attention on contiguous tensors is measured too:
-long tiles at commit be3c73e 16x1024 439 TFLOP/s (torch 446), 4x4096 550 (512), 1x16384 605 (553); short ones at ee59f37
-8x256 176 (149). Four rows of 512 new tokens and 8192 old ones take short tiles, and 14 % longer (docs/log.md).
+Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit 0a851a4, calls in turns with
+torch's attention on contiguous tensors, in brackets, on a warm card (docs/log.md, 2026-12-01): 4x4096 594 TFLOP/s
+(500), 1x16384 655 (525), 16x1024 464 (431), 8x256 160 (137); with 32 query heads 4x4096 588 (512). 32 rows of 256
+tokens are torch's by 4 %.
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """

@@ -185,7 +185,7 @@ def test_prompts_log_probabilities_and_embeddings_are_of_every_token(
         expected = reference_embedding(reference, prompt(7, seed=2), "mean")
         torch.testing.assert_close(torch.tensor(pooled.embedding), expected, rtol=0, atol=error)
         if len(found) == 1:
-            assert ended == [Bucket(MIXED, 4, 16)]
+            assert set(ended) == {Bucket(MIXED, 4, 16)}  # on a GPU rehearsed, too
             ended.clear()
             on_gpu = tokens
     assert tokens == on_gpu and len(found[0]) == 7
