@@ -130,7 +130,7 @@ def test_few_rows_by_single_warps_compile(cache, compiler):
 def test_kernels_that_store_float8_compile(run_script):
     """Those that only store, and those that also hand on what reading would give."""
     found = json.loads(run_script(["-c", SCRIPT, "fp8", "norm_rope_store"], timeout=110))
-    assert len(found) >= 6
+    assert len(found) >= 5
     check(found)
 
 
@@ -139,7 +139,7 @@ def test_kernels_that_store_float8_compile(run_script):
 @pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
 def test_every_kernel_of_a_models_steps_compiles(cache, run_script):
     """A minute of two cores for the first, seconds for those of 8-bit caches that differ from it."""
-    parts = [] if cache == "auto" else ["attention", "decode", "prefill", "hopper", "store"]
+    parts = [] if cache == "auto" else ["attention", "decode", "prefill", "hopper", "store", "gemm"]
     found = json.loads(run_script(["-c", SCRIPT, cache, *parts], timeout=590))
     assert len(found) > 12
     check(found)
