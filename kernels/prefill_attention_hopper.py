@@ -6,8 +6,8 @@ writes the zeros of padding. They copy block by block with the tensor copy engin
 contiguous box of the cache). The first reads rows and block ids before it waits for the kernel ahead.
 
 Tiles of keys that the step itself computed are copied from the rows of its q/k/v product, where the caller has them: in
-a box for each 64 columns of a head, not for each of each block of the cache. Over an 8-bit cache four warps more convert
-what was copied from the cache (kernels/prefill_attention_hopper_convert.py), of prefixes of earlier steps alone then.
+a box for each 64 columns of a head, where the cache takes as many for each block. Over an 8-bit cache four warps more
+convert what was copied from it (kernels/prefill_attention_hopper_convert.py), of prefixes of earlier steps alone then.
 Both ways bring the same bits.
 
 Two warp groups compute (kernels/prefill_attention_hopper_compute.py), each on 64 of the tile's 128 rows: while the
