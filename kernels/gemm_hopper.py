@@ -15,7 +15,8 @@ The count is read once, before the warps part, and not by the copying one, which
 
 A row's heads come to be in a thread and its three neighbours, a rotation's pairs in one thread, since a tensor core's
 sums lie so: norm and rotation cost no exchange through memory. The arithmetic is that of kernels/qk_norm_rope_store.py,
-without rounding to 16 bits between the product and the norm.
+without rounding to 16 bits between the product and the norm; for 8-bit caches, by kernels/kv_quant_gluon.py, without
+rounding between rotation and quantising either.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ def _store_quantised(
     total, cache_ptr, scales_ptr, slots_ptr, passed, first_row, first_column, M, strides, FORMAT: gl.constexpr,
     HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Heads [row, column] of k or v to an 8-bit cache and their scales beside it; what attention will read of them."""
+    """Heads [row, column] of k or v to an 8-bit cache, by way of `passed`, and their scales beside it. Returns what
+    attention will read of them."""
     block_stride, head_stride, scale_block_stride, scale_head_stride = strides
     ROWS: gl.constexpr = total.shape[0]
     COUNT: gl.constexpr = total.shape[1] // HEAD_DIM
@@ -234,7 +236,7 @@ def _store_quantised(
 
 @gluon.jit
 def _store_tile(values, out_desc, staged, first_row, first_column):
-    """Values to `out`, by way of `staged`, which the store before this one has left when this returns from its wait."""
+    """Values to `out`, by way of `staged`, once the copy engine has read what was there before."""
     tma.store_wait(pendings=0)
     staged.store(values.to(staged.dtype))
     fence_async_shared()

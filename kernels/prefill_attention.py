@@ -23,7 +23,7 @@ kernel for Hopper has an order of its own (kernels/prefill_attention_hopper_copy
 |          |                                      |              | zeros; decode rows' tokens are left alone           |
 | counters | [2]                                  | int32        | zero before the first call and after every call     |
 | fresh    | [token_count, kv_heads, head_dim] x2 | as query     | keys and values of these tokens, to the bit as the  |
-|          |                                      |              | cache is read; anything for tokens of no row    |
+|          |                                      |              | cache is read; anything for tokens of no row        |
 
 Caches, their scales, block_tables, row_slots, context_lengths and query_starts: see kernels/paged_kv.py.
 

@@ -6,8 +6,9 @@ writes the zeros of padding. They copy block by block with the tensor copy engin
 contiguous box of the cache). The first reads rows and block ids before it waits for the kernel ahead.
 
 Tiles of keys that the step itself computed are copied from the rows of its q/k/v product, where the caller has them: in
-two boxes each instead of two for each block of the cache. Over an 8-bit cache four warps more convert what was copied
-(kernels/prefill_attention_hopper_convert.py), of prefixes of earlier steps alone then. Both ways bring the same bits.
+a box for each 64 columns of a head, where the cache takes as many for each block. Over an 8-bit cache four warps more
+convert what was copied from it (kernels/prefill_attention_hopper_convert.py), of prefixes of earlier steps alone then.
+Both ways bring the same bits.
 
 Two warp groups compute (kernels/prefill_attention_hopper_compute.py), each on 64 of the tile's 128 rows: while the
 tensor cores multiply probabilities by values and the next keys by queries, the group's threads work out the next
@@ -32,8 +33,8 @@ cores (docs/log.md).
 
 Measured: one NVIDIA H200, bf16, 16 query and 8 K/V heads of 128, blocks of 16, commit 0a851a4, calls in turns with
 torch's attention on contiguous tensors, in brackets, on a warm card (docs/log.md, 2026-12-01): 4x4096 594 TFLOP/s
-(500), 1x16384 655 (525), 16x1024 464 (431), 8x256 160 (137); with 32 query heads 4x4096 588 (512). 32 rows of 256
-tokens are torch's by 4 %.
+(500), 1x16384 655 (525), 16x1024 464 (431), 8x256 160 (137); with 32 query heads 4x4096 588 (512). With 32
+rows of 256 tokens torch is 4 % faster.
 
 Sources: [1] Shah et al., FlashAttention-3, arXiv:2407.08608.
 """

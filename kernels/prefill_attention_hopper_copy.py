@@ -16,10 +16,10 @@ are drawn from a counter.
 All that is read before the wait for the kernel ahead is the step's inputs (kernels/launch.py): rows and block ids.
 
 With FRESH, tiles that begin in the step's own tokens are copied from where these lie one after another, in a box for
-each half of a head instead of one for each block of the cache, and those before them from the cache: over a plain one
-to the stages that follow; over an 8-bit one to the converting warps, which fill them. A wait sees only whether a
-stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all before it have
-been placed or taken, and the groups empty the stages in order.
+each 64 columns of a head, where the cache takes as many for each block. Those before them come from the cache: over a
+plain one to the stages that follow; over an 8-bit one to the converting warps, which fill them. A wait sees only
+whether a stage's turn is odd or even. Neither side can be two turns off: a tile is brought for conversion when all
+before it have been placed or taken, and the groups empty the stages in order.
 
 Blocks of the cache are copied to `pages`: over a plain cache these are the computing groups' stages, seen block by
 block, and over an 8-bit one stages of their own, which the converting warps empty.

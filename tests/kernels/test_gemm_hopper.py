@@ -200,9 +200,7 @@ def quantised_case(case: Case, cache_dtype: torch.dtype, block_size: int) -> Cas
         torch.full((*size, head_dim), 0x7F, dtype=torch.uint8, device=DEVICE).view(cache_dtype) for _ in range(2)
     )
     scales = [torch.full(size, float("nan"), dtype=torch.float16, device=DEVICE) for _ in range(2)]
-    quantised = replace(
-        store, key_cache=keys, value_cache=values, key_scales=scales[0], value_scales=scales[1]
-    )  # fmt: skip
+    quantised = replace(store, key_cache=keys, value_cache=values, key_scales=scales[0], value_scales=scales[1])
     return replace(case, options={"store": quantised}, caches=torch.empty(0, 2, dtype=case.x.dtype, device=DEVICE))
 
 
@@ -272,9 +270,6 @@ def test_fewer_steps_than_one_group_is_behind_the_other(steps, stages, offset, d
         check(case, programs, stages=stages, offset=offset)
 
 
-TILE_ROWS = 128
-
-
 def check_count(case: Case, programs: int, count: int, **plan) -> None:
     """Launch with a count of tokens, and look at rows below it, at tiles past it and around the result."""
     used, options = min(count, len(case.x)), dict(case.options)
@@ -283,7 +278,7 @@ def check_count(case: Case, programs: int, count: int, **plan) -> None:
         slots[used:] = -1
         options["store"] = replace(options["store"], slot_mapping=slots)
     want, want_caches = replace(case, options=options).exact()
-    tiled = min(-(-used // TILE_ROWS) * TILE_ROWS, len(case.x))
+    tiled = min(-(-used // gemm_hopper.TILE_M) * gemm_hopper.TILE_M, len(case.x))
     untouched = case.out[tiled:].clone()
     # Of a plan, where it is not aligned as tensors are.
     counts = torch.tensor([1, 0, count], dtype=torch.int32, device=case.x.device)

@@ -26,8 +26,8 @@ LARGE_TOKENS = _TOKEN_SIZES[-1]
 """Steps above this are padded to 32 sizes between two powers of two, of which every fourth is prepared at start."""
 
 _LONG_ROWS = 4
-"""Prompts from this size on that are so few and therefore long have buckets of their own, since attention takes other
-tiles for them; of others from this size on there are two classes of rows: some, or as many as there may be."""
+"""From LARGE_TOKENS on, so few prompts, which are long then, have buckets of their own, since attention takes other
+tiles for them (kernels/prefill_plans.py); of other rows there are two classes: some, or as many as there may be."""
 
 _MIDDLE_ROWS = 64
 """Steps with chunks and up to four times as many tokens are prepared for so many rows, larger ones for as many as there
@@ -133,7 +133,8 @@ def decode_buckets(max_rows: int) -> list[Bucket]:
 
 
 def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
-    """The usual buckets with chunks: one prompt alone, and a few rows of any kind; and the largest of each kind."""
+    """The usual buckets with chunks: one prompt alone, a few rows of any kind, very few long ones; and the largest of
+    each kind."""
     sizes = sorted({min(size, max_tokens) for size in _TOKEN_SIZES})
     rows = min(_ROW_CLASSES[1], max_rows, max_tokens)
     one = [Bucket(CHUNK, 1, size) for size in sizes if size <= _ONE_ROW_TOKENS]

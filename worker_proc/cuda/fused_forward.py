@@ -205,7 +205,7 @@ class FusedForward:
         self, index: int, layer: LlamaLayer, hidden: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache,
         token_count: torch.Tensor,
     ) -> StoredHeads:  # fmt: skip
-        """From hidden states, by the q/k/v product alone where that can."""
+        """Heads from hidden states; K and V go to the cache, by the q/k/v product itself where that can."""
         store = self._head_store(index, bucket, inputs, cache)
         if store is None:
             return self._store(index, self._qkv_product(layer, hidden, token_count), bucket, inputs, cache)
@@ -271,7 +271,7 @@ class FusedForward:
         return attended
 
     def _store(self, index: int, qkv: torch.Tensor, bucket: Bucket, inputs: StepInputs, cache: KVCache) -> StoredHeads:
-        """From the q/k/v product."""
+        """Heads from the q/k/v product, which may come in parts; K and V go to the cache."""
         query, attention = self._query[: bucket.tokens], self.model.model.layers[index].self_attn
         new = NewTokens(self._rope_table, **head_norms(attention))
         plan = self._chunk_plan(index, bucket, cache)

@@ -4,9 +4,11 @@ from random import Random
 
 import pytest
 
+from kernels.prefill_plans import hopper_key_tile
 from worker_proc.cuda.buckets import (
     CHUNK,
     DECODE,
+    LARGE_TOKENS,
     MIXED,
     Bucket,
     bucket_of,
@@ -41,6 +43,15 @@ def test_padding_is_at_most_a_quarter_and_of_large_steps_a_32nd():
     for tokens in range(257, 16385):
         bucket = bucket_of(1, 1, tokens, max_rows=256, max_tokens=32768)
         assert bucket.tokens <= tokens * (33 / 32 if tokens > 4096 else 5 / 4), bucket
+
+
+def test_long_prompts_are_padded_to_rows_for_which_attention_takes_the_same_tiles():
+    """Padded to more rows, these would take the tiles of many short prompts."""
+    for rows in (1, 2, 3, 4, 5, 16, 17):
+        for tokens in (1024, LARGE_TOKENS - 1, LARGE_TOKENS, 8000):
+            bucket = bucket_of(0, rows, tokens, max_rows=256, max_tokens=8192)
+            own = hopper_key_tile(bucket.tokens, rows, quantised=False)
+            assert hopper_key_tile(bucket.tokens, bucket.rows, quantised=False) == own, bucket
 
 
 def test_decode_buckets_are_all_that_decoding_needs():

@@ -19,7 +19,7 @@ SIZES = {
 }  # fmt: skip
 """All columns are multiples of a tile's."""
 
-TILE_ROWS, BUCKET_TOKENS = 128, 130
+TILE_ROWS, BUCKET_TOKENS = gemm_hopper.TILE_M, gemm_hopper.TILE_M + 2
 
 
 def poison_buffers(forward: FusedForward) -> list[torch.Tensor]:
