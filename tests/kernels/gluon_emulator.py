@@ -18,7 +18,8 @@ let pass by luck is an error here:
 - with a `KernelAhead`, what that writes is not there before a program has waited for it, nor may the program write;
   it ends as late as it can, when all warps wait; and some program has to wait.
 
-The warps of `warp_specialize` are threads of which one runs at a time, until it waits. Inline assembly is executed,
+The warps of `warp_specialize` are threads of which one runs at a time, until it waits. Who tells others that they may
+go on goes on after them: what it has given up too early is then gone. Inline assembly is executed,
 instruction by instruction, for the instructions listed in tests/kernels/gluon_assembly.py.
 """
 
@@ -208,6 +209,12 @@ def _expect(barrier, count, pred=True):
         barrier.arrive()
 
 
+def _arrive(barrier, count=1, pred=True):
+    if pred:
+        barrier.arrive(count)
+        barrier.baton.pause()
+
+
 def _init(barrier, count):
     barrier.count = barrier.missing = count
 
@@ -392,7 +399,7 @@ class _Program:
             warpgroup_mma_wait: products.wait,
             mbarrier: SimpleNamespace(
                 MBarrierLayout=mbarrier.MBarrierLayout, init=_init, expect=_expect,
-                arrive=lambda barrier, count=1, pred=True: barrier.arrive(count) if pred else None,
+                arrive=_arrive,
                 wait=lambda barrier, phase: barrier.wait(int(phase)),
             ),
             tma: SimpleNamespace(

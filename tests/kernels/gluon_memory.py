@@ -111,6 +111,7 @@ class Baton:
         self.errors: list[BaseException] = []
         self.running = 1
         self.waits: dict[int, tuple[Callable[[], bool], str]] = {}
+        self.paused_count = 0
         self.when_stuck: Callable[[], None] | None = None
         """Called once, when all threads wait for what has not come: for what comes from outside the program."""
 
@@ -129,9 +130,26 @@ class Baton:
             del self.waits[me]
             self.condition.notify_all()
 
-    def _check_progress(self) -> None:
+    def pause(self) -> None:
+        """Let the other threads go as far as they can: this one is slow."""
+        with self.condition:
+            self.paused_count += 1
+            self.condition.notify_all()
+            while not self._others_are_stuck():
+                self._refuse_errors()
+                self.condition.wait()
+            self.paused_count -= 1
+
+    def _others_are_stuck(self) -> bool:
+        is_any_over = any(is_over() for is_over, _ in self.waits.values())
+        return len(self.waits) + self.paused_count == self.running and not is_any_over
+
+    def _refuse_errors(self) -> None:
         if self.errors:
             raise RuntimeError("another warp failed")
+
+    def _check_progress(self) -> None:
+        self._refuse_errors()
         if self._is_stuck() and self.when_stuck is not None:
             when_stuck, self.when_stuck = self.when_stuck, None
             when_stuck()
@@ -143,7 +161,7 @@ class Baton:
         return len(self.waits) == self.running and not any(is_over() for is_over, _ in self.waits.values())
 
     def run(self, functions: list[Callable[[], None]]) -> None:
-        """Run all to their end, taking turns only where they wait."""
+        """Run all to their end, taking turns only where they wait, or pause."""
         self.running = len(functions)
         threads = [threading.Thread(target=self._guarded, args=(function,)) for function in functions]
         for thread in threads:

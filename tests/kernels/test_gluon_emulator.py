@@ -84,6 +84,50 @@ def test_a_program_that_ends_while_a_copy_is_under_way_is_an_error():
         copied(waits=False, waits_at_last=False)
 
 
+@gluon.jit
+def _fill(desc, tile, full, empty):
+    for turn in range(2):
+        mbarrier.wait(empty.index(0), (turn & 1) ^ 1)
+        mbarrier.expect(full.index(0), 1024)
+        tma.async_copy_global_to_shared(desc, [8 * turn, 0], full.index(0), tile)
+
+
+@gluon.jit
+def _take(output_ptr, tile, full, empty, IS_EARLY: gl.constexpr):
+    line: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    rows = gl.arange(0, 8, layout=gl.SliceLayout(1, line))
+    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, line))
+    for turn in range(2):
+        mbarrier.wait(full.index(0), turn & 1)
+        mbarrier.arrive(empty.index(0), count=1, pred=IS_EARLY)
+        gl.store(output_ptr + (8 * turn + rows)[:, None] * 64 + columns[None, :], tile.load(line))
+        mbarrier.arrive(empty.index(0), count=1, pred=not IS_EARLY)
+
+
+@gluon.jit
+def _taken(desc, output_ptr, IS_EARLY: gl.constexpr, TAKES_FIRST: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.bfloat16, [8, 64], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(empty.index(0), count=1)
+    take = (_take, (output_ptr, tile, full, empty, IS_EARLY))
+    fill = (_fill, (desc, tile, full, empty))
+    gl.warp_specialize([take, fill] if TAKES_FIRST else [fill, take], [1], [24])
+
+
+@pytest.mark.parametrize("takes_first", [False, True])
+def test_memory_that_is_given_back_too_early_is_filled_again(takes_first):
+    """On a card only now and then: when the warp that fills it is the faster one."""
+    source = torch.randn(16, 64).to(torch.bfloat16)
+    descriptor = TensorDescriptor.from_tensor(source, [8, 64], SHARED.value)
+    for is_early in (False, True):
+        output = torch.zeros(16, 64, dtype=torch.bfloat16)
+        constants = {"IS_EARLY": is_early, "TAKES_FIRST": takes_first}
+        EmulatedKernel(_taken)[(1,)](descriptor, output, **constants, num_warps=1)
+        assert output[:8].isnan().all() if is_early else torch.equal(output, source)
+
+
 def test_a_copy_from_outside_the_tensor_is_an_error():
     with pytest.raises(AssertionError, match=r"a box of \[8, 64\] at \[8, 0\] of \[12, 64\]"):
         copied(row_count=12)
