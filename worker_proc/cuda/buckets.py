@@ -139,7 +139,7 @@ def chunk_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     rows = min(_ROW_CLASSES[1], max_rows, max_tokens)
     one = [Bucket(CHUNK, 1, size) for size in sizes if size <= _ONE_ROW_TOKENS]
     few = [Bucket(kind, rows, size) for kind in (CHUNK, MIXED) for size in sizes if size >= rows]
-    full = [each for size in (LARGE_TOKENS, max_tokens) if LARGE_TOKENS <= size <= max_tokens
+    full = [each for size in sorted({min(LARGE_TOKENS, max_tokens), max_tokens}) if padded_tokens(size) >= LARGE_TOKENS
             for each in _large_buckets(size, max_rows)]  # fmt: skip
     return list(dict.fromkeys([*one, *few, *full, *largest_buckets(max_rows, max_tokens)]))
 
@@ -194,15 +194,26 @@ def _usual_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
 def compiled_buckets(max_rows: int, max_tokens: int) -> list[Bucket]:
     """Those among which is one for each variant of a kernel that any step needs.
 
-    These are the first and the usual ones, and the steps of many rows with chunks that need another variant.
+    These are the first and the usual ones; every size of many rows, since attention by which keys and values need not
+    be kept reaches further up there than with few; every large size, since a product takes the tiles that fill the
+    card, which goes up and down; and steps of most rows that need another variant.
     """
-    wide = []
-    for size in (_ROW_CLASSES[-1], max_rows):
-        rows = min(size, max_rows, max_tokens)
-        least, most = min(padded_tokens(rows), max_tokens), min(LARGE_TOKENS, max_tokens)
-        wide += [Bucket(CHUNK, rows, least), Bucket(MIXED, rows, least), Bucket(CHUNK, rows, most)]
+    many, rows = min(_ROW_CLASSES[-1], max_rows, max_tokens), min(max_rows, max_tokens)
+    sizes = sorted({min(size, max_tokens) for size in _TOKEN_SIZES})
+    wide = [Bucket(CHUNK, many, size) for size in sizes if size >= many]
+    wide += [Bucket(CHUNK, min(_ROW_CLASSES[1], max_rows), size) for size in _every_large_size(max_tokens)]
+    for each in (many, rows):
+        least, most = min(padded_tokens(each), max_tokens), min(LARGE_TOKENS, max_tokens)
+        wide += [Bucket(CHUNK, each, least), Bucket(MIXED, each, least), Bucket(CHUNK, each, most)]
     first, usual = first_buckets(max_rows, max_tokens), _usual_buckets(max_rows, max_tokens)
     return list(dict.fromkeys([*first, *usual, *wide]))
+
+
+def _every_large_size(max_tokens: int) -> Iterator[int]:
+    """All that steps are padded to above LARGE_TOKENS, but for the largest."""
+    size = LARGE_TOKENS
+    while (size := padded_tokens(size + 1)) < _NEARLY_LARGEST * max_tokens:
+        yield size
 
 
 def slowest_to_compile(max_rows: int, max_tokens: int) -> list[Bucket]:

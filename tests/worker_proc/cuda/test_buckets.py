@@ -82,6 +82,14 @@ def test_one_prompt_and_small_batches_are_prepared():
         assert bucket in prepared, f"{rows} prompts of {tokens} tokens need {bucket}"
 
 
+@pytest.mark.parametrize("max_tokens", [512, 3584, 3585, 4000, 4096, 4097, 8192, 10_000])
+def test_prompts_as_long_as_a_step_may_be_are_prepared(max_tokens):
+    """Also where that is padded to what large steps are padded to, but is less itself."""
+    prepared = set(start_buckets(256, max_tokens))
+    for decode_rows, chunk_rows in ((0, 1), (0, 4), (0, 9), (9, 1)):
+        assert bucket_of(decode_rows, chunk_rows, max_tokens, max_rows=256, max_tokens=max_tokens) in prepared
+
+
 LIMITS = [(1, 1), (1, 16), (48, 64), (256, 8192), (256, 5000), (1024, 1024), (1024, 32768)]
 
 
