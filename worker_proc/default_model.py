@@ -110,7 +110,7 @@ def _run_showing_size(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 def _downloaded_bytes(folder: Path) -> int:
-    """The largest file's size: at its end pip copies what it has downloaded, so that the sum would be twice the wheel."""
+    """The largest file's size: at its end pip copies what it has downloaded, so the sum would be twice the wheel."""
     largest = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # pip may move it meanwhile

@@ -120,7 +120,8 @@ def test_a_download_shows_its_size_and_has_an_end(cache, monkeypatch, capsys):
     pip = """if True:
         import os, signal
         for name in ("small", "part", "copy"):
-            open(os.path.join(os.environ["TMPDIR"], name), "wb").write(bytes(1_000_000 if name == "small" else 2_000_000))
+            size = 1_000_000 if name == "small" else 2_000_000
+            open(os.path.join(os.environ["TMPDIR"], name), "wb").write(bytes(size))
         os.mkdir(os.path.join(os.environ["TMPDIR"], "complete"))
         signal.pause()
     """
