@@ -134,6 +134,8 @@ def test_a_word_of_more_holds_until_its_clients_next_request(shared_frontend, mo
     still to come was planned without it."""
     running, sent = shared_frontend.frontend, []
     outbox, send = running._engine.core._outbox, running._send_to_scheduler
+    # of this ending alone: a request that is still running keeps its client's next one of the same id from being sent
+    one, other = (f"{name} {type(ending).__name__}".encode() for name in ("one", "other"))
 
     def also_keep(data: bytes, more: bool = False) -> None:
         message = decode_for_scheduler(data)
@@ -142,12 +144,12 @@ def test_a_word_of_more_holds_until_its_clients_next_request(shared_frontend, mo
 
     async def come() -> None:
         request = generate("r", {"max_tokens": 2}).to_wire()
-        others = [[b"one", message.to_wire()] for message in NO_REQUESTS] + [[b"one", b"no message"]]
-        for frames in ([b"one", request, wire.MORE_FOLLOWS], [b"other", request], *others):
+        others = [[one, message.to_wire()] for message in NO_REQUESTS] + [[one, b"no message"]]
+        for frames in ([one, request, wire.MORE_FOLLOWS], [other, request], *others):
             running._clients.on_frames(frames)
             running._clients.flush()
         assert sent == [MoreFollows()] * 2 and outbox._more_follows(), "said behind each request"
-        running._clients.on_frames([b"one", ending.to_wire()])
+        running._clients.on_frames([one, ending.to_wire()])
         assert not outbox._more_follows()
         running._clients.flush()
 
