@@ -1,8 +1,8 @@
 """Quantising K and V in kernels that are written in Gluon: to the bit as kernels/kv_quant.py, whose formats these are.
 
 A vector's largest magnitude gives its scale and what its elements are divided by (`quantising_scale`); the quotients
-(`divided`) are rounded to what the format stores (`whole_levels`). Called by kernels/gemm_hopper.py and
-kernels/new_token_warp.py.
+(`divided`) are rounded to what the format stores (`whole_levels`), where of FP8 a negative that rounds to zero loses
+its sign, which kernels/kv_quant.py keeps. Called by kernels/gemm_hopper.py and kernels/new_token_warp.py.
 """
 
 from __future__ import annotations
